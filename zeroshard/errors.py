@@ -1,0 +1,36 @@
+"""Every error that zeroshard raises on purpose.
+
+A message says what is wrong, where (JSON path, unit, parameter or rank) and what to do. Mistakes of the user are also
+`ValueError`s, so that callers who know nothing of zeroshard can catch them; a broken invariant of our own is an
+`assert`, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class ZeroShardError(Exception):
+    """Base of every error raised by zeroshard."""
+
+
+class ConfigError(ZeroShardError, ValueError):
+    """The configuration can't be obeyed; the message names the JSON path."""
+
+
+class PlanError(ZeroShardError, ValueError):
+    """The model, optimizer and plan can't be put together; the message names the unit or parameter."""
+
+
+class UsageError(ZeroShardError, ValueError):
+    """A call came at a moment or with arguments for which it has no meaning."""
+
+
+class CheckpointError(ZeroShardError, ValueError):
+    """A checkpoint is missing, torn or of another model; the message names file and tensor."""
+
+
+class DivergenceError(ZeroShardError, RuntimeError):
+    """Ranks issued different collectives; the message names the first differing operation, unit and rank."""
+
+
+class ZeroShardWarning(UserWarning):
+    """Something works but not as the user probably expects."""
