@@ -1,0 +1,232 @@
+"""Ranks that no longer fit together end in a clear error on every rank, and slow ranks in none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import run_ranks
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.mesh import Mesh, build_mesh
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.watchdog import EXIT_CODE, Watchdog
+from zeroshard.errors import DivergenceError, ZeroShardError
+
+LIMIT_S = 10.0
+
+
+@dataclass
+class _Rank:
+    rank: int
+    mesh: Mesh
+    log: OperationLog
+    watchdog: Watchdog
+    comm: Collectives
+
+    def gather(self, unit: str, n: int = 4) -> None:
+        out = torch.zeros(n * self.mesh.world_size)
+        self.comm.wait(self.comm.all_gather(out, torch.ones(n), unit))
+
+    def reduce(self, unit: str, n: int = 4) -> None:
+        full = torch.zeros(n * self.mesh.world_size)
+        self.comm.wait(self.comm.reduce_scatter(full[:n].clone(), full, unit))
+
+
+def _join(rank: int, world_size: int) -> _Rank:
+    mesh, log = build_mesh(), OperationLog()
+    watchdog = Watchdog(mesh.store(), rank, world_size, log)
+    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    joined = _Rank(rank, mesh, log, watchdog, comm)
+    joined.gather("embedding")
+    return joined
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    kind: str
+    text: str
+    seconds: float
+
+
+def _outcome(me: _Rank, body: Callable[[_Rank], None]) -> _Outcome:
+    start = time.monotonic()
+    try:
+        body(me)
+    except ZeroShardError as error:
+        return _Outcome(type(error).__name__, str(error), time.monotonic() - start)
+    finally:
+        me.watchdog.close()
+    return _Outcome("none", "", time.monotonic() - start)
+
+
+def _mix(me: _Rank) -> None:
+    me.gather("layers.4" if me.rank == 1 else "layers.3")
+    mine = torch.tensor([me.log.digest()])
+    digests = torch.zeros(me.mesh.world_size, dtype=torch.int64)
+    me.comm.wait(me.comm.all_gather(digests, mine, "digests"))
+    assert digests.unique().numel() > 1
+    me.watchdog.compare_digests(digests.tolist())
+
+
+def _skip_and_reduce(me: _Rank) -> None:
+    me.gather("layers.0")
+    if me.rank != 1:
+        me.gather("layers.1")
+    me.reduce("layers.1")
+
+
+def _leave_early(me: _Rank) -> None:
+    if me.rank != 1:
+        me.gather("layers.0")
+
+
+def _sleep_in_compute(me: _Rank) -> None:
+    if me.rank == 1:
+        time.sleep(6)
+    me.gather("layers.0")
+    me.reduce("layers.0")
+
+
+def _be_killed(me: _Rank) -> None:
+    me.gather("layers.0")
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    me.reduce("layers.7")
+
+
+def _run(rank: int, world_size: int, body: Callable[[_Rank], None]) -> _Outcome:
+    return _outcome(_join(rank, world_size), body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_operations_of_equal_size_that_mix_are_named_at_the_end_of_the_step(world_size: int) -> None:
+    others = "rank 0" if world_size == 2 else "ranks 0, 2"
+    for outcome in run_ranks(world_size, _run, _mix):
+        assert outcome.kind == "DivergenceError"
+        assert outcome.text.startswith(
+            f"{others} issued all-gather of unit layers.3 as operation 2 "
+            "where rank 1 issued all-gather of unit layers.4."
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_block_skipped_on_one_rank_ends_within_ten_seconds(world_size: int) -> None:
+    others = "rank 0" if world_size == 2 else "ranks 0, 2"
+    for outcome in run_ranks(world_size, _run, _skip_and_reduce):
+        assert outcome.kind == "DivergenceError"
+        assert f"{others} issued all-gather of unit layers.1 as operation 3" in outcome.text
+        assert "where rank 1 issued reduce-scatter of unit layers.1." in outcome.text
+        assert outcome.seconds < LIMIT_S
+
+
+def test_a_rank_that_closes_early_is_named_to_those_that_wait_for_it() -> None:
+    first, second, third = run_ranks(3, _run, _leave_early)
+    assert second.kind == "none"
+    assert first.text == third.text
+    assert first.text.startswith("rank 1 left after all-gather of unit embedding (operation 1) while rank")
+    assert "waited for all-gather of unit layers.0 (operation 2 of its log)" in first.text
+    assert max(first.seconds, third.seconds) < LIMIT_S
+
+
+def test_a_slow_rank_raises_nothing() -> None:
+    for outcome in run_ranks(2, _run, _sleep_in_compute):
+        assert outcome.kind == "none"
+        assert outcome.seconds > 5
+
+
+def _survive(rank: int, world_size: int, directory: str) -> None:
+    outcome = _outcome(_join(rank, world_size), _be_killed)
+    with open(f"{directory}/{rank}", "w") as file:
+        file.write(f"{outcome.kind}|{outcome.seconds}|{outcome.text}")
+
+
+def test_the_others_name_a_rank_that_was_killed(tmp_path: object) -> None:
+    with pytest.raises(AssertionError, match="rank 1 failed first:\ndied without a report: killed by SIGKILL"):
+        run_ranks(3, _survive, str(tmp_path))
+    texts = []
+    for rank in (0, 2):
+        with open(f"{tmp_path}/{rank}") as file:
+            kind, seconds, text = file.read().split("|")
+        assert kind == "ZeroShardError"
+        assert float(seconds) < LIMIT_S
+        assert text.startswith("rank 1 died (process ")
+        assert "waited for reduce-scatter of unit layers.7 (operation 3 of its log)" in text
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+def _two_models(rank: int, world_size: int) -> tuple[str, bool]:
+    one, two = _join(rank, world_size), _join(rank, world_size)
+    one.gather("a")
+    two.gather("b")
+    one.watchdog.close()
+    outcome = _outcome(two, _skip_and_reduce)
+    two.watchdog.close()
+    dist.destroy_process_group()
+    return outcome.kind, any(t.name == "zeroshard-watchdog" for t in threading.enumerate())
+
+
+def test_two_models_have_a_watchdog_each_and_closing_leaves_no_thread() -> None:
+    assert run_ranks(2, _two_models) == [("DivergenceError", False)] * 2
+
+
+_STUCK = """
+import os, time
+from datetime import timedelta
+import torch.distributed as dist
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.watchdog import Watchdog
+
+store = dist.HashStore()
+log = OperationLog()
+log.record("all-gather", "layers.3", 64)
+stuck = Watchdog(store, 0, 2, log, patience_s=0.2, poll_s=0.1)
+other = OperationLog()
+other.record("all-gather", "layers.4", 64)
+peer = Watchdog(store, 1, 2, other, poll_s=0.1, exit_grace_s=60)
+with stuck.waiting("all-gather of unit layers.3"):
+    time.sleep(60)  # as in a device synchronisation: no exception can get here
+"""
+
+
+def test_a_process_whose_main_thread_is_blocked_is_ended_with_the_error_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(_STUCK)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CODE
+    assert (
+        "rank 0: DivergenceError: rank 0 issued all-gather of unit layers.3 as operation 1 "
+        "where rank 1 issued all-gather of unit layers.4." in done.stderr
+    )
+
+
+def test_a_process_ends_though_its_watchdog_was_never_closed() -> None:
+    code = (
+        "import torch.distributed as dist\nfrom zeroshard.comm.oplog import OperationLog\n"
+        "from zeroshard.comm.watchdog import Watchdog\nWatchdog(dist.HashStore(), 0, 2, OperationLog())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_one_rank_starts_no_thread() -> None:
+    before = threading.active_count()
+    watchdog = Watchdog(None, 0, 1, OperationLog())
+    assert threading.active_count() == before
+    with watchdog.waiting("all-gather of unit a"):
+        watchdog.raise_if_failed()
+    watchdog.compare_digests([7])
+    watchdog.close()
+    watchdog.close()
+
+
+def test_an_error_of_the_watchdog_is_a_divergence_that_callers_can_catch() -> None:
+    assert issubclass(DivergenceError, RuntimeError)

@@ -1,0 +1,205 @@
+"""The collectives that the engine issues: logged, asynchronous, and waited for without ever hanging silently.
+
+    issue:  log ──> c10d ──> Pending(work, kind, unit)
+    wait :  done already? ──> work.wait(); else waits of a fifth of a second, between them the watchdog's verdict
+
+Every call returns at once. On a device `wait` only orders streams, the host goes on; on the CPU it blocks the host, and
+there a hang would be unexplained without the loop. A single wait with the process group's own limit was rejected: it is
+30 minutes, and its error names sockets, not units.
+
+gloo has no reduce-scatter of its own: torch makes it of an all-reduce on a copy of the input, and the work it returns
+never reports completion and ignores time limits (torch 2.13). So it is spelled out here as that same all-reduce, in
+place: the same sums bit for bit, no copy, and a wait that can be watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.errors import ZeroShardError
+
+_SHORT = timedelta(seconds=0.2)
+
+if TorchVersion(torch.__version__) >= (2, 13):
+    # The old names still work but warn on each call, which costs 40 microseconds.
+    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective that was issued; `Collectives.wait` it before the data is used."""
+
+    __slots__ = ("_finish", "_on_device", "_work", "kind", "unit")
+
+    def __init__(
+        self,
+        kind: str,
+        unit: str,
+        work: dist.Work | None = None,
+        finish: Callable[[], object] | None = None,
+        on_device: bool = False,
+    ) -> None:
+        self.kind, self.unit = kind, unit
+        self._work, self._finish, self._on_device = work, finish, on_device
+
+    @property
+    def description(self) -> str:
+        """'all-gather of unit X'."""
+        return f"{self.kind} of unit {self.unit}"
+
+    def is_completed(self) -> bool:
+        """Whether the data has arrived; it is still to be waited for."""
+        work = self._work
+        return work is None or work.is_completed()
+
+    def blocks_host(self) -> bool:
+        """Whether a wait would hold the host up."""
+        return not (self._on_device or self.is_completed())
+
+    def finish(self) -> None:
+        """Wait without a limit. RuntimeError if the operation failed."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            self._finish, finish = None, self._finish
+            finish()
+
+    def finish_within(self, limit: timedelta) -> bool:
+        """Wait at most `limit`; True when done. RuntimeError if the operation failed."""
+        assert self._work is not None, "nothing is outstanding"
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            # Either the limit (the operation itself is unharmed) or a failure: then it is completed, and the wait below
+            # raises it again. Telling them apart by the text would tie us to a torch version.
+            if not self._work.is_completed():
+                return False
+        self.finish()
+        return True
+
+
+class Collectives:
+    """The collectives of one communicator. `group` is None on an axis of size 1: nothing is sent or logged then.
+
+    Payload bytes as logged: all-gather its full output, reduce-scatter its full input, all-reduce and broadcast the
+    tensor. All ranks of the group call the same methods in the same order.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, name: str, log: OperationLog, watchdog: Watchdog | None = None
+    ) -> None:
+        self.name = name
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self._group = None if self.size == 1 else group
+        self._log, self._watchdog = log, watchdog
+        self._backends = "" if self._group is None else dist.get_backend_config(self._group)
+        self._last: Pending | None = None
+        if watchdog is not None and self._group is not None:
+            watchdog.watch(self._last_on_device)
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        """`out` (size * n) becomes the ranks' `shard` (n) in rank order; `shard` may be this rank's slice of `out`."""
+        if self._group is None:
+            if out.data_ptr() != shard.data_ptr():
+                out.copy_(shard)
+            return Pending("all-gather", unit)
+        self._before("all-gather", unit, out)
+        return self._issued("all-gather", unit, out, _all_gather(out, shard, group=self._group, async_op=True))
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """`shard` (n) becomes this rank's slice of the ranks' reduced `full` (size * n), which may hold it.
+
+        The rest of `full` is undefined afterwards: backends without a reduce-scatter leave the other sums there.
+        """
+        if self._group is None:
+            if full.data_ptr() != shard.data_ptr():
+                shard.copy_(full)
+            return Pending("reduce-scatter", unit)
+        self._before("reduce-scatter", unit, full)
+        if not self._is_gloo(full):
+            work = _reduce_scatter(shard, full, op=op, group=self._group, async_op=True)
+            return self._issued("reduce-scatter", unit, full, work)
+        n = shard.numel()
+        mine = full.view(-1)[self.rank * n : (self.rank + 1) * n]
+        work = dist.all_reduce(full, op=op, group=self._group, async_op=True)
+        aliased = mine.data_ptr() == shard.data_ptr()
+        return self._issued(
+            "reduce-scatter", unit, full, work, None if aliased else lambda: shard.copy_(mine.view_as(shard))
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """`tensor` becomes its reduction over the ranks, in place."""
+        if self._group is None:
+            return Pending("all-reduce", unit)
+        self._before("all-reduce", unit, tensor)
+        return self._issued(
+            "all-reduce", unit, tensor, dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+        )
+
+    def broadcast(self, tensor: torch.Tensor, src: int, unit: str) -> Pending:
+        """`tensor` becomes that of rank `src` of this communicator."""
+        if self._group is None:
+            return Pending("broadcast", unit)
+        self._before("broadcast", unit, tensor)
+        return self._issued(
+            "broadcast", unit, tensor, dist.broadcast(tensor, group_src=src, group=self._group, async_op=True)
+        )
+
+    def wait(self, pending: Pending) -> None:
+        """Make the data usable: on the CPU the host waits, on a device the current stream does.
+
+        Raises DivergenceError when the ranks turn out to have issued different collectives, and ZeroShardError naming
+        the rank that left or died meanwhile.
+        """
+        watchdog = self._watchdog
+        try:
+            if watchdog is None or not pending.blocks_host():
+                pending.finish()
+                return
+            with watchdog.waiting(pending.description):
+                while not pending.finish_within(_SHORT):
+                    watchdog.raise_if_failed()
+        except RuntimeError as error:
+            if isinstance(error, ZeroShardError):
+                raise
+            if watchdog is None:
+                where = f"rank {self.rank} of {self.name}"
+                raise ZeroShardError(f"{pending.description} failed on {where}: {error}") from error
+            raise watchdog.explain_failure(pending.description, error) from error
+
+    def _before(self, kind: str, unit: str, payload: torch.Tensor) -> None:
+        if self._watchdog is not None and self._watchdog.error is not None:
+            self._watchdog.raise_if_failed()
+        self._log.record(kind, unit, payload.nbytes)
+
+    def _issued(
+        self,
+        kind: str,
+        unit: str,
+        payload: torch.Tensor,
+        work: dist.Work | None,
+        finish: Callable[[], object] | None = None,
+    ) -> Pending:
+        on_device = payload.device.type != "cpu"
+        pending = Pending(kind, unit, work, finish, on_device)
+        if on_device:
+            self._last = pending
+        return pending
+
+    def _last_on_device(self) -> Pending | None:
+        return self._last
+
+    def _is_gloo(self, tensor: torch.Tensor) -> bool:
+        return f"{tensor.device.type}:gloo" in self._backends
