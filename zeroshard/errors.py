@@ -34,3 +34,7 @@ class DivergenceError(ZeroShardError, RuntimeError):
 
 class ZeroShardWarning(UserWarning):
     """Something works but not as the user probably expects."""
+
+
+class NonFiniteError(ZeroShardError, ArithmeticError):
+    """Gradients hold inf or NaN; the step was not applied. The message names the first parameter."""

@@ -1,0 +1,141 @@
+"""Puts a plan to work on a model: device, communicators, storage, streams, hooks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.mesh import Axis, Mesh, build_mesh
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.waiting import Waiter
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.engine.handle import Comm, Handle, attach, find_handle
+from zeroshard.engine.hooks import install_hooks
+from zeroshard.engine.runtime import Runtime
+from zeroshard.engine.storage import Storage
+from zeroshard.engine.streams import CudaStreams, QueuedStreams, Streams
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.plan.plan import Plan
+from zeroshard.shard.deferred import fill_in_place, is_deferred, materialize
+
+AXES = ("dp", "shard", "replicate")
+
+
+def build_handle(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: torch.device | None = None,
+    sync_parameters: bool = True,
+    streams: Streams | None = None,
+) -> Handle:
+    """Shard `model` by `plan` and hook it; called by all ranks.
+
+    Args:
+        device: where state lives; by default this rank's GPU, else the CPU.
+        sync_parameters: start from rank 0's parameters and buffers everywhere.
+        streams: backend to run on instead of the device's own (the checking one, say).
+
+    Raises:
+        PlanError: the plan is for other ranks or other parameters.
+        UsageError: the model is sharded already.
+    """
+    if find_handle(model) is not None:
+        raise UsageError(f"this {type(model).__name__} is sharded already; build a new model for another engine")
+    mesh = build_mesh(plan.shard)
+    _check_plan(model, plan, mesh)
+    device = default_device() if device is None else device
+    comm = _communicators(mesh)
+    parameters = dict(model.named_parameters())
+    _move_buffers(model, device)
+    if sync_parameters and not is_deferred(model):
+        _broadcast(model, comm, device)
+    ranks = {axis: mesh.axis(axis).rank for axis in AXES}
+    storage = Storage(plan, parameters, ranks, device)
+    if is_deferred(model):
+        _materialize(model, plan, storage, device)
+    if streams is None:
+        streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
+    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log)
+    handle = Handle(runtime, comm, device, install_hooks(model, runtime))
+    attach(model, handle)
+    return handle
+
+
+def default_device() -> torch.device:
+    """This rank's GPU (LOCAL_RANK, as torchrun sets it), or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_plan(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    if plan.dp != mesh.world_size:
+        raise PlanError(f"the plan is for {plan.dp} data-parallel ranks, but {mesh.world_size} are running")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    planned = {segment.name: segment.shape for _, group in plan.groups() for segment in group.layout.segments}
+    for name in [*shapes, *planned]:
+        if shapes.get(name) != planned.get(name):
+            raise PlanError(
+                f"parameter {name!r} is {shapes.get(name, 'absent')} in the model and {planned.get(name, 'absent')} in "
+                "the plan; make the plan from this model"
+            )
+
+
+def _communicators(mesh: Mesh) -> Comm:
+    log, counted = OperationLog(), OperationLog()
+    watchdog = Watchdog(mesh.store(), mesh.rank, mesh.world_size, log)
+
+    def of(axis: Axis, purpose: str) -> Collectives:
+        groups = {"gather": axis.groups.gather, "reduce": axis.groups.reduce, "control": axis.groups.control}
+        return Collectives(groups[purpose], f"{axis.name}/{purpose}", counted, watchdog)
+
+    gathers = {name: of(mesh.axis(name), "gather") for name in AXES}
+    reduces = {name: of(mesh.axis(name), "reduce") for name in AXES}
+    return Comm(mesh, log, counted, watchdog, of(mesh.axis("dp"), "control"), gathers, reduces)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _broadcast(model: nn.Module, comm: Comm, device: torch.device) -> None:
+    """Take over rank 0's parameters and buffers, one tensor at a time."""
+    if comm.control.size == 1:
+        return
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.numel() == 0 or tensor.is_meta:
+            continue
+        value = tensor.detach().to(device).contiguous()
+        comm.control.wait(comm.control.broadcast(value, 0, name))
+        if tensor.data_ptr() != value.data_ptr():
+            tensor.data.copy_(value)
+
+
+def _materialize(model: nn.Module, plan: Plan, storage: Storage, device: torch.device) -> None:
+    """Write a deferred model's initial values into the shards, one tensor at a time."""
+    places = {
+        segment.name: (group, index)
+        for unit in storage.units
+        for group in unit.groups
+        for index, segment in enumerate(group.plan.layout.segments)
+    }
+
+    def sink(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if name in places:
+            group, index = places[name]
+            group.write(index, value)
+            value = group.empties[index]
+        fill_in_place(name, tensor, value)
+
+    materialize(model, device, sink)
+    storage.place_slots(plan)

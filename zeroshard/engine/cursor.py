@@ -1,0 +1,57 @@
+"""A cursor in a program: runs the flat list forward to the use of the unit that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zeroshard.plan.program import Op, OpKind, Program
+
+
+class Cursor:
+    """Walks a program once per pass.
+
+    Args:
+        program: the operations, in the order in which every rank issues them.
+        execute: runs one operation.
+    """
+
+    def __init__(self, program: Program, execute: Callable[[Op], None]) -> None:
+        self._ops = program
+        self._execute = execute
+        self._next = 0
+        self._uses: dict[int, list[int]] = {}
+        for index, op in enumerate(program):
+            if op.kind is OpKind.USE:
+                self._uses.setdefault(op.unit, []).append(index)
+
+    @property
+    def started(self) -> bool:
+        return self._next > 0
+
+    def rewind(self) -> None:
+        """Begin the next pass at the start of the list."""
+        self._next = 0
+
+    def run_to_use(self, unit: int) -> bool:
+        """Run up to and with the next USE of `unit`; False, and nothing run, when the list has none ahead."""
+        ahead = [index for index in self._uses.get(unit, ()) if index >= self._next]
+        if not ahead:
+            return False
+        self._run_until(ahead[0] + 1)
+        return True
+
+    def run_release(self, unit: int) -> bool:
+        """Run the RELEASE of `unit` if it comes next; returns whether it did."""
+        if self._next < len(self._ops) and self._ops[self._next] == Op(OpKind.RELEASE, unit):
+            self._run_until(self._next + 1)
+            return True
+        return False
+
+    def run_to_end(self) -> None:
+        self._run_until(len(self._ops))
+
+    def _run_until(self, stop: int) -> None:
+        while self._next < stop:
+            op = self._ops[self._next]
+            self._next += 1  # before the operation: it may raise, and must not run twice
+            self._execute(op)

@@ -1,0 +1,181 @@
+"""Whole parameters for readers and writers outside of a forward: GatheredParameters and streaming over all parameters.
+
+Gathering goes unit by unit into memory of its own, never into the slots, so it can't disturb a forward in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.engine.handle import Handle, handle_of
+from zeroshard.engine.storage import Group, Unit
+from zeroshard.errors import UsageError
+
+_HANDLE = "_zeroshard_parameter_of"
+
+
+def mark_parameters(handle: Handle) -> None:
+    """Let each parameter know its handle, so that GatheredParameters works from parameters alone."""
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            for index, parameter in enumerate(group.parameters):
+                setattr(parameter, _HANDLE, (handle, unit, group, index))
+
+
+Place = tuple[Handle, Unit, Group, int]
+
+
+def place_of(parameter: torch.Tensor) -> Place | None:
+    """Where a parameter lives, None for tensors that no model of ours owns."""
+    found: Place | None = parameter.__dict__.get(_HANDLE)
+    return found
+
+
+class GatheredParameters:
+    """Inside the with-block the given parameters are whole; called by all ranks.
+
+    Args:
+        params: a parameter, any iterable of them, a module, or None. Tensors that are not sharded are left alone.
+        modifier_rank: the rank whose changes to the values are kept on all ranks; None: changes are refused.
+        fwd_module: accepted for DeepSpeed's signature; forward gathers units by itself.
+        enabled: False does nothing.
+
+    Raises:
+        UsageError: values were changed though modifier_rank is None; the rank does not exist.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        members = _tensors(params) if enabled else []
+        places = [(parameter, place) for parameter in members if (place := place_of(parameter)) is not None]
+        self._places = list({id(parameter): (parameter, place) for parameter, place in places}.values())
+        self._modifier = modifier_rank
+        self._gathered: list[tuple[torch.Tensor, Group, int]] = []
+        self._versions: list[int] = []
+
+    def __enter__(self) -> GatheredParameters:
+        handles = {id(place[0]): place[0] for _, place in self._places}
+        for handle in handles.values():
+            handle.runtime.drain()
+            ranks = handle.comm.control.size
+            if self._modifier is not None and not 0 <= self._modifier < ranks:
+                raise UsageError(f"GatheredParameters: modifier_rank {self._modifier} is not one of the {ranks} ranks")
+        wholes: dict[int, torch.Tensor] = {}
+        for parameter, (handle, unit, group, index) in self._places:
+            segment = group.plan.layout.segments[index]
+            if group.plan.param.axis is None or (tuple(parameter.shape) == segment.shape and segment.numel):
+                continue  # whole already: resident, in use, or gathered by an outer block
+            if id(group) not in wholes:
+                wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
+            parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
+            self._gathered.append((parameter, group, index))
+        self._versions = [parameter._version for parameter, _ in self._places]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        changed = [
+            parameter
+            for (parameter, _), version in zip(self._places, self._versions, strict=True)
+            if parameter._version != version
+        ]
+        try:
+            if kind is None and self._modifier is not None:
+                self._keep_changes(self._modifier)
+            elif kind is None and changed:
+                name = _name(changed[0])
+                raise UsageError(
+                    f"parameter {name!r} was changed inside GatheredParameters without modifier_rank, so the change "
+                    "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
+                )
+        finally:
+            for parameter, group, index in self._gathered:
+                parameter.data = group.empties[index]
+            self._gathered.clear()
+
+    def _keep_changes(self, source: int) -> None:
+        handles: dict[int, Handle] = {}
+        for parameter, (handle, _, group, index) in self._places:
+            value = parameter.detach().contiguous()
+            handle.comm.control.wait(handle.comm.control.broadcast(value, source, _name(parameter)))
+            group.write_changed(index, value)
+            handles[id(handle)] = handle
+        for handle in handles.values():
+            handle.runtime.parameters.before_write()
+            handle.runtime.parameters.written()
+
+
+def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+    if params is None:
+        return []
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    return [item for item in params if isinstance(item, torch.Tensor)]
+
+
+def _name(parameter: torch.Tensor) -> str:
+    place = place_of(parameter)
+    assert place is not None
+    return place[2].plan.layout.segments[place[3]].name
+
+
+def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -> torch.Tensor:
+    """All-gather this rank's `part` of a group (its shard in any dtype) into memory of its own."""
+    whole = torch.empty(group.plan.layout.numel, dtype=part.dtype, device=part.device)
+    gathers = handle.comm.gathers[unit.plan.axis]
+    handle.comm.log.record("all-gather", unit.label, whole.nbytes)
+    gathers.wait(gathers.all_gather(whole, part, unit.label))
+    return whole
+
+
+def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, whole, on the CPU, one flat group in memory at a time; every rank must iterate to the end.
+
+    Args:
+        master: float32 master weights where there are some, else the compute dtype.
+    """
+    handle = handle_of(model)
+    handle.runtime.drain()
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            part = group.master if master and group.master is not None else group.update_param
+            whole = part
+            if group.plan.trainable and group.plan.update_axis is not None:
+                whole = gather_whole(handle, unit, group, part)
+            elif group.plan.param.axis is not None:
+                whole = gather_whole(handle, unit, group, group.shard)
+            elif not group.plan.trainable:
+                whole = group.whole
+            for segment in group.plan.layout.segments:
+                yield segment.name, whole[segment.offset : segment.end].view(segment.shape).cpu()
+
+
+def full_state_dict(model: nn.Module, *, master: bool = True) -> dict[str, Any]:
+    """The model's whole state dict (parameters under all their names, and buffers) on rank 0; {} on other ranks."""
+    handle = handle_of(model)
+    keep = handle.comm.mesh.rank == 0
+    state: dict[str, Any] = {}
+    for name, tensor in iterate_full_parameters(model, master=master):
+        if keep:
+            state[name] = tensor.clone()
+    if not keep:
+        return {}
+    for unit in handle.plan.units:
+        for alias, name in unit.aliases:
+            state[alias] = state[name]
+    persistent = model.state_dict().keys()
+    state.update({name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent})
+    return state

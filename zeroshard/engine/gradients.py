@@ -1,0 +1,241 @@
+"""Gradients: collects what autograd left on the parameters, reduces it, and keeps it until the step.
+
+    parameter.grad --collect--> wire slot --reduce-scatter--> grad                 (sharded, one micro-batch)
+    parameter.grad --collect--> wire slot --reduce-scatter--> staging --add--> grad (sharded, accumulated)
+    parameter.grad --collect--> whole grad --reduce-scatter in place               (whole, wire dtype)
+    parameter.grad --collect--> whole grad --cast--> wire slot --> staging --> grad (whole, another dtype)
+
+The layout and the reduce are the same in every stage, so the sums are too. Where every rank updates everything
+(stage 0) an all-gather of the reduced parts follows. Owns the memory of the reduce slots:
+
+    write after read    compute waits for the slot's `free` event before it collects into it again
+    read after write    the reduce stream waits for the event recorded after the collect
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.storage import Group, Storage, Unit
+from zeroshard.engine.streams import Event, Stream, Streams
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.plan import Plan
+
+
+class Gradients:
+    """The way of gradients from autograd to the step.
+
+    Args:
+        reduces: the reduce communicator of each mesh axis.
+        log: what this rank issues, in the order of the lists (a queue may start it later).
+    """
+
+    def __init__(
+        self, plan: Plan, storage: Storage, streams: Streams, reduces: dict[str, Collectives], log: OperationLog
+    ) -> None:
+        self._storage = storage
+        self._log = log
+        self._streams = streams
+        self._reduces = reduces
+        self._policy = plan.policy
+        self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Start anew under a plan with other slots; nothing may be in flight."""
+        self._slots = plan.reduce_slots.of_unit
+        self._free: dict[int, Event] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """The gradients were consumed or dropped; the next backward starts from nothing."""
+        count = len(self._storage.units)
+        self._local = [False] * count  # whole local gradients wait for a reduce
+        self._reduced = [False] * count  # reduced gradients rest in grad
+        for unit in self._fired:
+            for group in unit:
+                group[:] = [False] * len(group)
+
+    @property
+    def present(self) -> bool:
+        """Whether any backward has run since the gradients were last cleared."""
+        return any(self._local) or any(self._reduced)
+
+    def fired(self, unit: Unit) -> list[list[bool]]:
+        """Per trainable group and parameter: whether it got a gradient on this rank."""
+        return self._fired[unit.index]
+
+    def discard_leftovers(self) -> None:
+        """Before a backward: parameters carry no gradient, so that autograd hands new ones over without adding."""
+        for unit in self._storage.units:
+            for group in unit.trainable:
+                for parameter in group.parameters:
+                    parameter.grad = None
+
+    def finish_unit(self, unit: Unit, *, reduce_whole: bool, reduce_sharded: bool) -> None:
+        """Collect a unit whose gradients are complete, and reduce it where the flag for its placement says so."""
+        for group, fired in zip(unit.trainable, self._fired[unit.index], strict=True):
+            assert group.plan.grad is not None
+            sharded = group.plan.grad.axis is not None
+            reduce = reduce_sharded if sharded else reduce_whole
+            self._refuse_unplanned(unit)
+            if sharded and reduce and not self._local[unit.index]:
+                self._wait_for_slot(unit)
+                self._collect(group, fired, self._wire(group), fresh=True)
+                self._reduce_slot(unit, group)
+            else:
+                self._collect(group, fired, self._whole(group), fresh=not self._local[unit.index])
+                if reduce:
+                    self._reduce_whole(unit, group)
+        self._mark(unit, reduce_whole=reduce_whole, reduce_sharded=reduce_sharded)
+
+    def reduce_pending(self, unit: Unit) -> None:
+        """Reduce whole local gradients that no backward reduced (no_sync, or accumulation without a boundary)."""
+        if not self._local[unit.index]:
+            return
+        for group in unit.trainable:
+            self._reduce_whole(unit, group)
+        self._local[unit.index], self._reduced[unit.index] = False, True
+
+    def _mark(self, unit: Unit, *, reduce_whole: bool, reduce_sharded: bool) -> None:
+        sharded = any(group.plan.grad is not None and group.plan.grad.axis is not None for group in unit.trainable)
+        reduced = reduce_sharded if sharded else reduce_whole
+        self._local[unit.index] = not reduced
+        self._reduced[unit.index] = self._reduced[unit.index] or reduced
+
+    def _refuse_unplanned(self, unit: Unit) -> None:
+        sharded = all(group.plan.grad is not None and group.plan.grad.axis is not None for group in unit.trainable)
+        if self._reduced[unit.index] and not (sharded and self._policy.accumulate):
+            what = "has been reduced already" if self._policy.accumulate else "has no accumulator in the plan"
+            raise UsageError(
+                f"a second backward before the step: the gradient of unit {unit.label!r} {what}. "
+                "Give the number of micro-batches to shard(..., accumulate=True) or gradient_accumulation_steps, and "
+                "call step() or zero_grad() after the last of them"
+            )
+
+    def _wire(self, group: Group) -> torch.Tensor:
+        assert group.wire is not None
+        return group.wire
+
+    def _whole(self, group: Group) -> torch.Tensor:
+        """Where whole local gradients are kept: the resting gradient, or a buffer taken when no_sync first needs it."""
+        assert group.plan.grad is not None
+        assert group.grad is not None
+        if group.plan.grad.axis is None:
+            return group.grad
+        if group.local is None:
+            # Never narrower than the wire, so that no_sync is no less exact than reducing each micro-batch.
+            kept, wire = torch_dtype(group.plan.grad.dtype), torch_dtype(group.plan.wire)
+            dtype = kept if kept.itemsize >= wire.itemsize else wire
+            group.local = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.grad.device)
+        return group.local
+
+    def _wait_for_slot(self, unit: Unit) -> None:
+        slot = self._slots[unit.index]
+        if slot is not None and slot in self._free:
+            # Write after read: the slot belongs to the reduce of its last unit until that has finished.
+            self._streams.wait(Stream.COMPUTE, self._free[slot])
+
+    def _collect(self, group: Group, fired: list[bool], target: torch.Tensor, *, fresh: bool) -> None:
+        """Move the gradients of a group into `target`: over what is there when fresh, else added to it."""
+        layout = group.plan.layout
+        views, grads, empty = [], [], []
+        for index, (segment, parameter) in enumerate(zip(layout.segments, group.parameters, strict=True)):
+            view = target[segment.offset : segment.end].view(segment.shape)
+            if parameter.grad is None:
+                empty.append(view)
+                continue
+            views.append(view)
+            grads.append(_dense(parameter, segment.name))
+            parameter.grad = None
+            fired[index] = True
+        if fresh:
+            empty += [target[start:end] for start, end in layout.gaps()]
+            if empty:
+                torch._foreach_zero_(empty)  # a slot is dirty: what got no gradient must not keep another unit's
+            if grads:
+                torch._foreach_copy_(views, grads)
+        elif grads:
+            torch._foreach_add_(views, grads)
+
+    def _reduce_slot(self, unit: Unit, group: Group) -> None:
+        """Reduce what lies in the wire slot into this rank's resting gradient."""
+        wire, collectives, label = self._wire(group), self._reduces[unit.plan.axis], unit.label
+        self._log.record("reduce-scatter", label, wire.nbytes)
+        if self._policy.predivide != 1.0:
+            wire.div_(self._policy.predivide)
+        slot = self._slots[unit.index]
+        # Read after write: the slot belongs to compute until the collect has run.
+        self._streams.touch(writes=(("wire", slot),))
+        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE))
+        landing = group.staging if group.staging is not None else group.own_grad
+        buffers = (("wire", slot), ("grad", unit.index))
+        launch = self._streams.launch
+        launch(Stream.REDUCE, lambda: collectives.reduce_scatter(landing, wire, label), (buffers[0],), buffers)
+        self._reduce_replicas(unit, landing)
+        if group.plan.update_axis is None:
+            launch(Stream.REDUCE, lambda: collectives.all_gather(wire, landing, label), (buffers[0],), buffers)
+            grad = group.grad
+            assert grad is not None
+            launch(Stream.REDUCE, _then(lambda: grad.copy_(wire)), (buffers[0],), (buffers[1],))
+        elif group.staging is not None:
+            add = self._reduced[unit.index]
+            launch(Stream.REDUCE, _then(lambda: _land(group.own_grad, landing, add=add)), (buffers[0],), (buffers[1],))
+        if slot is not None:
+            self._free[slot] = self._streams.record(Stream.REDUCE)
+
+    def _reduce_whole(self, unit: Unit, group: Group) -> None:
+        """Reduce whole local gradients: through the slot, or in place where they rest in wire dtype."""
+        if group.plan.needs_reduce_slot:
+            self._wait_for_slot(unit)
+            self._wire(group).copy_(self._whole(group))
+            self._reduce_slot(unit, group)
+            return
+        whole, own, collectives, label = self._whole(group), group.own_grad, self._reduces[unit.plan.axis], unit.label
+        self._log.record("reduce-scatter", label, whole.nbytes)
+        if self._policy.predivide != 1.0:
+            whole.div_(self._policy.predivide)
+        buffer = (("grad", unit.index),)
+        self._streams.touch(writes=buffer)
+        # Read after write: the gradient belongs to compute until the collect has run.
+        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE))
+        self._streams.launch(Stream.REDUCE, lambda: collectives.reduce_scatter(own, whole, label), buffer, buffer)
+        self._reduce_replicas(unit, own)
+        if group.plan.update_axis is None:
+            self._streams.launch(Stream.REDUCE, lambda: collectives.all_gather(whole, own, label), buffer, buffer)
+
+    def _reduce_replicas(self, unit: Unit, part: torch.Tensor) -> None:
+        """Units divided within a subgroup are summed over the subgroups too."""
+        if unit.plan.axis == "shard":
+            replicas, label = self._reduces["replicate"], unit.label
+            self._streams.launch(Stream.REDUCE, lambda: replicas.all_reduce(part, label), (), (("grad", unit.index),))
+
+
+def _then(fn: Callable[[], object]) -> Callable[[], None]:
+    """`fn` as a launch that leaves nothing to wait for."""
+
+    def run() -> None:
+        fn()
+
+    return run
+
+
+def _land(grad: torch.Tensor, reduced: torch.Tensor, *, add: bool) -> None:
+    if add:
+        grad.add_(reduced)
+    else:
+        grad.copy_(reduced)
+
+
+def _dense(parameter: nn.Parameter, name: str) -> torch.Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise PlanError(f"parameter {name!r} got a sparse gradient; build its nn.Embedding with sparse=False")
+    return grad

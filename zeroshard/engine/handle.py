@@ -1,0 +1,103 @@
+"""The handle: everything that belongs to one sharded model, and the way from the model to it.
+
+It is kept on the model itself, so several models live side by side in one process and nothing is global.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.engine.runtime import Runtime
+from zeroshard.engine.statistics import Statistics
+from zeroshard.engine.storage import Group, Unit
+from zeroshard.errors import UsageError
+from zeroshard.plan.plan import Plan
+
+_ATTRIBUTE = "_zeroshard_handle"
+
+
+@dataclass
+class Comm:
+    """The communicators, the logs of what was issued on them, and the watchdog.
+
+    `log` has the operations in the order of the lists, equal on all ranks; `sent` counts what the process groups were
+    given, when they were given it.
+    """
+
+    mesh: Mesh
+    log: OperationLog
+    sent: OperationLog
+    watchdog: Watchdog
+    control: Collectives
+    gathers: dict[str, Collectives]
+    reduces: dict[str, Collectives]
+
+
+@dataclass
+class Handle:
+    """A sharded model's runtime and communicators.
+
+    Attributes:
+        last: statistics of the last step, None before the first.
+    """
+
+    runtime: Runtime
+    comm: Comm
+    device: torch.device
+    hooks: list[RemovableHandle]
+    last: Statistics | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.runtime.plan
+
+    @property
+    def place_of(self) -> dict[int, tuple[Unit, Group, int]]:
+        """Where each parameter lives: id(parameter) -> (unit, group, index in the group)."""
+        return {
+            id(parameter): (unit, group, index)
+            for unit in self.runtime.units
+            for group in unit.groups
+            for index, parameter in enumerate(group.parameters)
+        }
+
+    def close(self) -> None:
+        """Take the hooks off the model and stop the watchdog; the parameters stay sharded."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.comm.watchdog.close()
+        self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
+
+
+def attach(model: nn.Module, handle: Handle) -> None:
+    """Remember the handle on the model. Raises UsageError when it is sharded already."""
+    if _ATTRIBUTE in model.__dict__:
+        raise UsageError("this model is sharded already; build a new one, or close the first: zeroshard.unshard_hooks")
+    model.__dict__[_ATTRIBUTE] = handle
+    weakref.finalize(model, handle.comm.watchdog.close)
+
+
+def find_handle(model: nn.Module) -> Handle | None:
+    """The model's handle, None when it is not sharded."""
+    found: Any = model.__dict__.get(_ATTRIBUTE)
+    assert found is None or isinstance(found, Handle)
+    return found
+
+
+def handle_of(model: nn.Module) -> Handle:
+    """The model's handle. Raises UsageError when the model is not sharded."""
+    found = find_handle(model)
+    if found is None:
+        raise UsageError(f"{type(model).__name__} is not sharded: pass the module that zeroshard.shard() returned")
+    return found

@@ -1,0 +1,79 @@
+"""Puts the runtime's hooks on the modules of a model. Hooks run outside of compiled code and before the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.engine.runtime import Runtime
+from zeroshard.plan.dtypes import torch_dtype
+
+
+def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
+    """Hook every unit's module; returns the handles.
+
+    Code that torch.compile made before is dropped, since it would run without the hooks.
+    """
+    if _compiled(model):
+        torch.compiler.reset()
+    dtype = runtime.plan.policy.cast_inputs
+    handles: list[RemovableHandle] = []
+    for unit in runtime.units:
+        module = model.get_submodule(unit.plan.name)
+        before = _outside_of_compiled_code(_before(runtime, unit.index))
+        after = _outside_of_compiled_code(_after(runtime, unit.index))
+        if unit.plan.name == "" and dtype is not None:
+            handles.append(
+                module.register_forward_pre_hook(
+                    partial(_cast_inputs, torch_dtype(dtype)), prepend=True, with_kwargs=True
+                )
+            )
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    return handles
+
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def _outside_of_compiled_code(hook: Hook) -> Hook:
+    return cast(Hook, torch.compiler.disable(hook))
+
+
+def _before(runtime: Runtime, index: int) -> Callable[[nn.Module, Any], None]:
+    def hook(_module: nn.Module, _args: Any) -> None:
+        runtime.pre_forward(index)
+
+    return hook
+
+
+def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        runtime.post_forward(index, output)
+
+    return hook
+
+
+def _cast_inputs(
+    dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -1,0 +1,239 @@
+"""The native interface, in PyTorch's manner: shard the model and its optimizer, then write the plain loop.
+
+model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4), plan=3)
+for batch in loader:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.engine.build import build_handle
+from zeroshard.engine.gathered import mark_parameters
+from zeroshard.engine.handle import Handle, find_handle, handle_of
+from zeroshard.engine.stepper import Stepper
+from zeroshard.engine.streams import Streams
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.optimizer import (
+    ShardedOptimizer,
+    check_elementwise,
+    check_parameters,
+    flat_rule,
+    rule_groups,
+)
+from zeroshard.optim.regions import Region
+from zeroshard.optim.rules import Rule
+from zeroshard.optim.updates import FlatUpdate, TorchUpdate, UpdateMethod
+from zeroshard.plan.builder import Recipe, build_plan
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import Plan
+from zeroshard.shard.units import find_units
+
+_STEPPER = "_zeroshard_stepper"
+OptimizerSource = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+
+
+def shard(
+    model: nn.Module,
+    optimizer: OptimizerSource = None,
+    *,
+    plan: Plan | Recipe | int = 3,
+    units: Sequence[str] | None = None,
+    shard_size: int | None = None,
+    accumulate: bool | None = None,
+    clip_norm: float | None = None,
+    scaler: LossScaler | None = None,
+    allow_untested: bool = False,
+    device: torch.device | None = None,
+    sync_parameters: bool = True,
+    streams: Streams | None = None,
+) -> tuple[nn.Module, ShardedOptimizer | None]:
+    """Shard `model` and its optimizer; called by all ranks. The model is changed in place and returned.
+
+    Args:
+        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one.
+        plan: a ZeRO stage (0 to 3), a Recipe, or a finished Plan.
+        units: module paths that are gathered as a whole, instead of the ones found.
+        shard_size: ranks per subgroup, for units that the recipe places on the axis 'shard'.
+        accumulate: whether several backwards happen per step; takes an accumulator into the plan.
+        clip_norm: global gradient norm above which gradients are scaled down.
+        scaler: loss scale for float16.
+        allow_untested: accept an optimizer that is not known to be element-wise.
+        device, sync_parameters, streams: see `build_handle`.
+
+    Raises:
+        PlanError, UsageError: what can't be put together, and how to mend it.
+    """
+    source = (
+        optimizer
+        if isinstance(optimizer, torch.optim.Optimizer) or optimizer is None
+        else optimizer(model.parameters())
+    )
+    rule = flat_rule(source) if source is not None else None
+    moments = 0
+    if source is not None:
+        _check_fresh(source)
+        moments = len(rule.state) if rule is not None else check_elementwise(source, allow_untested=allow_untested)
+    made = make_plan(model, plan, units, shard_size, moments, accumulate=accumulate, clip_norm=clip_norm)
+    groups = source.param_groups if source is not None else []
+    check_parameters(groups, {id(p): n for n, p in model.named_parameters()}) if source is not None else None
+    handle = build_handle(model, made, device=device, sync_parameters=sync_parameters, streams=streams)
+    if source is None:
+        mark_parameters(handle)
+        return model, None
+    if rule is not None:
+        return model, attach_rule(model, handle, rule, groups, scaler, name=type(source).__name__)
+    kind, defaults = type(source), source.defaults
+    regions = make_regions(handle, groups)
+    update = TorchUpdate(kind, defaults, regions, groups)
+    return model, attach_update(model, handle, update, groups, defaults, scaler, kind.__name__)
+
+
+def make_plan(
+    model: nn.Module,
+    plan: Plan | Recipe | int,
+    units: Sequence[str] | None,
+    shard_size: int | None,
+    moments: int,
+    *,
+    accumulate: bool | None = None,
+    clip_norm: float | None = None,
+) -> Plan:
+    """The plan for `model` on the ranks that are running."""
+    changes: dict[str, Any] = {}
+    if accumulate is not None:
+        changes["accumulate"] = accumulate
+    if clip_norm is not None:
+        changes["clip_norm"] = clip_norm
+    if isinstance(plan, Plan):
+        if "accumulate" in changes and plan.policy.accumulate != accumulate:
+            raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
+        return plan.with_policy(**changes)
+    if isinstance(plan, int):
+        if plan not in STAGES:
+            raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
+        plan = Recipe(sharding=STAGES[plan])
+    recipe = dataclasses.replace(plan, moments=moments, policy=dataclasses.replace(plan.policy, **changes))
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
+
+
+def attach_rule(
+    model: nn.Module,
+    handle: Handle,
+    rule: Rule,
+    groups: Iterable[Mapping[str, Any]],
+    scaler: LossScaler | None,
+    *,
+    name: str,
+) -> ShardedOptimizer:
+    """A sharded optimizer that computes `rule` on the flat state."""
+    filled = rule_groups(rule, groups)
+    update = FlatUpdate(rule, make_regions(handle, filled))
+    return attach_update(model, handle, update, filled, rule.defaults, scaler, name)
+
+
+def attach_update(
+    model: nn.Module,
+    handle: Handle,
+    update: UpdateMethod,
+    groups: Iterable[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    scaler: LossScaler | None,
+    name: str,
+) -> ShardedOptimizer:
+    """The optimizer face over any update method."""
+    stepper = Stepper(handle, update, scaler)
+    model.__dict__[_STEPPER] = stepper
+    mark_parameters(handle)
+    return ShardedOptimizer([dict(group) for group in groups], defaults, stepper, name)
+
+
+def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
+    """The regions that this rank updates, with the optimizer group of each parameter."""
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+    regions: list[Region] = []
+    first_flag = 0
+    for unit in handle.runtime.units:
+        for group in unit.trainable:
+            regions.append(
+                Region(
+                    label=f"{unit.label} ({group.plan.param.dtype})",
+                    layout=group.plan.layout,
+                    start=group.update_range[0],
+                    master=group.update_master,
+                    param=group.update_param if group.master is not None else None,
+                    grad=group.update_grad,
+                    first_flag=first_flag,
+                    hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
+                )
+            )
+            first_flag += len(group.parameters)
+    return regions
+
+
+def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    if any(optimizer.state.values()):
+        raise UsageError(
+            f"the {type(optimizer).__name__} has stepped already; its state would be lost: shard first, then load a "
+            "checkpoint"
+        )
+
+
+def stepper_of(model: nn.Module) -> Stepper:
+    """The stepper of a model that was sharded with an optimizer."""
+    found = model.__dict__.get(_STEPPER)
+    if found is None:
+        handle_of(model)
+        raise UsageError("the model was sharded without an optimizer: nothing can be stepped; pass one to shard()")
+    assert isinstance(found, Stepper)
+    return found
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside only accumulate on this rank; the next backward outside, or the step, reduces."""
+    with handle_of(model).runtime.no_sync():
+        yield
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> float:
+    """Clip the coming step to `max_norm`; returns the global gradient norm. Called by all ranks, after the backward."""
+    stepper = stepper_of(model)
+    norm = stepper.norm()
+    stepper.clip_next(max_norm)
+    return norm
+
+
+def get_global_grad_norm(model: nn.Module) -> float | None:
+    """Global norm of the averaged, unscaled gradients of the last step, before clipping; None before the first."""
+    return stepper_of(model).report.norm
+
+
+def drain(model: nn.Module) -> None:
+    """Finish all work in flight; afterwards parameters that rest whole may be read outside of a forward."""
+    handle_of(model).runtime.drain()
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that the model runs."""
+    return handle_of(model).plan
+
+
+def close(model: nn.Module) -> None:
+    """Take zeroshard's hooks off the model and stop its watchdog; parameters stay sharded."""
+    handle = find_handle(model)
+    if handle is not None:
+        handle.close()
+        model.__dict__.pop(_STEPPER, None)

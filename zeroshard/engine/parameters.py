@@ -1,0 +1,141 @@
+"""Parameters: gathers units into their slots, gives parameters their shape, and takes both away again.
+
+Owns the memory of the gather slots. A slot is written on the gather stream and read on the compute stream:
+
+    read after write    compute waits for the unit's `gathered` event before its first use
+    write after read    a gather waits for the slot's `free` event: compute has passed the last use of its last unit
+    shard after step    a gather waits for `written`: the optimizer wrote the shards on the compute stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.storage import Group, Storage, Unit
+from zeroshard.engine.streams import Event, Stream, Streams
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.traffic import new_ledger
+
+
+class Parameters:
+    """Who is gathered, and the hazards around it.
+
+    Args:
+        gathers: the gather communicator of each mesh axis.
+        log: what this rank issues, in the order of the lists (a queue may start it later).
+    """
+
+    def __init__(
+        self, plan: Plan, storage: Storage, streams: Streams, gathers: dict[str, Collectives], log: OperationLog
+    ) -> None:
+        self._streams = streams
+        self._log = log
+        self._storage = storage
+        self._gathers = gathers
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Start anew under a plan (another order has other slots); nothing may be in use."""
+        self._slots = plan.gather_slots.of_unit
+        self._ledger = new_ledger(plan)
+        self._free: dict[int, Event] = {}
+        self._gathered: dict[int, Event] = {}
+        self._written: Event | None = None
+        self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
+        self._launches = [
+            [self._launch(unit, group) for group in unit.groups if _travels(group)] for unit in self._storage.units
+        ]
+
+    def _launch(self, unit: Unit, group: Group) -> Callable[[], Pending]:
+        gathers, label = self._gathers[unit.plan.axis], unit.label
+        return lambda: gathers.all_gather(group.whole, group.shard, label)
+
+    def gather(self, index: int) -> None:
+        """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
+        if self._ledger.holds(index):
+            return
+        evicted, slot = self._ledger.take(index), self._slots[index]
+        if evicted is not None and slot is not None:
+            self._gathered.pop(evicted, None)
+            self._vacate(self._storage.units[evicted], slot)
+        if slot is not None and slot in self._free:
+            # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
+            self._streams.wait(Stream.GATHER, self._free[slot])
+        if self._written is not None:
+            # Read after write: the shard belongs to the optimizer until its step has run on the compute stream.
+            self._streams.wait(Stream.GATHER, self._written)
+        for launch in self._launches[index]:
+            self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
+            self._streams.launch(Stream.GATHER, launch, reads=(("shard", index),), writes=(self._buffer(index),))
+        self._gathered[index] = self._streams.record(Stream.GATHER)
+
+    def use(self, index: int) -> None:
+        """Compute may read the unit from here on: its parameters are whole and have their shape."""
+        if not self._ledger.holds(index):
+            self.gather(index)
+        if index in self._gathered:
+            # Read after write: the slot belongs to the gather until it has landed.
+            self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+        self._streams.touch(reads=(self._buffer(index),))
+        unit = self._storage.units[index]
+        if not unit.in_use:
+            unit.in_use = True
+            for group in unit.groups:
+                for parameter, view in zip(group.parameters, group.views, strict=True):
+                    parameter.data = view
+
+    def release(self, index: int) -> None:
+        """Compute is done with the unit: a sharded one gets empty parameters and its slot may be written again."""
+        slot = self._slots[index]
+        if slot is None:
+            return
+        self._vacate(self._storage.units[index], slot)
+        self._ledger.release(index)
+
+    def release_all(self) -> None:
+        """Release every sharded unit in use, as after a forward that an exception ended."""
+        for unit in self._storage.units:
+            if unit.in_use:
+                self.release(unit.index)
+
+    def _vacate(self, unit: Unit, slot: int) -> None:
+        if not unit.in_use:
+            return
+        unit.in_use = False
+        for group in unit.groups:
+            for parameter, empty in zip(group.parameters, group.empties, strict=True):
+                parameter.data = empty
+        self._streams.touch(reads=(self._buffer(unit.index),))
+        self._free[slot] = self._streams.record(Stream.COMPUTE)
+
+    def before_write(self) -> None:
+        """The shards are about to be written on the compute stream: nobody may be using or reading them."""
+        self.release_all()
+        self.settle()
+
+    def written(self) -> None:
+        """The shards were written on the compute stream: what was gathered before is stale."""
+        for unit in self._storage.units:
+            self._streams.touch(writes=(("shard", unit.index),))
+        self._ledger.invalidate()
+        self._written = self._streams.record(Stream.COMPUTE)
+
+    def settle(self) -> None:
+        """Compute waits for every gather in flight.
+
+        Write after read: a shard belongs to its gather until that has landed. It is also what readers outside of a
+        forward need: afterwards resident parameters are whole and current.
+        """
+        for index in list(self._gathered):
+            self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+
+    def _buffer(self, index: int) -> tuple[str, int]:
+        slot = self._slots[index]
+        return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _travels(group: Group) -> bool:
+    """Whether a gather moves anything for this group: frozen or wholly updated resident groups are always current."""
+    return group.plan.layout.shards > 1 and (group.plan.param.axis is not None or group.plan.update_axis is not None)

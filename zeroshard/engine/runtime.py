@@ -1,0 +1,290 @@
+"""The runtime: runs a plan's operation lists at the hooks of a model, one pass after the other.
+
+    model.forward    pre_forward(unit)  -> forward list up to USE unit      post_forward(unit) -> RELEASE unit
+    loss.backward    output gradient    -> backward list up to USE unit     end of graph       -> rest of the list
+    step             reduce what is pending, norms, update, gather for the next forward
+
+It decides nothing: what is gathered when, where gradients rest and what is summed stands in the plan. It knows plans
+only, never configs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.cursor import Cursor
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.guard import sharded_gradient
+from zeroshard.engine.parameters import Parameters
+from zeroshard.engine.passes import CallTracker, ForwardPass
+from zeroshard.engine.storage import Storage, Unit
+from zeroshard.engine.streams import Stream, Streams
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.plan.builder import reordered
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.program import Op, OpKind, build_programs
+
+
+class Runtime:
+    """Executes `plan` for `model`.
+
+    Args:
+        gathers, reduces: communicators of each mesh axis, for all-gathers and for reduces.
+        log: what this rank issues, in the order of the lists.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        storage: Storage,
+        streams: Streams,
+        gathers: Mapping[str, Collectives],
+        reduces: Mapping[str, Collectives],
+        log: OperationLog,
+    ) -> None:
+        self.model = model
+        self.storage = storage
+        self.streams = streams
+        self.parameters = Parameters(plan, storage, streams, dict(gathers), log)
+        self.gradients = Gradients(plan, storage, streams, dict(reduces), log)
+        self._tracker = CallTracker()
+        self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
+        self._no_sync = False
+        self._boundary: bool | None = None
+        self._seen_order: list[int] | None = []
+        self._backward_running = False
+        self._owed: deque[int] = deque()
+        self._end = 0
+        self._set_plan(plan)
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self._programs = build_programs(plan)
+        self._forward = Cursor(self._programs.forward, self._execute)
+        self._backward = Cursor(self._programs.backward, self._execute)
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.storage.units
+
+    # Forward.
+
+    def pre_forward(self, index: int) -> None:
+        """A unit's module is about to run: make its parameters whole."""
+        if in_backward():  # recomputation: its post-hook may never come, so nothing is paired with it
+            self.parameters.use(index)
+            return
+        if index == self._root:
+            self._begin_pass()
+        elif self._tracker.current is None and torch.is_grad_enabled():
+            self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
+        self._tracker.start_call(index)
+        if self._seen_order is not None and self._tracker.current is not None and index != self._root:
+            self._seen_order.append(index)
+        if not self._forward.run_to_use(index):
+            self.parameters.use(index)
+
+    def post_forward(self, index: int, output: object) -> None:
+        """A unit's module has run: watch its output's gradient and release the unit."""
+        if in_backward():
+            if torch.is_grad_enabled():
+                self._watch(index, output, None, self._tracker.recomputed_call(index))
+            return
+        call = self._tracker.end_call(index)
+        if call is not None and torch.is_grad_enabled():
+            self._watch(index, output, *call)
+        if index == self._root:
+            self._end_pass()
+        elif not self._forward.run_release(index):
+            self.parameters.release(index)
+
+    def _begin_pass(self) -> None:
+        if self._backward_running or self._forward.started:
+            self._recover()
+        if torch.is_grad_enabled():
+            self._tracker.begin_pass()
+
+    def _end_pass(self) -> None:
+        self._forward.run_to_end()
+        self._forward.rewind()
+        if not torch.is_grad_enabled():
+            self.parameters.release(self._root)
+        self._tracker.end_pass()
+
+    def _recover(self) -> None:
+        """A forward or backward was ended by an exception: drop what it left half-done."""
+        self._forward.rewind()
+        self._backward.rewind()
+        self.parameters.release_all()
+        if self._backward_running:
+            self._backward_running = False
+            self._owed.clear()
+            self.gradients.clear()
+
+    # Backward.
+
+    def _watch(self, index: int, output: object, graph: ForwardPass | None, end: int) -> None:
+        """Call `pre_backward` when the gradient of any of the output's tensors is ready."""
+        seen_task = -1
+
+        def ready(_: torch.Tensor) -> None:
+            nonlocal seen_task
+            task = _graph_task()
+            if task != seen_task:
+                seen_task = task
+                # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
+                self._pre_backward(index, end, graph)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(ready)
+
+    def _pre_backward(self, index: int, end: int, _graph: ForwardPass | None) -> None:
+        if not self._backward_running:
+            self._begin_backward()
+        self._end = end
+        self._pay()
+        if not self._backward.run_to_use(index):
+            self.parameters.use(index)
+
+    def _begin_backward(self) -> None:
+        self._backward_running = True
+        self._tracker.end_pass()
+        self._backward.rewind()
+        self._owed.clear()
+        self.gradients.discard_leftovers()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _pay(self) -> None:
+        """Finish owed units, in the order of the list, as long as their gradients are complete."""
+        while self._owed and (self._end < 0 or self._tracker.complete(self._owed[0], self._end)):
+            unit = self.units[self._owed.popleft()]
+            whole = self._boundary if self._boundary is not None else not self.plan.policy.accumulate
+            self.gradients.finish_unit(unit, reduce_whole=whole and not self._no_sync, reduce_sharded=not self._no_sync)
+            if unit.index != self._root:
+                self.parameters.release(unit.index)
+
+    def _end_backward(self) -> None:
+        self._end = -1
+        self._pay()
+        self._backward.run_to_end()
+        self._backward_running = False
+        for unit in self.units:
+            for group in unit.trainable:
+                for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
+                    if parameter.grad is not None:
+                        raise PlanError(
+                            f"parameter {segment.name!r} got a gradient after unit {unit.label!r} was reduced: it is "
+                            "used outside of its unit's forward. Name the module that uses it as the unit (units=...)"
+                        )
+                    parameter.grad = sharded_gradient(parameter)
+
+    # Both.
+
+    def _execute(self, op: Op) -> None:
+        if op.kind is OpKind.GATHER:
+            self.parameters.gather(op.unit)
+        elif op.kind is OpKind.USE:
+            self.parameters.use(op.unit)
+        elif op.kind is OpKind.REDUCE:
+            self._owed.append(op.unit)
+            self._pay()
+        elif op.unit not in self._owed:  # parameters keep their shape until their gradients are collected
+            self.parameters.release(op.unit)
+
+    # Step.
+
+    def finish_gradients(self) -> None:
+        """Reduce whatever no backward has reduced; compute then waits for all reduces."""
+        for index in reversed(tuple(dict.fromkeys(self.plan.order))):
+            self.gradients.reduce_pending(self.units[index])
+        # Read after write: gradients belong to the reduce stream until its last reduce has landed.
+        self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE))
+
+    def after_step(self, *, changed: bool) -> None:
+        """The optimizer has run: drop the gradients and gather what the next forward needs first."""
+        self.clear_gradients()
+        if changed:
+            self.parameters.written()
+        for op in self._programs.after_step:
+            self._execute(op)
+        if not self.plan.policy.overlap_step:
+            self.parameters.settle()
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, as optimizer.zero_grad() does."""
+        self.gradients.clear()
+        for unit in self.units:
+            for group in unit.trainable:
+                for parameter in group.parameters:
+                    parameter.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate locally; the next one outside, or the step, reduces."""
+        if not self.plan.policy.accumulate:
+            raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
+        previous, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = previous
+
+    def set_boundary(self, boundary: bool | None) -> None:
+        """Whether the next backward is the last before the step; None: not known, whole gradients wait for the step."""
+        self._boundary = boundary
+
+    @property
+    def seen_order(self) -> tuple[int, ...] | None:
+        """Units in the order of the first forward under grad, None once `adopt_order` was called."""
+        return None if self._seen_order is None else tuple(self._seen_order)
+
+    def adopt_order(self, order: tuple[int, ...] | None) -> None:
+        """Between steps: run the lists in `order` from now on (None keeps the plan's), and stop watching the order."""
+        self._seen_order = None
+        if order is None or order == self.plan.order[1:]:
+            return
+        self.drain()
+        plan = reordered(self.plan, (self._root, *order))
+        self.parameters.release_all()
+        self.storage.resize_slots(plan)
+        self.parameters.adopt(plan)
+        self.gradients.adopt(plan)
+        self._set_plan(plan)
+
+    def drain(self) -> None:
+        """Finish everything in flight. Every reader outside of a forward passes here."""
+        self.parameters.settle()
+        self.streams.drain()
+
+
+def in_backward() -> bool:
+    """Whether this thread is running an autograd graph just now (a recomputation runs modules inside of one)."""
+    return _graph_task() != -1
+
+
+def _graph_task() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in a module's output: nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
+            yield from tensors_in(getattr(value, name))

@@ -1,0 +1,99 @@
+"""The one small all-reduce of a step: squared norm, sign of divergence, and which parameters got a gradient.
+
+    float64:  [ sum of squares | d | d * d | flag per trainable parameter ... ]      d: digest of this rank's operations
+
+Squares are summed in float64, so the norm does not depend on how gradients are divided. Every rank squares only its own
+part of the reduced gradients, also where it holds the whole, so all stages sum the same numbers. Digests that differ
+leave a variance in d. Rejected: a norm per parameter tensor; it costs a kernel each and nothing reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.engine.runtime import Runtime
+from zeroshard.engine.storage import Group
+from zeroshard.plan.traffic import STATS_FIXED, stats_numel
+
+CHUNK = 1 << 16
+DIGEST_MASK = (1 << 24) - 1
+"""Digests are compared by 24 bits, so that sums of their squares are exact in float64."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What all ranks know after the exchange, on the host.
+
+    Attributes:
+        squared_norm: sum of squares of the reduced gradients, before any scaling.
+        agree: whether all ranks issued the same operations so far.
+        active: per trainable parameter, in plan order, whether any rank had a gradient for it.
+    """
+
+    squared_norm: float
+    agree: bool
+    active: tuple[bool, ...]
+
+
+def exchange(runtime: Runtime, control: Collectives, *, digest: int, first_replica: bool) -> Statistics:
+    """Sum this rank's statistics over all data-parallel ranks; gradients must be reduced.
+
+    Args:
+        first_replica: whether this rank counts for units that are divided within a subgroup, each copy counting once.
+    """
+    device = runtime.storage.device
+    values = torch.zeros(stats_numel(runtime.plan), dtype=torch.float64, device=device)
+    flags: list[bool] = []
+    for unit in runtime.units:
+        for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
+            flags += fired
+            if unit.plan.axis == "dp" or first_replica:
+                values[0] += squared_norm(group.own_grad)
+    short = digest & DIGEST_MASK
+    values[1], values[2] = short, short * short
+    values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
+    control.wait(control.all_reduce(values, "(step)"))
+    squared, first, second, *counts = values.tolist()
+    agree = second * control.size == first * first
+    return Statistics(squared, agree, tuple(count > 0 for count in counts))
+
+
+def squared_norm(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64, in chunks so that no float64 copy of the whole is made."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for chunk in values.split(CHUNK):
+        wide = chunk.to(torch.float64)
+        total += torch.dot(wide, wide)
+    return total
+
+
+def first_nonfinite(runtime: Runtime, control: Collectives) -> str:
+    """Name of the first parameter, in plan order, with a reduced gradient that is not finite, and whether inf or NaN."""
+    names = [segment.name for group in trainable_groups(runtime) for segment in group.plan.layout.segments]
+    none = 2 * len(names)
+    found = torch.tensor([_find_nonfinite(runtime, none)], dtype=torch.int64, device=runtime.storage.device)
+    control.wait(control.all_reduce(found, "(non-finite)", op=torch.distributed.ReduceOp.MIN))
+    code = int(found.item())
+    if code == none:
+        return "no single parameter (the sum of squares overflowed)"
+    return f"{names[code // 2]} ({'NaN' if code % 2 == 0 else 'inf'})"
+
+
+def trainable_groups(runtime: Runtime) -> list[Group]:
+    """All trainable groups in plan order, the order of the flags."""
+    return [group for unit in runtime.units for group in unit.trainable]
+
+
+def _find_nonfinite(runtime: Runtime, none: int) -> int:
+    position = 0
+    for group in trainable_groups(runtime):
+        start, end = group.plan.layout.shard_range(group.rank)
+        for index, low, high in group.plan.layout.pieces(start, end):
+            part = group.own_grad[low:high]
+            if not bool(torch.isfinite(part).all()):
+                return 2 * (position + index) + (0 if bool(torch.isnan(part).any()) else 1)
+        position += len(group.plan.layout.segments)
+    return none

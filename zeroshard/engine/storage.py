@@ -1,0 +1,219 @@
+"""Storage: the tensors behind a plan on one rank. It allocates exactly what the plan says and knows who views what.
+
+For each group of each unit:
+
+    whole      compute dtype, all ranks' parts: a slot shared with other units, or a buffer that stays
+    shard      compute dtype, this rank's part: a buffer of its own, or this rank's slice of `whole`
+    views      one per parameter into `whole`; what `parameter.data` is while the unit is in use
+    grad       where reduced gradients rest: the whole or this rank's part
+    wire       whole gradients in wire dtype on their way out, in a reduce slot; `staging` is this rank's reduced part
+    master     float32 truth of the part that this rank updates; the parameters themselves where they are float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.placement import Residency
+from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.shard.layout import Segment
+
+
+@dataclass
+class Group:
+    """The tensors of one flat group on this rank."""
+
+    plan: GroupPlan
+    rank: int
+    parameters: list[nn.Parameter]
+    whole: torch.Tensor
+    shard: torch.Tensor
+    views: list[torch.Tensor]
+    empties: list[torch.Tensor]
+    master: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
+    wire: torch.Tensor | None = None
+    staging: torch.Tensor | None = None
+    local: torch.Tensor | None = None
+    """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
+
+    @property
+    def update_range(self) -> tuple[int, int]:
+        """The elements that this rank's optimizer step updates."""
+        if self.plan.update_axis is None:
+            return 0, self.plan.layout.numel
+        return self.plan.layout.shard_range(self.rank)
+
+    @property
+    def update_param(self) -> torch.Tensor:
+        """The compute-dtype parameters that this rank's optimizer step writes."""
+        return self.whole if self.plan.update_axis is None else self.shard
+
+    @property
+    def update_master(self) -> torch.Tensor:
+        """The float32 parameters that this rank's optimizer step reads and writes."""
+        return self.update_param if self.master is None else self.master
+
+    @property
+    def own_grad(self) -> torch.Tensor:
+        """This rank's part of the reduced gradients."""
+        assert self.grad is not None
+        assert self.plan.grad is not None
+        if self.plan.grad.axis is not None:
+            return self.grad
+        start, end = self.plan.layout.shard_range(self.rank)
+        return self.grad[start:end]
+
+    @property
+    def update_grad(self) -> torch.Tensor:
+        """The reduced gradients of the elements that this rank updates."""
+        assert self.grad is not None
+        return self.grad if self.plan.update_axis is None else self.own_grad
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Set parameter `index` of the group from its whole value, on every state that this rank holds of it."""
+        segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
+        if self.master is not None:
+            own, of_value = self._overlap(segment, *self.update_range)
+            self.master[own].copy_(flat[of_value])
+        self._write_param(segment, flat)
+
+    def write_changed(self, index: int, value: torch.Tensor) -> None:
+        """As `write` from a compute-dtype value, but master weights keep their precision where nothing changed."""
+        segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
+        if self.master is not None:
+            own, of_value = self._overlap(segment, *self.update_range)
+            master, new = self.master[own], flat[of_value]
+            master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+        self._write_param(segment, flat)
+
+    def _write_param(self, segment: Segment, flat: torch.Tensor) -> None:
+        if self.plan.param.axis is None:
+            self.whole[segment.offset : segment.end].copy_(flat)
+        else:
+            own, of_value = self._overlap(segment, *self.plan.layout.shard_range(self.rank))
+            self.shard[own].copy_(flat[of_value])
+
+    @staticmethod
+    def _overlap(segment: Segment, start: int, end: int) -> tuple[slice, slice]:
+        """What a segment and [start, end) have in common: as a slice of the range, and of the segment."""
+        low = max(start, segment.offset)
+        high = max(low, min(end, segment.end))
+        return slice(low - start, high - start), slice(low - segment.offset, high - segment.offset)
+
+
+@dataclass
+class Unit:
+    """A unit's groups and whether its parameters have their full shape just now."""
+
+    plan: UnitPlan
+    index: int
+    groups: list[Group]
+    in_use: bool = False
+    trainable: list[Group] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return self.plan.label
+
+
+class Storage:
+    """All tensors of a plan on one rank.
+
+    Args:
+        parameters: the model's parameters by name; their data is replaced by views or by empty tensors.
+        rank_of: this rank's position along a mesh axis.
+        device: where the state lives.
+
+    Allocates unit by unit and takes over each parameter's values on the way, so that starting up holds at most one
+    unit twice. Parameters on the meta device have no values; they are written later through `Group.write`.
+    """
+
+    def __init__(
+        self, plan: Plan, parameters: Mapping[str, nn.Parameter], rank_of: Mapping[str, int], device: torch.device
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.units: list[Unit] = []
+        self._allocate_slots(plan)
+        for index, unit in enumerate(plan.units):
+            groups = [self._allocate(group, unit, parameters, rank_of[unit.axis]) for group in unit.groups]
+            self.units.append(Unit(unit, index, groups, trainable=[g for g in groups if g.plan.trainable]))
+        self.place_slots(plan)
+
+    def _allocate_slots(self, plan: Plan) -> None:
+        self.gather_slots = [self._bytes(nbytes) for nbytes in plan.gather_slots.nbytes]
+        self.reduce_slots = [self._bytes(nbytes) for nbytes in plan.reduce_slots.nbytes]
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _allocate(self, plan: GroupPlan, unit: UnitPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
+        layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
+        nothing = torch.empty(0, dtype=dtype, device=self.device)
+        if plan.param.axis is None:
+            whole = torch.zeros(layout.numel, dtype=dtype, device=self.device)
+            start, end = layout.shard_range(rank)
+            shard = whole[start:end]
+        else:
+            whole, shard = nothing, torch.zeros(layout.shard_numel, dtype=dtype, device=self.device)
+        members = [parameters[segment.name] for segment in layout.segments]
+        empties = [torch.empty(0, dtype=dtype, device=self.device) for _ in members]
+        group = Group(plan, rank, members, whole, shard, [], empties)
+        if plan.master is not None:
+            start, end = group.update_range
+            group.master = torch.zeros(end - start, dtype=torch_dtype(plan.master.dtype), device=self.device)
+        if plan.grad is not None:
+            numel = plan.numel_per_rank(plan.grad)
+            group.grad = torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
+        for index, parameter in enumerate(members):
+            if not parameter.is_meta:
+                group.write(index, parameter.data)
+                parameter.data = empties[index]
+        return group
+
+    def place_slots(self, plan: Plan) -> None:
+        """Point every group at its part of its unit's slots, and every parameter at its resting data."""
+        self.plan = plan
+        for unit in self.units:
+            unit.plan = plan.units[unit.index]
+            self._place_gathered(unit, plan.gather_slots.of_unit[unit.index])
+            self._place_reduced(unit, plan.reduce_slots.of_unit[unit.index])
+
+    def resize_slots(self, plan: Plan) -> None:
+        """Take new slots for a plan with another order; nothing may be in use or in flight."""
+        self._allocate_slots(plan)
+        self.place_slots(plan)
+
+    def _place_gathered(self, unit: Unit, slot: int | None) -> None:
+        offset = 0
+        for group in unit.groups:
+            layout = group.plan.layout
+            if slot is not None:
+                nbytes = group.plan.gathered_nbytes
+                dtype = torch_dtype(group.plan.param.dtype)
+                group.whole = self.gather_slots[slot][offset : offset + nbytes].view(dtype)
+                offset += nbytes
+            group.views = [group.whole[segment.offset : segment.end].view(segment.shape) for segment in layout.segments]
+            resting = group.views if group.plan.param.residency is Residency.RESIDENT else group.empties
+            for parameter, data in zip(group.parameters, resting, strict=True):
+                if not parameter.is_meta:
+                    parameter.data = data
+        unit.in_use = slot is None
+
+    def _place_reduced(self, unit: Unit, slot: int | None) -> None:
+        offset = 0
+        for group in unit.trainable:
+            if slot is None or not group.plan.needs_reduce_slot:
+                continue
+            dtype = torch_dtype(group.plan.wire)
+            nbytes, staging = group.plan.wire_nbytes, group.plan.staging_nbytes
+            group.wire = self.reduce_slots[slot][offset : offset + nbytes].view(dtype)
+            offset += nbytes
+            group.staging = self.reduce_slots[slot][offset : offset + staging].view(dtype) if staging else None
+            offset += staging

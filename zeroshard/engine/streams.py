@@ -1,0 +1,201 @@
+"""Streams: compute, all-gather and reduce-scatter run beside each other; events order them.
+
+The engine talks to this small interface, so that the same operations run on CUDA streams, on a CPU (where a stream is
+a queue of pending collectives and the closures behind them), and under the checking backend of `virtual_streams`.
+
+    launch(stream, fn)      run fn in stream order; fn may return a pending collective that the stream then waits for
+    record(stream) -> e     a point in the stream's order
+    wait(stream, e)         what is launched on `stream` later runs after e
+    touch(reads, writes)    compute uses buffers here (only the checking backend looks)
+
+`reads` and `writes` name buffers. Rejected: calling torch.cuda directly in the engine; races hide on GPUs, and nothing
+could then be checked where there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm.collectives import Pending
+
+Buffers = tuple[Hashable, ...]
+Launch = Callable[[], "Pending | None"]
+
+
+class Stream(Enum):
+    """Who runs beside whom."""
+
+    COMPUTE = 0
+    GATHER = 1
+    REDUCE = 2
+
+
+class Event(Protocol):
+    """A point in a stream's order; opaque to the engine."""
+
+
+class Streams(Protocol):
+    """What the engine needs of a device."""
+
+    def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None: ...
+
+    def record(self, stream: Stream) -> Event: ...
+
+    def wait(self, stream: Stream, event: Event) -> None: ...
+
+    def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None: ...
+
+    def drain(self) -> None:
+        """Compute, and on a CPU the host, waits for everything launched so far."""
+        ...
+
+
+class CudaStreams:
+    """CUDA streams and events. Collectives are issued on the side streams; nothing here blocks the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = {
+            Stream.GATHER: torch.cuda.Stream(device, priority=-1),
+            Stream.REDUCE: torch.cuda.Stream(device, priority=-1),
+        }
+
+    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+        # Compute is whatever stream the caller runs on: the user's own, and autograd's copy of it in the backward.
+        return torch.cuda.current_stream(self._device) if stream is Stream.COMPUTE else self._side[stream]
+
+    def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            pending = fn()
+            if pending is not None:
+                pending.finish()  # orders this stream after the collective; the host goes on
+
+    def record(self, stream: Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream(stream).wait_event(event)
+
+    def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
+        pass
+
+    def drain(self) -> None:
+        for side in self._side.values():
+            torch.cuda.current_stream(self._device).wait_stream(side)
+
+
+class QueueEvent:
+    """A marker in a queue; `done` once everything before it has run."""
+
+    __slots__ = ("done", "stream")
+
+    def __init__(self, stream: Stream, done: bool) -> None:
+        self.stream = stream
+        self.done = done
+
+
+Item = Pending | Launch | QueueEvent
+"""What a queue holds: a running collective, a closure that has not started, a marker (own or awaited)."""
+
+
+class HostWaiter(Protocol):
+    """How the host waits for a collective (see comm.waiting)."""
+
+    def waiting(self, pending: Pending) -> AbstractContextManager[None]: ...
+
+    def settle(self, pending: Pending, seconds: float) -> bool: ...
+
+
+class QueuedStreams:
+    """Streams on a CPU: collectives run on the process group's threads, what follows them waits in a queue.
+
+    A queue moves when its head has finished, which is looked at on every call; a blocked host keeps moving all queues,
+    for another rank may be waiting for a collective that sits in one of them.
+    """
+
+    def __init__(self, waiter: HostWaiter) -> None:
+        self._waiter = waiter
+        self._queues: dict[Stream, deque[Item]] = {Stream.GATHER: deque(), Stream.REDUCE: deque()}
+
+    def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
+        assert stream is not Stream.COMPUTE, "compute runs by itself"
+        self._queues[stream].append(fn)
+        self._advance(stream)
+
+    def record(self, stream: Stream) -> QueueEvent:
+        if stream is Stream.COMPUTE or not self._queues[stream]:
+            return QueueEvent(stream, True)
+        event = QueueEvent(stream, False)
+        self._queues[stream].append(event)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, QueueEvent)
+        if event.done:
+            return
+        if stream is Stream.COMPUTE:
+            self._block(event)
+        elif stream is not event.stream:  # a stream runs in order: waiting for its own past is nothing
+            self._queues[stream].append(event)
+
+    def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
+        pass
+
+    def drain(self) -> None:
+        for stream in self._queues:
+            self.wait(Stream.COMPUTE, self.record(stream))
+
+    def _advance(self, stream: Stream) -> bool:
+        """Run what can run without waiting; returns whether anything moved."""
+        queue, moved = self._queues[stream], False
+        while queue and self._step(queue, stream):
+            moved = True
+        return moved
+
+    def _step(self, queue: deque[Item], stream: Stream) -> bool:
+        head = queue[0]
+        if isinstance(head, QueueEvent):
+            if head.stream is not stream and not head.done:
+                return False
+            head.done = True
+        elif isinstance(head, Pending):
+            if not head.is_completed():
+                return False
+            self._waiter.settle(head, 0.0)  # raises what went wrong in it
+        else:
+            pending = head()
+            if pending is not None:
+                queue[0] = pending
+                return True
+        queue.popleft()
+        return True
+
+    def _block(self, event: QueueEvent) -> None:
+        while not event.done:
+            moved = [self._advance(stream) for stream in self._queues]
+            if event.done or any(moved):
+                continue
+            head = self._queues[event.stream][0]
+            if isinstance(head, Pending):
+                with self._waiter.waiting(head):
+                    self._settle(head)
+            else:
+                time.sleep(0.0001)
+
+    def _settle(self, head: Pending) -> None:
+        """Wait for one collective; the other queues move meanwhile."""
+        others_busy = sum(1 for queue in self._queues.values() if queue) > 1
+        while not self._waiter.settle(head, 0.0005 if others_busy else 0.2):
+            for stream in self._queues:
+                if self._queues[stream] and self._queues[stream][0] is not head:
+                    self._advance(stream)

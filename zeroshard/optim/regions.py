@@ -1,0 +1,67 @@
+"""What the optimizer step works on: this rank's part of each flat group, cut into runs with equal hyper-parameters.
+
+Hyper-parameters are a table per segment, never a reason for another flat group: a decay and a no-decay group alternate
+inside one buffer, and the step visits maximal runs of neighbouring segments that share group, step count and activity.
+Padding inside a run is updated along: its gradients are zero and its values stay zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.shard.layout import FlatLayout
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, end) of a region that are updated together."""
+
+    start: int
+    end: int
+    hyper: int
+    step: int
+
+
+@dataclass
+class Region:
+    """The part of one flat group that this rank updates.
+
+    Attributes:
+        label: unit and dtype, for messages.
+        layout, start: the group's layout and the element at which this region begins.
+        master: float32 parameters; `param` the compute-dtype copy to refresh, None where they are the same.
+        first_flag: position of the group's first parameter among all trainable parameters.
+        hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
+    """
+
+    label: str
+    layout: FlatLayout
+    start: int
+    master: torch.Tensor
+    param: torch.Tensor | None
+    grad: torch.Tensor
+    first_flag: int
+    hyper: Sequence[int]
+
+    def __post_init__(self) -> None:
+        self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())
+
+    def runs(self, active: Sequence[bool], steps: Sequence[int]) -> list[Run]:
+        """The runs to update: `active` and `steps` (updates so far) are per segment of the group."""
+        found: list[Run] = []
+        previous = -2
+        for index, low, high in self.pieces:
+            hyper = self.hyper[index]
+            if hyper < 0 or not active[index]:
+                continue
+            step = steps[index] + 1
+            last = found[-1] if found else None
+            if last is not None and index == previous + 1 and (last.hyper, last.step) == (hyper, step):
+                found[-1] = Run(last.start, high, hyper, step)
+            else:
+                found.append(Run(low, high, hyper, step))
+            previous = index
+        return found

@@ -1,0 +1,147 @@
+"""Applies an optimizer to regions: our flat rules, or any element-wise torch optimizer over slices.
+
+Both take gradients as they rest (any dtype, summed over ranks) and one coefficient that unscales, averages and clips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.optim.regions import Region
+from zeroshard.optim.rules import Rule
+
+
+class UpdateMethod(Protocol):
+    """What the sharded optimizer needs of an optimizer."""
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        """One step: gradients times `coefficient`; parameters with `active` False are left alone, decay included."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """State of this rank by a stable name, for saving; load by copying into them."""
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """JSON-able counters, for saving."""
+        ...
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None: ...
+
+
+class FlatUpdate:
+    """A rule on flat regions, with its state in one flat float32 tensor per region and kind."""
+
+    def __init__(self, rule: Rule, regions: Sequence[Region]) -> None:
+        self._rule = rule
+        self._regions = regions
+        self._state = [[torch.zeros_like(region.master) for _ in rule.state] for region in regions]
+        self._steps = [[0] * len(region.layout.segments) for region in regions]
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        for region, state, steps in zip(self._regions, self._state, self._steps, strict=True):
+            on = active[region.first_flag : region.first_flag + len(steps)]
+            runs = region.runs(on, steps)
+            for run in runs:
+                cut = slice(run.start, run.end)
+                grad = scaled(region.grad[cut], coefficient)
+                pieces = [moment[cut] for moment in state]
+                self._rule.update(region.master[cut], grad, pieces, hyper[run.hyper], run.step)
+                if region.param is not None:
+                    region.param[cut].copy_(region.master[cut])
+            for index, was_active in enumerate(on):
+                steps[index] += was_active and region.hyper[index] >= 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{index}.{name}": tensor
+            for index, tensors in enumerate(self._state)
+            for name, tensor in zip(self._rule.state, tensors, strict=True)
+        }
+
+    def counters(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self._steps = [[int(step) for step in steps] for steps in counters["steps"]]
+
+
+class TorchUpdate:
+    """Any element-wise torch optimizer, given one slice tensor per parameter that this rank updates a part of.
+
+    Args:
+        optimizer: builds the optimizer over (hyper-parameter group -> slices).
+    """
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        regions: Sequence[Region],
+        hyper: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._regions = regions
+        self._slices: list[tuple[Region, int, int, int, torch.nn.Parameter]] = []
+        members: list[list[torch.nn.Parameter]] = [[] for _ in hyper]
+        for region in regions:
+            for index, low, high in region.pieces:
+                if region.hyper[index] >= 0:
+                    part = torch.nn.Parameter(region.master[low:high], requires_grad=True)
+                    self._slices.append((region, index, low, high, part))
+                    members[region.hyper[index]].append(part)
+        self._groups = [index for index, parts in enumerate(members) if parts]
+        options = [{"params": members[index], **_options(hyper[index])} for index in self._groups]
+        self._inner = optimizer(options, **defaults) if options else None
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        if self._inner is None:
+            return
+        for group, index in zip(self._inner.param_groups, self._groups, strict=True):
+            group.update(_options(hyper[index]))
+        for region, index, low, high, part in self._slices:
+            on = active[region.first_flag + index]
+            part.grad = scaled(region.grad[low:high], coefficient) if on else None
+        self._inner.step()
+        for region, _, low, high, part in self._slices:
+            if region.param is not None and part.grad is not None:
+                region.param[low:high].copy_(part.detach())
+            part.grad = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if self._inner is not None:
+            for number, (*_, part) in enumerate(self._slices):
+                for name, value in self._inner.state.get(part, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{number}.{name}"] = value
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        return {"slices": len(self._slices)}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        assert counters["slices"] == len(self._slices)
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Create the inner optimizer's state from saved tensors; torch makes it only at the first step."""
+        for number, (*_, part) in enumerate(self._slices):
+            prefix = f"{number}."
+            state = {
+                key.removeprefix(prefix): value.clone() for key, value in tensors.items() if key.startswith(prefix)
+            }
+            if state and self._inner is not None:
+                self._inner.state[part] = state
+
+
+def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """The gradient in float32 times `coefficient`; in place where it is float32 already, for the step consumes it."""
+    if grad.dtype != torch.float32:
+        grad = grad.float()
+    return grad if coefficient == 1.0 else grad.mul_(coefficient)
+
+
+def _options(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in hyper.items() if key not in ("params", "param_names")}

@@ -1,0 +1,202 @@
+"""Builds a Plan from the units of a model, a mesh and a recipe. The only place that knows ZeRO's stages by number.
+
+A recipe says how units are sharded (one row of the placement table for all, or one per unit), in which dtypes the
+state is kept, and how a step runs. Everything else (padding, slots, order) follows and is written into the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from zeroshard.errors import PlanError
+from zeroshard.plan.dtypes import dtype_name, itemsize
+from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
+from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan
+from zeroshard.shard.layout import flat_layout
+from zeroshard.shard.slots import assign_slots
+from zeroshard.shard.units import ParameterSpec, UnitSpec
+
+MAX_PREFETCH = 4
+LOW_PRECISION = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the state.
+
+    Attributes:
+        param: compute dtype of floating parameters; None keeps each parameter's own.
+        wire: dtype of gradients on the wire; None takes the compute dtype.
+        accumulate: dtype of gradients between micro-batches; None means float32.
+        keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
+    """
+
+    param: str | None = None
+    wire: str | None = None
+    accumulate: str | None = None
+    keep_fp32: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a plan.
+
+    Attributes:
+        sharding: placement row for every unit.
+        overrides: rows for single units, by unit name ("" is the root).
+        precision: dtypes.
+        policy: how a step runs; its `prefetch` is an upper bound that the element budgets below may lower.
+        moments: optimizer state tensors per parameter (Adam 2, SGD with momentum 1).
+        persistence_threshold: a sharded unit whose parameters all have at most this many elements stays gathered.
+        persistence_budget: elements that may stay gathered for that reason.
+        prefetch_numel, live_numel: elements gathered ahead of use, and gathered at any time.
+    """
+
+    sharding: Sharding = STAGES[3]
+    overrides: Mapping[str, Sharding] = field(default_factory=dict)
+    precision: Precision = Precision()
+    policy: ExecutionPolicy = field(default_factory=ExecutionPolicy)
+    moments: int = 2
+    persistence_threshold: int = 0
+    persistence_budget: int = 2**63 - 1
+    prefetch_numel: int | None = None
+    live_numel: int | None = None
+
+
+def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int | None = None) -> Plan:
+    """The plan for `units` (root first, as `find_units` gives them) on `dp` data-parallel ranks.
+
+    Args:
+        shard: size of the subgroups for units whose axis is 'shard'; must divide `dp`. Defaults to `dp`.
+
+    Raises:
+        PlanError: sizes that don't fit, an override for a unit that isn't there, a dtype that can't be sharded.
+    """
+    shard = dp if shard is None else shard
+    if dp < 1 or shard < 1 or dp % shard:
+        raise PlanError(f"a shard group of {shard} ranks does not divide {dp} data-parallel ranks")
+    unknown = set(recipe.overrides) - {unit.name for unit in units}
+    if unknown:
+        raise PlanError(
+            f"the recipe places unit {sorted(unknown)[0]!r}, but the model has units {[u.name for u in units]}"
+        )
+    sizes = {"dp": dp, "shard": shard}
+    budget = recipe.persistence_budget
+    planned: list[UnitPlan] = []
+    for unit in units:
+        row = recipe.overrides.get(unit.name, recipe.sharding)
+        numel = sum(_numel(parameter) for parameter in unit.parameters)
+        if sizes[row.axis] == 1:  # a shard that is the whole rests in place: no slot, no copy
+            row = Sharding(param=False, grad=False, state=row.state, axis=row.axis)
+        if row.param and unit.parameters and _persists(unit, recipe.persistence_threshold) and numel <= budget:
+            budget -= numel
+            row = Sharding(param=False, grad=row.grad, state=row.state, axis=row.axis)
+        planned.append(_unit_plan(unit, row, sizes[row.axis], recipe))
+    return with_order(planned, tuple(range(len(planned))), recipe_policy(planned, recipe), dp=dp, shard=shard)
+
+
+def with_order(
+    units: Sequence[UnitPlan], order: Sequence[int], policy: ExecutionPolicy, *, dp: int, shard: int
+) -> Plan:
+    """The plan whose forward uses `units` in `order`; slots are assigned anew."""
+    sharded = [index for index in order if units[index].sharded]
+    root = [index for index in sharded if units[index].name == ""]
+    sizes = [unit.gathered_nbytes for unit in units]
+    gather = assign_slots(sharded, sizes, distance=policy.prefetch, dedicated=root)
+    reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
+    reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
+    return Plan(dp, shard, tuple(units), tuple(order), policy, gather, reduce)
+
+
+def reordered(plan: Plan, order: Sequence[int]) -> Plan:
+    """The same plan for a forward that uses the units in another order."""
+    assert set(order) <= set(range(len(plan.units)))
+    missing = [index for index in plan.order if index not in set(order)]
+    return with_order(plan.units, (*order, *missing), plan.policy, dp=plan.dp, shard=plan.shard)
+
+
+def recipe_policy(units: Sequence[UnitPlan], recipe: Recipe) -> ExecutionPolicy:
+    """The recipe's policy with `prefetch` lowered to what the element budgets allow for units of median size."""
+    policy = recipe.policy
+    sizes = [sum(group.layout.numel for group in unit.groups) for unit in units if unit.sharded and unit.name]
+    depth = policy.prefetch
+    if sizes:
+        typical = max(1, int(median(sizes)))
+        if recipe.prefetch_numel is not None:
+            wanted = -(-recipe.prefetch_numel // typical) if recipe.prefetch_numel else 0
+            depth = min(depth, wanted)
+        if recipe.live_numel is not None:
+            depth = min(depth, max(0, recipe.live_numel // typical - 1))
+    values = {**policy.__dict__, "prefetch": max(0, min(depth, MAX_PREFETCH))}
+    return ExecutionPolicy(**values)
+
+
+def _persists(unit: UnitSpec, threshold: int) -> bool:
+    return all(_numel(parameter) <= threshold for parameter in unit.parameters)
+
+
+def _numel(parameter: ParameterSpec) -> int:
+    total = 1
+    for size in parameter.shape:
+        total *= size
+    return total
+
+
+def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> UnitPlan:
+    members: dict[tuple[str, bool], list[ParameterSpec]] = {}
+    for parameter in unit.parameters:
+        key = (_compute_dtype(parameter, recipe.precision), parameter.trainable)
+        members.setdefault(key, []).append(parameter)
+    groups = tuple(
+        _group_plan(parameters, dtype, trainable, row, shards, recipe)
+        for (dtype, trainable), parameters in members.items()
+    )
+    return UnitPlan(unit.name, row.axis, groups, unit.aliases)
+
+
+def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
+    if not parameter.dtype.is_floating_point:
+        raise PlanError(
+            f"parameter {parameter.name!r} has dtype {parameter.dtype}; only floating-point parameters can be sharded: "
+            "register it as a buffer, or dequantize it"
+        )
+    if precision.param is None:
+        return dtype_name(parameter.dtype)
+    dotted = f".{parameter.name}."
+    if any(f".{kept}." in dotted for kept in precision.keep_fp32):
+        return "float32"
+    return dtype_name(precision.param)
+
+
+def _group_plan(
+    parameters: Sequence[ParameterSpec], dtype: str, trainable: bool, row: Sharding, shards: int, recipe: Recipe
+) -> GroupPlan:
+    layout = flat_layout(
+        ((parameter.name, parameter.shape) for parameter in parameters), shards=shards, itemsize=itemsize(dtype)
+    )
+    residency = Residency.AROUND_USE if row.param else Residency.RESIDENT
+    param = Placement(row.placed(row.param), dtype, residency=residency)
+    if not trainable:
+        return GroupPlan(layout, trainable, param)
+    precision = recipe.precision
+    # A group that computes in float32 is never rounded on the wire unless the recipe says so.
+    wire = dtype_name(precision.wire) if precision.wire else dtype
+    kept = dtype_name(precision.accumulate or "float32") if recipe.policy.accumulate else wire
+    grad = Placement(row.placed(row.grad), kept)
+    state_axis = row.placed(row.state)
+    needs_slot = row.grad or kept != wire
+    master = Placement(state_axis, "float32") if dtype in LOW_PRECISION else None
+    moments = Placement(state_axis, "float32", copies=recipe.moments) if recipe.moments else None
+    return GroupPlan(
+        layout,
+        trainable,
+        param,
+        wire=wire,
+        staged=needs_slot and (recipe.policy.accumulate or kept != wire),
+        update_axis=state_axis,
+        grad=grad,
+        master=master,
+        moments=moments,
+    )

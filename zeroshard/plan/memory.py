@@ -1,0 +1,52 @@
+"""Bytes that a plan takes on one rank, by kind of state. Exact: padding is in the layout, slots are in the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.placement import StateKind
+from zeroshard.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per rank: resting state by kind, and the slots that gathers and reduces pass through."""
+
+    param: int
+    grad: int
+    master: int
+    moments: int
+    gather_slots: int
+    reduce_slots: int
+    no_sync: int
+    """Whole local gradients; taken when a backward first runs under no_sync with sharded gradients, else not at all."""
+
+    @property
+    def state(self) -> int:
+        """Parameters, gradients, master and moments: the state of the papers' formulas."""
+        return self.param + self.grad + self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """State and slots; without what no_sync would add."""
+        return self.state + self.gather_slots + self.reduce_slots
+
+
+def state_bytes(plan: Plan) -> StateBytes:
+    """What one rank holds under `plan`, in bytes. Every rank holds the same."""
+    kinds = {kind: sum(group.nbytes(kind) for _, group in plan.groups()) for kind in StateKind}
+    no_sync = sum(
+        group.layout.numel * max(itemsize(group.grad.dtype), itemsize(group.wire))
+        for _, group in plan.groups()
+        if group.grad is not None and group.grad.axis is not None
+    )
+    return StateBytes(
+        param=kinds[StateKind.PARAM],
+        grad=kinds[StateKind.GRAD],
+        master=kinds[StateKind.MASTER],
+        moments=kinds[StateKind.MOMENTS],
+        gather_slots=plan.gather_slots.total_nbytes,
+        reduce_slots=plan.reduce_slots.total_nbytes,
+        no_sync=no_sync,
+    )

@@ -1,0 +1,113 @@
+"""The flat lists of operations that a step executes, made once from the plan.
+
+    forward    GATHER 0, GATHER 1, USE 0, RELEASE 0, GATHER 2, USE 1, RELEASE 1, GATHER 3, USE 2, ...
+    backward   USE n, GATHER n-1, REDUCE n, RELEASE n, GATHER n-2, USE n-1, REDUCE n-1, RELEASE n-1, ...
+    after step GATHER of every unit whose resident parameters are stale, then of the first units of the next forward
+
+The engine keeps a cursor per list and runs it forward to the USE of the module that is being called. What lies between
+(units that this rank skipped) is issued on the way, so every rank issues the same collectives whatever it computes.
+
+Rejected: issuing gathers from each module's hook for itself. It is shorter, but a skipped block then hangs the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from zeroshard.plan.plan import Plan
+
+
+class OpKind(str, Enum):
+    """What is done to a unit."""
+
+    GATHER = "gather"
+    """All-gather the unit into its slot, unless the slot holds it already; runs beside compute."""
+    USE = "use"
+    """Compute waits for the gather; the parameters get their full shape."""
+    RELEASE = "release"
+    """The parameters become empty; the slot may be overwritten once compute has passed this point."""
+    REDUCE = "reduce"
+    """The unit's gradients are collected and, on a synchronising backward, reduced beside compute."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation on one unit (index into plan.units)."""
+
+    kind: OpKind
+    unit: int
+
+
+Program = tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The operation lists of a plan."""
+
+    forward: Program
+    backward: Program
+    after_step: Program
+
+
+def build_programs(plan: Plan) -> Programs:
+    """The operation lists of `plan`."""
+    forward = _pass(plan, plan.order, reduce=False)
+    backward = _pass(plan, tuple(reversed(plan.order)), reduce=True)
+    stale = [
+        unit for unit in _unique(plan.order) if not plan.units[unit].sharded and plan.units[unit].stepped_in_shards
+    ]
+    ahead = _first_gathers(forward, limit=plan.policy.prefetch + 1, skip=set(stale))
+    after_step = tuple(Op(OpKind.GATHER, unit) for unit in (*stale, *ahead))
+    return Programs(forward, backward, after_step)
+
+
+def _unique(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(order))
+
+
+def _first_gathers(forward: Program, *, limit: int, skip: set[int]) -> list[int]:
+    """Units gathered before the first one is used, at most `limit` of the blocks, the root besides."""
+    first: list[int] = []
+    for op in forward:
+        if op.kind is OpKind.USE and len(first) >= limit:
+            break
+        if op.kind is OpKind.GATHER and op.unit not in skip:
+            first.append(op.unit)
+        if op.kind is OpKind.RELEASE:
+            break
+    return first
+
+
+def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
+    """One pass over the units: gathers as early as slots and prefetch distance allow, each use, each release."""
+    slots, units = plan.gather_slots.of_unit, plan.units
+    root = {index for index, unit in enumerate(units) if unit.name == ""}
+    sequence = [unit for index, unit in enumerate(order) if index == 0 or unit != order[index - 1]]
+    body = [unit for unit in sequence if unit not in root]
+    last_use = {unit: index for index, unit in enumerate(body)}
+    live: dict[int, int] = {}
+    ops: list[Op] = [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.GATHER, OpKind.USE)]
+    issued = 0
+    for index, unit in enumerate(body):
+        while issued < len(body) and issued <= index + plan.policy.prefetch:
+            ahead = body[issued]
+            slot = slots[ahead]
+            if slot is not None and live.get(slot, ahead) != ahead:
+                break  # its slot is still in use; it is gathered once that unit is released
+            if slot is not None:
+                live[slot] = ahead
+            ops.append(Op(OpKind.GATHER, ahead))
+            issued += 1
+        ops.append(Op(OpKind.USE, unit))
+        if reduce and last_use[unit] == index:
+            ops.append(Op(OpKind.REDUCE, unit))
+        ops.append(Op(OpKind.RELEASE, unit))
+        slot = slots[unit]
+        if slot is not None:
+            live.pop(slot, None)
+    if reduce:
+        ops += [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.REDUCE, OpKind.RELEASE)]
+    return tuple(ops)

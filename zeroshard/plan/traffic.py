@@ -1,0 +1,105 @@
+"""Traffic of a step, counted by running the plan's programs over a slot ledger, without any tensor.
+
+Payload bytes per rank: an all-gather counts its whole output, a reduce-scatter its whole input, an all-reduce its
+tensor. A ring moves (n-1)/n of an all-gather's or reduce-scatter's payload over each link, and twice that of an
+all-reduce's; so data parallel's all-reduce of the gradients counts like one reduce-scatter plus one all-gather here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.plan.program import OpKind, Program, build_programs
+from zeroshard.shard.slots import SlotLedger
+
+STATS_FIXED = 3
+"""float64 values exchanged in each step besides one per trainable parameter: squared norm, and two for divergence."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and payload bytes by kind of collective, for one rank and one optimizer step."""
+
+    calls: dict[str, int]
+    nbytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.nbytes.values())
+
+
+def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False) -> Traffic:
+    """Traffic of one steady optimizer step of `micro_batches` forward and backward passes.
+
+    Args:
+        no_sync: all but the last micro-batch run under no_sync.
+    """
+    programs = build_programs(plan)
+    ledger = new_ledger(plan)
+    count = _Counter(plan)
+    for step in range(2):  # the second one is steady: it starts with what the first left in the slots
+        if step:
+            count.clear()
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            count.run(programs.forward, ledger, reduce=False, last=last)
+            count.run(programs.backward, ledger, reduce=last or not no_sync, last=last)
+        count.add("all-reduce", stats_numel(plan) * 8, plan.dp)
+        ledger.invalidate()
+        count.run(programs.after_step, ledger, reduce=False, last=True)
+    return Traffic(dict(count.calls), dict(count.nbytes))
+
+
+def new_ledger(plan: Plan) -> SlotLedger:
+    """The ledger of a plan's gather slots, all empty."""
+    stale = [index for index, unit in enumerate(plan.units) if not unit.sharded and unit.stepped_in_shards]
+    return SlotLedger(plan.gather_slots, stale=stale, reuse=plan.policy.reuse)
+
+
+def stats_numel(plan: Plan) -> int:
+    """float64 values in the small all-reduce of each step."""
+    return STATS_FIXED + sum(len(group.layout.segments) for _, group in plan.groups() if group.trainable)
+
+
+class _Counter:
+    """Adds up what the operations of a program send."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.calls: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.nbytes.clear()
+
+    def add(self, kind: str, nbytes: int, ranks: int) -> None:
+        if ranks > 1 and nbytes:
+            self.calls[kind] += 1
+            self.nbytes[kind] += nbytes
+
+    def run(self, program: Program, ledger: SlotLedger, *, reduce: bool, last: bool) -> None:
+        for op in program:
+            unit = self.plan.units[op.unit]
+            if op.kind is OpKind.GATHER and not ledger.holds(op.unit):
+                ledger.take(op.unit)
+                for group in unit.groups:
+                    if group.param.axis is not None or group.update_axis is not None:
+                        self.add("all-gather", group.gathered_nbytes, group.layout.shards)
+            elif op.kind is OpKind.RELEASE:
+                ledger.release(op.unit)
+            elif op.kind is OpKind.REDUCE and reduce:
+                for group in unit.groups:
+                    if group.grad is not None and (last or group.grad.axis is not None):
+                        self._reduce(unit, group)
+
+    def _reduce(self, unit: UnitPlan, group: GroupPlan) -> None:
+        shards = group.layout.shards
+        self.add("reduce-scatter", group.wire_nbytes, shards)
+        if unit.axis == "shard":
+            self.add("all-reduce", group.layout.shard_numel * itemsize(group.wire), self.plan.axis_size("replicate"))
+        if group.update_axis is None:
+            self.add("all-gather", group.wire_nbytes, shards)

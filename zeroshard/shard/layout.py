@@ -1,0 +1,95 @@
+"""The flat layout: where each parameter of a unit lies in one contiguous buffer, and which part each rank owns.
+
+    rank 0's shard                        rank 1's shard
+    |------------------------------------|------------------------------------|
+    | w1 (aligned)         | b1 . | w2 (crosses the border)            | pad    |
+    0                      o1     o2                                   n        numel
+
+The layout is rank-major: concatenating the shards in rank order *is* the flat buffer, so an all-gather writes the
+parameters in place and a reduce-scatter reads the gradients in place, without a copy on either side. Every parameter
+starts on a 256-byte border, and so does every shard.
+
+Rejected: sharding each parameter along its first dim. It keeps rows whole, but the gathered buffer then interleaves
+ranks inside each parameter and needs a copy per gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in a flat buffer: `numel` elements from `offset` on, of the given shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Segments in a buffer of `numel` elements, divided evenly over `shards` ranks."""
+
+    segments: tuple[Segment, ...]
+    numel: int
+    shards: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.shards
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements that belong to parameters; the rest is padding."""
+        return sum(segment.numel for segment in self.segments)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element that `rank` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding as (start, end) pairs."""
+        found: list[tuple[int, int]] = []
+        position = 0
+        for segment in self.segments:
+            if segment.offset > position:
+                found.append((position, segment.offset))
+            position = max(position, segment.end)
+        if position < self.numel:
+            found.append((position, self.numel))
+        return tuple(found)
+
+    def pieces(self, start: int, end: int) -> tuple[tuple[int, int, int], ...]:
+        """The segments inside [start, end): (segment index, start, end), positions relative to `start`."""
+        found: list[tuple[int, int, int]] = []
+        for index, segment in enumerate(self.segments):
+            low, high = max(segment.offset, start), min(segment.end, end)
+            if low < high:
+                found.append((index, low - start, high - start))
+        return tuple(found)
+
+
+def flat_layout(parameters: Iterable[tuple[str, Sequence[int]]], *, shards: int, itemsize: int) -> FlatLayout:
+    """Lay out (name, shape) pairs one after the other for `shards` ranks; `itemsize` is bytes per compute element."""
+    align = max(1, ALIGNMENT_BYTES // itemsize)
+    segments: list[Segment] = []
+    position = 0
+    for name, shape in parameters:
+        segment = Segment(name, tuple(shape), position)
+        segments.append(segment)
+        position = -(-segment.end // align) * align
+    chunk = align * shards
+    return FlatLayout(tuple(segments), -(-position // chunk) * chunk, shards)

@@ -1,0 +1,119 @@
+"""Slots: the few buffers in which gathered units (or gradients on their way to the wire) live, and who is in them.
+
+A unit's slot is a static function of the unit, the same in forward and backward. Autograd saves views of weights
+(`nn.Linear` saves `w.t()`); they stay valid because the unit always comes back to the same address. Units that follow
+each other within the prefetch distance never share a slot.
+
+Rejected: allocating per gather. The caching allocator would give another address in the backward, and saved views
+would read another unit's weights without any version error.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+OUTSIZED = 1.5
+"""A unit larger than this many medians may get slots of its own, so that a huge embedding doesn't size them all."""
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Capacity in bytes of each slot, and the slot of each unit (None: the unit needs none)."""
+
+    nbytes: tuple[int, ...]
+    of_unit: tuple[int | None, ...]
+
+    @property
+    def total_nbytes(self) -> int:
+        return sum(self.nbytes)
+
+
+def assign_slots(
+    order: Sequence[int], nbytes: Sequence[int], *, distance: int, dedicated: Sequence[int] = ()
+) -> SlotPlan:
+    """Assign slots to the units in `order` (repeats allowed), units up to `distance` apart getting different ones.
+
+    Args:
+        order: units in execution order; a unit that is not in it gets no slot.
+        nbytes: bytes that each unit needs.
+        dedicated: units that share their slot with nobody (the root: it is in use all the time).
+    """
+    shared = [unit for unit in dict.fromkeys(order) if unit not in set(dedicated)]
+    sizes = [nbytes[unit] for unit in shared]
+    candidates = [[shared]]
+    if sizes:
+        limit = OUTSIZED * statistics.median(sizes)
+        big = [unit for unit in shared if nbytes[unit] > limit]
+        candidates.append([[unit for unit in shared if nbytes[unit] <= limit], big])
+    plans = [_assign_classes(classes, shared, nbytes, distance, dedicated) for classes in candidates]
+    return min(plans, key=lambda plan: plan.total_nbytes)
+
+
+def _assign_classes(
+    classes: Sequence[Sequence[int]],
+    shared: Sequence[int],
+    nbytes: Sequence[int],
+    distance: int,
+    dedicated: Sequence[int],
+) -> SlotPlan:
+    position = {unit: index for index, unit in enumerate(shared)}
+    of_unit: list[int | None] = [None] * len(nbytes)
+    capacity: list[int] = []
+    for members in classes:
+        last_used: dict[int, int] = {}
+        for unit in members:
+            free = [slot for slot, last in last_used.items() if position[unit] - last > distance]
+            slot = min(free, key=lambda candidate: last_used[candidate]) if free else len(capacity)
+            if slot == len(capacity):
+                capacity.append(0)
+            capacity[slot] = max(capacity[slot], nbytes[unit])
+            last_used[slot] = position[unit]
+            of_unit[unit] = slot
+    for unit in dedicated:
+        of_unit[unit] = len(capacity)
+        capacity.append(nbytes[unit])
+    return SlotPlan(tuple(capacity), tuple(of_unit))
+
+
+class SlotLedger:
+    """Which units' whole parameters are current, and where; the engine and the traffic count ask the same ledger.
+
+    Args:
+        plan: the gather slots; a unit without a slot rests whole in a buffer of its own.
+        stale: the units without a slot whose buffer is out of date after a step (each rank updated only its part).
+        reuse: whether the content of a released slot may serve its unit again while nobody else was written there.
+    """
+
+    def __init__(self, plan: SlotPlan, *, stale: Iterable[int], reuse: bool) -> None:
+        self._slot = plan.of_unit
+        self._holder: list[int | None] = [None] * len(plan.nbytes)
+        self._stale_after_step = frozenset(stale)
+        self._stale: set[int] = set()
+        self._reuse = reuse
+
+    def holds(self, unit: int) -> bool:
+        """Whether the unit's whole parameters are there (or being gathered)."""
+        slot = self._slot[unit]
+        return unit not in self._stale if slot is None else self._holder[slot] == unit
+
+    def take(self, unit: int) -> int | None:
+        """The unit is about to be gathered; returns the unit whose content is lost by it, None if there is none."""
+        slot = self._slot[unit]
+        if slot is None:
+            self._stale.discard(unit)
+            return None
+        previous, self._holder[slot] = self._holder[slot], unit
+        return previous if previous != unit else None
+
+    def release(self, unit: int) -> None:
+        """The unit is out of use; its content stays valid where the plan reuses slots."""
+        slot = self._slot[unit]
+        if slot is not None and not self._reuse and self._holder[slot] == unit:
+            self._holder[slot] = None
+
+    def invalidate(self) -> None:
+        """The parameters changed: no slot holds anything current, and what was updated in parts is stale."""
+        self._holder = [None] * len(self._holder)
+        self._stale = set(self._stale_after_step)

@@ -1,0 +1,131 @@
+"""Finds the units of a model: the parts that are gathered and reduced together.
+
+The outermost repeated block is a unit with everything inside it (experts included), so that data-dependent branches
+inside a block never change which collectives run. Large leaves outside the blocks (embedding, head) are units of
+their own, since a 128k vocabulary dwarfs a block. The rest, and every parameter shared between units, belongs to the
+root unit, which stays gathered for the whole pass.
+
+Rejected: one unit per Linear (more, smaller collectives and per-layer Python), and wrapping by parameter count alone
+(units then cut through blocks and the boundaries move when the model is resized).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.errors import PlanError
+
+OWN_UNIT_NUMEL = 16_384
+"""A leaf outside the blocks with at least this many elements is a unit of its own."""
+
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Containers without a forward: they can't be units."""
+CONTAINERS = (*LISTS, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What layout needs to know of a parameter; no storage, so that plans can be made for models nobody has built."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit before layout: its name (module path, "" for the root) and the parameters that it owns.
+
+    `aliases` are other names of the same parameters (tied weights), as (alias, name) pairs.
+    """
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+
+def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[UnitSpec]:
+    """The units of `model` in module-tree order, the root first.
+
+    Args:
+        selected: module paths that are to be the units instead of the ones found; what lies outside goes to the root.
+
+    Raises:
+        PlanError: a selected path does not exist, is repeated, or lies inside another.
+    """
+    names = _check_selected(model, selected) if selected is not None else tuple(_walk(model, ""))
+    owner: dict[int, set[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        unit = _unit_of(path, names)
+        for parameter in module.parameters(recurse=False):
+            owner.setdefault(id(parameter), set()).add(unit)
+    members: dict[str, list[ParameterSpec]] = {name: [] for name in ("", *names)}
+    aliases: dict[str, list[tuple[str, str]]] = {name: [] for name in members}
+    first_name: dict[int, tuple[str, str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        key = id(parameter)
+        if key in first_name:
+            name, unit = first_name[key]
+            aliases[unit].append((path, name))
+            continue
+        unit = next(iter(owner[key])) if len(owner[key]) == 1 else ""
+        first_name[key] = (path, unit)
+        spec = ParameterSpec(path, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        members[unit].append(spec)
+    return [
+        UnitSpec(name, tuple(members[name]), tuple(aliases[name])) for name in members if name == "" or members[name]
+    ]
+
+
+def _walk(module: nn.Module, path: str) -> Iterator[str]:
+    """Paths of the units below `module`, in registration order."""
+    repeated = _repeated_children(module)
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if name in repeated or _is_large_leaf(child):
+            yield child_path
+        else:
+            yield from _walk(child, child_path)
+
+
+def _repeated_children(module: nn.Module) -> frozenset[str]:
+    """Children of a container that occur at least twice with the same class and hold parameters."""
+    if not isinstance(module, CONTAINERS):
+        return frozenset()
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    counts = Counter(type(child) for _, child in children)
+    return frozenset(name for name, child in children if counts[type(child)] >= 2 and not isinstance(child, LISTS))
+
+
+def _is_large_leaf(module: nn.Module) -> bool:
+    if next(module.children(), None) is not None:
+        return False
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= OWN_UNIT_NUMEL
+
+
+def _unit_of(path: str, names: Sequence[str]) -> str:
+    for name in names:
+        if path == name or path.startswith(name + "."):
+            return name
+    return ""
+
+
+def _check_selected(model: nn.Module, selected: Sequence[str]) -> tuple[str, ...]:
+    modules = dict(model.named_modules())
+    for name in selected:
+        if not name or name not in modules:
+            raise PlanError(
+                f"units: the model has no submodule {name!r}; name module paths as in model.named_modules()"
+            )
+        outer = [other for other in selected if other != name and name.startswith(other + ".")]
+        if outer:
+            raise PlanError(f"units: {name!r} lies inside the unit {outer[0]!r}; units can't be nested")
+    if len(set(selected)) != len(selected):
+        raise PlanError("units: a module path is named twice")
+    return tuple(name for name in modules if name in set(selected))
