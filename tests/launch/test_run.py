@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 from pathlib import Path
 
-from tests.launch.launcher import script, zeroshard
+from tests.launch.launcher import script, start, zeroshard
 from zeroshard.launch.resources import usable_cores
 
 # Each rank writes what it sees into a file of its own: their output would be interleaved.
@@ -81,3 +83,37 @@ def test_ranks_meet_without_a_port_being_named(tmp_path: Path) -> None:
     )
     done = zeroshard(tmp_path, "run", "--nproc", "2", name)
     assert done.returncode == 0, done.stderr
+
+
+def test_several_nodes_make_one_job(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    name = script(tmp_path, _LOOK_AROUND)
+    nodes = ["run", "--nproc", "1", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+    env = {"OUT": str(tmp_path)}
+    first = start(tmp_path, *nodes, "--node-rank", "0", name, stderr=subprocess.PIPE, env=env)
+    second = zeroshard(tmp_path, *nodes, "--node-rank", "1", name, env=env)
+
+    assert second.returncode == 0, second.stderr
+    assert first.wait(timeout=60) == 0
+    assert [(seen["env"]["RANK"], seen["env"]["WORLD_SIZE"]) for seen in _seen(tmp_path, 2)] == [("0", "2"), ("1", "2")]
+
+
+def test_a_script_may_start_processes_of_its_own(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import multiprocessing
+
+        def double(number):
+            return 2 * number
+
+        if __name__ == "__main__":
+            for method in ("fork", "spawn"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    assert pool.map(double, [1, 2]) == [2, 4]
+        """,
+    )
+    done = zeroshard(tmp_path, "run", "--nproc", "1", name)
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr

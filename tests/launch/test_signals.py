@@ -15,7 +15,7 @@ from tests.launch.launcher import script, start
 # Each rank has a child of its own, as a data loader or a monitor would be.
 _LONG = """
     import os, subprocess, sys, time
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    child = subprocess.Popen(["sleep", "1000"])
     sys.stdout.write(f"{os.getpid()} {child.pid}\\n")
     sys.stdout.flush()
     time.sleep(1000)
@@ -56,6 +56,26 @@ def test_a_stop_signal_ends_the_ranks_and_what_they_started(tmp_path: Path, numb
     assert _left_running(pids) == []
 
 
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path: Path) -> None:
+    text = """
+        import os, signal, time
+        signal.signal(signal.SIGINT, lambda number, frame: os.write(1, b"ignored\\n"))
+        os.write(1, b"%d\\n" % os.getpid())
+        while True:
+            time.sleep(1)
+    """
+    launcher = start(tmp_path, "run", "--nproc", "1", script(tmp_path, text), stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    pid = int(launcher.stdout.readline())
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout.readline() == "ignored\n"
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=8)
+
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert _left_running([pid]) == []
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the kernel ends orphaned ranks on Linux only")
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     text = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
@@ -71,9 +91,9 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None
 
 def test_what_a_dead_rank_left_behind_is_ended(tmp_path: Path) -> None:
     text = """
-        import os, subprocess, sys, time
+        import os, subprocess, time
         if os.environ["RANK"] == "0":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            child = subprocess.Popen(["sleep", "1000"])
             print(child.pid, flush=True)
             os._exit(5)
         time.sleep(1000)

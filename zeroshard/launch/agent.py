@@ -58,7 +58,7 @@ def launch(job: Job) -> int:
     _check_port(job)
     _quiet_the_agent()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as directory:
+    with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
         os.environ[runner.WATCH_VARIABLE] = f"{directory}/watch"
         watch = RankWatch(Path(directory, "watch"), announce=lambda death: _say(report.announcement(death)))
         try:
@@ -92,6 +92,12 @@ def _config(job: Job, directory: str) -> LaunchConfig:
         max_restarts=job.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=directory),
     )
+
+
+def _short_directory() -> str:
+    """Where the socket goes: its path may have about 100 characters, which the TMPDIR of a cluster can exceed."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= 64 else "/tmp"
 
 
 def _endpoint(job: Job) -> str:

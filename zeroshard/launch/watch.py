@@ -109,10 +109,14 @@ class RankWatch:
         return self._attempts[death.process.attempt].announced
 
     def end_leftovers(self) -> None:
-        """Kill what the ranks started and left behind: each rank leads a process group of its own."""
+        """Kill what is left of the ranks' process groups (each rank leads its own) once the agent is through.
+
+        A number that is now another process's, neither a child of ours nor free, has been reused: it is left alone.
+        """
         for process in self.processes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if _is_child(process.pid) or not _exists(process.pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _serve(self) -> None:
         stopping = False
@@ -168,9 +172,37 @@ class RankWatch:
 
     def _announce_where(self, due: Callable[[int, _Attempt], bool]) -> None:
         for number, attempt in self._attempts.items():
-            if not attempt.announced and due(number, attempt):
+            # A script may close descriptors that it does not know, and a large process takes seconds to go: only what
+            # has ended is called dead.
+            if not attempt.announced and due(number, attempt) and not _is_running_child(attempt.first.process.pid):
                 self._announce(attempt)
 
     def _announce(self, attempt: _Attempt) -> None:
         attempt.announced = True
         self.announce(attempt.first)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_child(pid: int) -> bool:
+    """Whether `pid` is a child of this process, running or not yet waited for; its status stays for the agent."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _is_running_child(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
