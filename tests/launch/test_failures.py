@@ -1,0 +1,129 @@
+"""When a rank dies, the launcher says which one and why before anything else, and ends the others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.launch.launcher import script, zeroshard
+
+
+def _failing(directory: Path, text: str, *options: str) -> tuple[int, list[str]]:
+    """Exit status and what was said, without the opening line on threads."""
+    done = zeroshard(directory, "run", "--nproc", "2", *options, script(directory, text))
+    opening, *said = done.stderr.splitlines()
+    assert "OMP_NUM_THREADS" in opening
+    return done.returncode, said
+
+
+def test_an_exception_is_reported_first_with_its_traceback_and_once(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import os, time
+        def explode():
+            raise ValueError("planted")
+        if os.environ["RANK"] == "1":
+            explode()
+        time.sleep(100)
+        """,
+    )
+    assert status == 1
+    assert re.fullmatch(
+        r"zeroshard: rank 1 \(local rank 1, host \S+, pid \d+\) failed first: ValueError: planted", said[0]
+    )
+    assert said[1] == "Traceback (most recent call last):"
+    assert 'script.py", line 6, in <module>' in said[2], "no frame of the launcher's above the script's"
+    text = "\n".join(said)
+    assert "in explode" in text
+    assert text.count("ValueError: planted") == 2, "in the headline and under the traceback"
+    assert said[-1] == "zeroshard: ended 1 other rank"
+
+
+def test_a_killed_rank_is_named_with_its_signal_before_the_peers_that_lost_it(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import fcntl, os, signal, time
+        from pathlib import Path
+        lock = open("lock", "w")
+        if os.environ["RANK"] == "1":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            Path("locked").touch()
+            while not Path("peer-waits").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not Path("locked").exists():
+            time.sleep(0.01)
+        Path("peer-waits").touch()
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the death of rank 1, as a collective would notice it
+        raise ConnectionError("lost a peer")
+        """,
+    )
+    assert status == 128 + 9
+    assert re.match(r"zeroshard: rank 1 \(.*\) failed first: killed by signal SIGKILL \(", said[0])
+    # The agent may end the peer before it has raised.
+    assert said[1:] in (["zeroshard: then rank 0: ConnectionError: lost a peer"], ["zeroshard: ended 1 other rank"])
+
+
+def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import ctypes, os, time
+        def touch_null():
+            ctypes.string_at(0)
+        if os.environ["RANK"] == "0":
+            touch_null()
+        time.sleep(100)
+        """,
+    )
+    assert status == 128 + 11
+    assert re.match(r"zeroshard: rank 0 \(.*\) failed first: killed by signal SIGSEGV", said[0])
+    assert any("in touch_null" in line for line in said)
+
+
+def test_an_exit_status_of_the_script_is_the_launchers(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit(3)
+        time.sleep(100)
+        """,
+    )
+    assert status == 3
+    assert re.match(r"zeroshard: rank 0 \(.*\) failed first: SystemExit: 3", said[0])
+
+
+def test_a_restart_reports_the_failure_it_follows_and_may_end_well(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import os, time
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                raise OSError("only the first time")
+            time.sleep(100)
+        """,
+        "--max-restarts",
+        "1",
+    )
+    assert status == 0
+    assert re.match(r"zeroshard: rank 1 \(.*\) failed first: OSError: only the first time", said[0])
+
+
+def test_the_scripts_own_excepthook_is_called(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import os, sys, time
+        sys.excepthook = lambda kind, error, trace: print("hook saw", kind.__name__, file=sys.stderr)
+        if os.environ["RANK"] == "1":
+            raise KeyError("x")
+        time.sleep(100)
+        """,
+    )
+    assert status == 1
+    assert "hook saw KeyError" in said

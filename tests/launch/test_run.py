@@ -1,0 +1,119 @@
+"""What a script finds when `zeroshard run` starts it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+from tests.launch.launcher import script, start, zeroshard
+from zeroshard.launch.resources import usable_cores
+
+# Each rank writes what it sees into a file of its own: their output would be interleaved.
+_LOOK_AROUND = """
+    import json, os, sys
+    from pathlib import Path
+    seen = {
+        "argv": sys.argv,
+        "path": sys.path[0],
+        "name": __name__,
+        "torch": "torch" in sys.modules,
+        "zeroshard": "zeroshard" in sys.modules,
+        "env": {name: os.environ.get(name) for name in (
+            "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ZEROSHARD_WATCH")},
+    }
+    Path(os.environ["OUT"], os.environ["RANK"]).write_text(json.dumps(seen))
+"""
+
+
+def _seen(directory: Path, ranks: int) -> list[dict]:
+    return [json.loads((directory / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def test_a_script_gets_its_rank_its_threads_and_its_own_arguments(tmp_path: Path) -> None:
+    script(tmp_path / "code", _LOOK_AROUND, "train.py")
+    words = ["--nproc", "7", "-m", "--help", "--", "${local_rank}", "$$", "", "a b"]
+    done = zeroshard(tmp_path, "run", "--nproc", "2", "code/train.py", *words, env={"OUT": str(tmp_path)})
+
+    assert done.returncode == 0, done.stderr
+    threads = max(1, usable_cores() // 2)
+    assert f"OMP_NUM_THREADS={threads} each" in done.stderr
+    for rank, seen in enumerate(_seen(tmp_path, 2)):
+        assert seen["argv"] == ["code/train.py", *words]
+        assert seen["name"] == "__main__"
+        assert seen["path"] == str(tmp_path / "code"), "as if Python had started the script"
+        assert not seen["torch"], "the script decides when torch is imported"
+        assert not seen["zeroshard"]
+        assert seen["env"] == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": str(threads),
+            "ZEROSHARD_WATCH": None,
+        }
+
+
+def test_a_module_runs_as_python_m_would_and_the_users_thread_count_stands(tmp_path: Path) -> None:
+    script(tmp_path, "", "package/__init__.py")
+    script(tmp_path, _LOOK_AROUND, "package/train.py")
+    env = {"OUT": str(tmp_path), "OMP_NUM_THREADS": "3"}
+    done = zeroshard(tmp_path, "run", "--nproc", "1", "-m", "package.train", "--lr", "1", env=env)
+
+    assert done.returncode == 0, done.stderr
+    assert "OMP_NUM_THREADS=3, as set in the environment" in done.stderr
+    (seen,) = _seen(tmp_path, 1)
+    assert seen["argv"] == [str(tmp_path / "package/train.py"), "--lr", "1"]
+    assert seen["path"] == str(tmp_path)
+    assert seen["env"]["OMP_NUM_THREADS"] == "3"
+
+
+def test_ranks_meet_without_a_port_being_named(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+        dist.destroy_process_group()
+        """,
+    )
+    done = zeroshard(tmp_path, "run", "--nproc", "2", name)
+    assert done.returncode == 0, done.stderr
+
+
+def test_several_nodes_make_one_job(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    name = script(tmp_path, _LOOK_AROUND)
+    nodes = ["run", "--nproc", "1", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+    env = {"OUT": str(tmp_path)}
+    first = start(tmp_path, *nodes, "--node-rank", "0", name, stderr=subprocess.PIPE, env=env)
+    second = zeroshard(tmp_path, *nodes, "--node-rank", "1", name, env=env)
+
+    assert second.returncode == 0, second.stderr
+    assert first.wait(timeout=60) == 0
+    assert [(seen["env"]["RANK"], seen["env"]["WORLD_SIZE"]) for seen in _seen(tmp_path, 2)] == [("0", "2"), ("1", "2")]
+
+
+def test_a_script_may_start_processes_of_its_own(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import multiprocessing
+
+        def double(number):
+            return 2 * number
+
+        if __name__ == "__main__":
+            for method in ("fork", "spawn"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    assert pool.map(double, [1, 2]) == [2, 4]
+        """,
+    )
+    done = zeroshard(tmp_path, "run", "--nproc", "1", name)
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr

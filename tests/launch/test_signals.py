@@ -1,0 +1,106 @@
+"""Nothing runs on once the launcher has been told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import script, start
+
+# Each rank has a child of its own, as a data loader or a monitor would be.
+_LONG = """
+    import os, subprocess, sys, time
+    child = subprocess.Popen(["sleep", "1000"])
+    sys.stdout.write(f"{os.getpid()} {child.pid}\\n")
+    sys.stdout.flush()
+    time.sleep(1000)
+"""
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    # A zombie whose new parent has not read its status yet is no longer running.
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def _left_running(pids: list[int], seconds: float = 5.0) -> list[int]:
+    """Those of `pids` that live on; the kernel takes a moment to end a process."""
+    deadline = time.monotonic() + seconds
+    while (alive := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_stop_signal_ends_the_ranks_and_what_they_started(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = start(tmp_path, "run", "--nproc", "2", script(tmp_path, _LONG), stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    pids = [int(word) for _ in range(2) for word in launcher.stdout.readline().split()]
+    assert len(pids) == 4
+    assert all(_alive(pid) for pid in pids)
+
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=30)
+
+    assert launcher.returncode == 128 + number
+    assert said.splitlines()[1:] == [f"zeroshard: {number.name} received, all ranks ended"]
+    assert _left_running(pids) == []
+
+
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path: Path) -> None:
+    text = """
+        import os, signal, time
+        signal.signal(signal.SIGINT, lambda number, frame: os.write(1, b"ignored\\n"))
+        os.write(1, b"%d\\n" % os.getpid())
+        while True:
+            time.sleep(1)
+    """
+    launcher = start(tmp_path, "run", "--nproc", "1", script(tmp_path, text), stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    pid = int(launcher.stdout.readline())
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout.readline() == "ignored\n"
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=8)
+
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert _left_running([pid]) == []
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the kernel ends orphaned ranks on Linux only")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    text = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    launcher = start(tmp_path, "run", "--nproc", "2", script(tmp_path, text), stderr=subprocess.DEVNULL)
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline()) for _ in range(2)]
+
+    launcher.kill()
+    launcher.communicate(timeout=30)  # ends when the last holder of the pipe has gone
+
+    assert _left_running(pids) == []
+
+
+def test_what_a_dead_rank_left_behind_is_ended(tmp_path: Path) -> None:
+    text = """
+        import os, subprocess, time
+        if os.environ["RANK"] == "0":
+            child = subprocess.Popen(["sleep", "1000"])
+            print(child.pid, flush=True)
+            os._exit(5)
+        time.sleep(1000)
+    """
+    launcher = start(tmp_path, "run", "--nproc", "2", script(tmp_path, text), stderr=subprocess.PIPE)
+    out, said = launcher.communicate(timeout=60)
+
+    assert launcher.returncode == 5
+    assert "exit code 5, without a traceback" in said
+    assert _left_running([int(out)]) == []

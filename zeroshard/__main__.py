@@ -1,0 +1,5 @@
+"""`python -m zeroshard` is the `zeroshard` command."""
+
+from zeroshard.launch.cli import main
+
+main()

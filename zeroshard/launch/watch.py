@@ -1,0 +1,208 @@
+"""Who failed first: the launcher's end of the sockets that the ranks hold open.
+
+    rank 0: hello ................ end of file   (torn down by the launcher)
+    rank 1: hello ..... "failed"                 <- first
+    rank 2: hello ........ end of file           (killed by the kernel)
+
+The elastic agent polls ten times a second and stamps failures in whole seconds, so that when one rank is killed and its
+peers report lost connections, it may name a peer. Here the order is that in which the sockets speak. A rank that says
+"failed" is reported at once, while the agent is still ending the others; for one that just vanishes the cause (signal
+or exit code) comes from the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+# A rank that vanished is announced without its cause if the agent has not given one by then (it restarts, or waits for
+# a rank that does not want to end).
+_CAUSE_SECONDS = 1.0
+
+
+class RankProcess(NamedTuple):
+    """What a rank says of itself when it starts."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    attempt: int
+    error_file: str
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that failed: with a traceback in its error file, or by vanishing."""
+
+    process: RankProcess
+    recorded: bool
+
+
+@dataclass
+class _Peer:
+    connection: socket.socket
+    received: bytes = b""
+    process: RankProcess | None = None
+    ended: bool = False
+
+
+@dataclass
+class _Attempt:
+    first: Death
+    announce_at: float
+    announced: bool = False
+
+
+@dataclass
+class RankWatch:
+    """Listens at `path` from `__enter__` to `__exit__`; calls `announce` once per attempt, from its own thread.
+
+    After `__exit__`, `processes` holds every rank that said hello, and `first(attempt)` the first death of an attempt.
+    """
+
+    path: Path
+    announce: Callable[[Death], None]
+    processes: list[RankProcess] = field(default_factory=list)
+    _attempts: dict[int, _Attempt] = field(default_factory=dict)
+
+    def __enter__(self) -> RankWatch:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.path))
+        self._listener.listen(1024)
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="rank-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._wake.close()  # the thread reads what is pending, then ends
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+    def first(self) -> Death | None:
+        """The first death of the last attempt."""
+        if not self.processes:
+            return None
+        attempt = self._attempts.get(max(process.attempt for process in self.processes))
+        return attempt.first if attempt else None
+
+    def announced(self, death: Death) -> bool:
+        return self._attempts[death.process.attempt].announced
+
+    def end_leftovers(self) -> None:
+        """Kill what is left of the ranks' process groups (each rank leads its own) once the agent is through.
+
+        A number that is now another process's, neither a child of ours nor free, has been reused: it is left alone.
+        """
+        for process in self.processes:
+            if _is_child(process.pid) or not _exists(process.pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _serve(self) -> None:
+        stopping = False
+        while True:
+            ready = self._selector.select(timeout=0 if stopping else _CAUSE_SECONDS / 4)
+            if stopping and not ready:
+                return
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+                elif key.fileobj is self._woken:
+                    self._selector.unregister(self._woken)
+                    self._woken.close()
+                    stopping = True
+                else:
+                    self._read(key.data)
+            if not stopping:
+                self._announce_where(lambda number, attempt: time.monotonic() >= attempt.announce_at)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(65536)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            if peer.process is not None and not peer.ended:
+                self._died(Death(peer.process, recorded=False))
+            return
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        for line in lines:
+            self._hear(peer, line)
+
+    def _hear(self, peer: _Peer, line: bytes) -> None:
+        if peer.process is None:
+            process = peer.process = RankProcess(**json.loads(line))
+            self.processes.append(peer.process)
+            self._announce_where(lambda number, attempt: number < process.attempt)
+            return
+        peer.ended = True
+        if line == b"failed":
+            self._died(Death(peer.process, recorded=True))
+
+    def _died(self, death: Death) -> None:
+        number = death.process.attempt
+        if number in self._attempts:
+            return
+        self._attempts[number] = _Attempt(death, time.monotonic() + _CAUSE_SECONDS)
+        if death.recorded:
+            self._announce(self._attempts[number])
+
+    def _announce_where(self, due: Callable[[int, _Attempt], bool]) -> None:
+        for number, attempt in self._attempts.items():
+            # A script may close descriptors that it does not know, and a large process takes seconds to go: only what
+            # has ended is called dead.
+            if not attempt.announced and due(number, attempt) and not _is_running_child(attempt.first.process.pid):
+                self._announce(attempt)
+
+    def _announce(self, attempt: _Attempt) -> None:
+        attempt.announced = True
+        self.announce(attempt.first)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_child(pid: int) -> bool:
+    """Whether `pid` is a child of this process, running or not yet waited for; its status stays for the agent."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _is_running_child(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
