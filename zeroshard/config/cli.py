@@ -43,10 +43,10 @@ def explain(file: File, world_size: WorldSize = None, set_: Overrides = None, js
     if json_:
         typer.echo(json.dumps(as_json(resolution), indent=2))
         return
-    console = _console(sys.stdout)
-    console.print(_table(resolution, file, assumed=_is_assumed(world_size)))
-    for message in resolution.warnings:
-        console.print(Text(f"warning: {message}", style="yellow"))
+    assumed = " (assumed; give --world-size)" if _is_assumed(world_size) else ""
+    title = Text(f"{file.name}, world size {resolution.config.world_size}{assumed}", style="bold")
+    warnings = [Text(f"warning: {message}", style="yellow") for message in resolution.warnings]
+    _print_all([title, _table(resolution), *warnings])
 
 
 @app.command()
@@ -59,9 +59,10 @@ def check(file: File, world_size: WorldSize = None, set_: Overrides = None, json
     for message in resolution.warnings:
         _console(sys.stderr).print(Text(f"warning: {message}", style="yellow"))
     batch, ranks = resolution.config.batch, resolution.config.world_size
+    product = f"{batch.micro} x {batch.accumulation} accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
     typer.echo(
         f"{file.name} is valid: ZeRO stage {resolution.config.zero.stage}, {resolution.config.precision.compute}, "
-        f"batch {batch.train} = {batch.micro} x {batch.accumulation} accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
+        f"batch {batch.train} = {product}"
     )
 
 
@@ -125,9 +126,21 @@ def _console(stream: Any) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
 
 
-def _table(resolution: Resolution, file: Path, *, assumed: bool) -> Table:
-    ranks = f"world size {resolution.config.world_size}{' (assumed; give --world-size)' if assumed else ''}"
-    table = Table(title=f"{file.name}, {ranks}", title_justify="left", box=None, pad_edge=False, header_style="bold")
+def _print_all(parts: list[Text | Table]) -> None:
+    """Print to stdout; where that is no terminal, without the blanks that fill up a table's lines."""
+    console = _console(sys.stdout)
+    if console.is_terminal:
+        for part in parts:
+            console.print(part)
+        return
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _table(resolution: Resolution) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("key", "value", "origin", "status"):
         table.add_column(heading, overflow="fold")
     for setting in resolution.settings:

@@ -6,6 +6,7 @@ dict, `override` for what the caller's arguments say.
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Mapping
@@ -104,9 +105,13 @@ def _plain(value: Any, path: tuple[str | int, ...], origin: str, problems: Probl
 def _plain_number(value: numbers.Real, path: tuple[str | int, ...], origin: str, problems: Problems) -> Any:
     if not isinstance(value, numbers.Integral):
         try:
-            return float(value)
+            number = float(value)
         except OverflowError:
-            pass
+            number = math.inf
+        if not math.isnan(number):
+            return number
+        problems.add(dotted(path), origin, "is NaN; no setting is NaN, write a number")
+        return None
     elif int(value).bit_length() <= _MAX_INT_BITS:
         return int(value)
     problems.add(dotted(path), origin, "the number is too large; no setting needs so many digits")

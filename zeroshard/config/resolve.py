@@ -161,10 +161,12 @@ class _Resolver:
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
-            origins=FrozenMap(
-                self._origins | {p: e.origin for p, e in self._entries.items() if p not in self._origins}
-            ),
+            origins=FrozenMap(self._all_origins()),
         )
+
+    def _all_origins(self) -> dict[str, str]:
+        given = {path: entry.origin for path, entry in self._entries.items()}
+        return {**self._autos, **given, **self._origins}
 
     def _origin(self, path: str) -> str:
         entry = self._entries.get(path)
@@ -197,8 +199,8 @@ class _Resolver:
             for detail in error.errors(include_url=False, include_context=False):
                 self._report(detail["type"], detail["msg"], detail["loc"], prefix, model)
                 _discard(values, detail["loc"])
-            missing = {d["loc"][0]: 1 for d in error.errors() if d["type"] == "missing"}
-            return model.model_validate({**values, **missing})
+            required = {n: 1 for n, field in model.model_fields.items() if field.is_required() and n not in values}
+            return model.model_validate({**values, **required})
 
     def _report(
         self, kind: str, message: str, location: tuple[str | int, ...], prefix: str, model: type[BaseModel]
@@ -317,22 +319,23 @@ class _Resolver:
         for path, entry in entries.items():
             if path not in self._values:
                 origin = self._autos.get(path, entry.origin)
-                value = entry.key.default if entry.is_auto else entry.value
+                value = _as_kind(entry.key.kind, entry.key.default if entry.is_auto else entry.value)
                 result.append(Setting(path, value, origin, entry.key.status, entry.key.note))
         return tuple(sorted(result, key=lambda setting: setting.path))
 
 
+def _as_kind(kind: str, value: Any) -> Any:
+    return int(value) if kind == "int" and isinstance(value, float) else value
+
+
 def _discard(values: dict[str, Any], location: tuple[str | int, ...]) -> None:
-    place: Any = values
-    for part in location[:-1]:
-        inner = place.get(part) if isinstance(place, dict) else None
-        if not isinstance(inner, dict):
-            break
-        place = inner
-    for part in location:
-        if isinstance(place, dict) and part in place and not (part != location[-1] and isinstance(place[part], dict)):
-            del place[part]
-            return
+    """Drop the value that an error is about: a key of a section, or a parameter whole."""
+    first, *rest = (str(part) for part in location)
+    inner = values.get(first)
+    if rest and isinstance(inner, dict):
+        inner.pop(rest[0], None)
+    else:
+        values.pop(first, None)
 
 
 def _loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:

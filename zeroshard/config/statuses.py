@@ -62,7 +62,7 @@ def _way_out(key: Key) -> str:
 
 
 def resolve_autos(entries: Entries, problems: Problems) -> Entries:
-    """Entries without `"auto"`: one that falls to a default or is derived is left out, its rule kept by `auto_rules`."""
+    """Entries without `"auto"`: what falls to a default or is derived is left out; `auto_rules` keeps its rule."""
     resolved: Entries = {}
     for path, entry in entries.items():
         if not entry.is_auto:

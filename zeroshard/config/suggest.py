@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import difflib
 
+from zeroshard.config.components import OPTIMIZERS, SCHEDULERS
 from zeroshard.config.keys import ANY_NAME, KeyTable, Status
 
 _MOST_PLACES = 3
+_MOST_NAMES = 8
 _SIMILAR = 0.65
 
 
 def advice(table: KeyTable, section: str, name: str) -> str:
     """A sentence that says what to write in place of the unknown `section.name`."""
     known = _known_paths(table)
-    if name in known:
+    if name in known and "." in name:
         return f"write it nested, as {_nested(name)}"
+    if name in known:
+        return f"did you mean {name} at the top level?"
     same_name = sorted(path for path in known if path.rsplit(".", 1)[-1] == name)
     if same_name and len(same_name) <= _MOST_PLACES:
         return f"did you mean {' or '.join(same_name)}?"
@@ -30,12 +34,11 @@ def advice(table: KeyTable, section: str, name: str) -> str:
     close = difflib.get_close_matches(name, far, n=1, cutoff=_SIMILAR)
     if close:
         return f"did you mean {far[close[0]]}?"
-    if here and section:
+    if section and 0 < len(here) <= _MOST_NAMES:
         return f"{section} knows {', '.join(sorted(here))}; remove the key or write one of these"
-    nearest = difflib.get_close_matches(name, [*here, *far], n=1, cutoff=0.0)
-    full = [path for path in known if nearest and path.rsplit(".", 1)[-1] == nearest[0]]
-    closest = f"the nearest known key is {sorted(full)[0] if full else nearest[0]}; " if nearest else ""
-    return f"{closest}remove the key or see docs/config.md for every key"
+    names = {inner: _join(section, inner) for inner in here} if section and here else far
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    return f"the nearest known key is {names[nearest]}; remove the key or see docs/config.md for every key"
 
 
 def _known_paths(table: KeyTable) -> set[str]:
@@ -43,6 +46,9 @@ def _known_paths(table: KeyTable) -> set[str]:
     for key in table.keys.values():
         if key.status is not Status.DEPRECATED and ANY_NAME not in key.path.split("."):
             known.update((key.path, *key.aliases))
+    for section, components in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        for model in components.values():
+            known.update(f"{section}.params.{parameter}" for parameter in model.model_fields)
     return known
 
 
