@@ -13,7 +13,15 @@ class ZeroShardError(Exception):
 
 
 class ConfigError(ZeroShardError, ValueError):
-    """The configuration can't be obeyed; the message names the JSON path."""
+    """The configuration can't be obeyed; the message names the JSON path. `problems` holds all that were found."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        if len(problems) > 1:
+            lines = [f"{len(problems)} problems in the config:", *(f"  {n}. {p}" for n, p in enumerate(problems, 1))]
+            super().__init__("\n".join(lines))
+        else:
+            super().__init__(*problems)
 
 
 class PlanError(ZeroShardError, ValueError):

@@ -1,10 +1,160 @@
-"""The `zeroshard config` commands."""
+"""`zeroshard config`: what a config means, before a job is started with it.
+
+`explain` prints every setting with its value, its origin and what is done with it; `check` only says whether the config
+can be obeyed. Both leave with status 1 and all problems when it can't. Mounted by the launcher as `config`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-app = typer.Typer(help="Read and explain configuration files.")
+from zeroshard.config.keys import Status
+from zeroshard.config.resolve import DEFAULT, Resolution, Setting, resolve
+from zeroshard.errors import ConfigError
+
+app = typer.Typer(help="Read a DeepSpeed config as zeroshard reads it.", no_args_is_help=True)
+
+_WIDE = 1000
+"""Columns where the output is not a terminal: lines are as long as they need to be."""
+
+File = Annotated[Path, typer.Argument(help="The JSON config.", show_default=False)]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", "-n", min=1, help="Data-parallel ranks [WORLD_SIZE, or 1].")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help='A value for an "auto" or absent key.')
+]
 
 
-@app.callback()
-def config() -> None:
-    """Read and explain configuration files."""
+@app.command()
+def explain(file: File, world_size: WorldSize = None, set_: Overrides = None, json_: AsJson = False) -> None:
+    """Print every setting: its value, where that comes from, and what zeroshard does with it."""
+    resolution = _resolve_or_exit(file, world_size, set_, json_)
+    if json_:
+        typer.echo(json.dumps(as_json(resolution), indent=2))
+        return
+    assumed = " (assumed; give --world-size)" if _is_assumed(world_size) else ""
+    title = Text(f"{file.name}, world size {resolution.config.world_size}{assumed}", style="bold")
+    warnings = [Text(f"warning: {message}", style="yellow") for message in resolution.warnings]
+    _print_all([title, _table(resolution), *warnings])
+
+
+@app.command()
+def check(file: File, world_size: WorldSize = None, set_: Overrides = None, json_: AsJson = False) -> None:
+    """Say whether a config can be obeyed; status 1 and every problem if not."""
+    resolution = _resolve_or_exit(file, world_size, set_, json_)
+    if json_:
+        typer.echo(json.dumps({"problems": [], "warnings": list(resolution.warnings)}, indent=2))
+        return
+    for message in resolution.warnings:
+        _console(sys.stderr).print(Text(f"warning: {message}", style="yellow"))
+    batch, ranks = resolution.config.batch, resolution.config.world_size
+    product = f"{batch.micro} x {batch.accumulation} accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
+    typer.echo(
+        f"{file.name} is valid: ZeRO stage {resolution.config.zero.stage}, {resolution.config.precision.compute}, "
+        f"batch {batch.train} = {product}"
+    )
+
+
+def as_json(resolution: Resolution) -> dict[str, Any]:
+    """The table as plain JSON values."""
+    settings = [
+        {"key": s.path, "value": s.value, "origin": s.origin, "status": s.status.value, "note": s.note}
+        for s in resolution.settings
+    ]
+    return {
+        "world_size": resolution.config.world_size,
+        "problems": [],
+        "warnings": list(resolution.warnings),
+        "settings": settings,
+    }
+
+
+def _world_size(given: int | None) -> int:
+    if given is not None:
+        return given
+    from_environment = os.environ.get("WORLD_SIZE", "")
+    return int(from_environment) if from_environment.isdecimal() and int(from_environment) > 0 else 1
+
+
+def _is_assumed(given: int | None) -> bool:
+    return given is None and not os.environ.get("WORLD_SIZE", "").isdecimal()
+
+
+def _overrides(assignments: list[str] | None) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    for assignment in assignments or ():
+        path, equals, value = assignment.partition("=")
+        if not equals or not path:
+            raise typer.BadParameter(
+                f"{assignment!r} is not PATH=VALUE, such as train_batch_size=32", param_hint="--set"
+            )
+        try:
+            overrides[path] = json.loads(value)
+        except ValueError:
+            overrides[path] = value
+    return overrides
+
+
+def _resolve_or_exit(file: Path, world_size: int | None, assignments: list[str] | None, as_json_: bool) -> Resolution:
+    overrides = _overrides(assignments)
+    try:
+        return resolve(file, world_size=_world_size(world_size), overrides=overrides)
+    except ConfigError as error:
+        if as_json_:
+            typer.echo(json.dumps({"problems": list(error.problems), "warnings": []}, indent=2))
+        else:
+            console = _console(sys.stderr)
+            console.print(Text(f"{file.name} can't be obeyed:", style="bold red"))
+            for problem in error.problems:
+                console.print(Text(f"  - {problem}"), soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _console(stream: Any) -> Console:
+    """Colours and the terminal's width on a terminal; plain long lines elsewhere. rich itself honours NO_COLOR."""
+    return Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
+
+
+def _print_all(parts: list[Text | Table]) -> None:
+    """Print to stdout; where that is no terminal, without the blanks that fill up a table's lines."""
+    console = _console(sys.stdout)
+    if console.is_terminal:
+        for part in parts:
+            console.print(part)
+        return
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _table(resolution: Resolution) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("key", "value", "origin", "status"):
+        table.add_column(heading, overflow="fold")
+    for setting in resolution.settings:
+        style = "dim" if setting.origin.startswith(DEFAULT) else ""
+        cells = (setting.path, json.dumps(setting.value), setting.origin, _status_in_words(setting))
+        table.add_row(*(Text(cell) for cell in cells), style=style)
+    return table
+
+
+def _status_in_words(setting: Setting) -> str:
+    if setting.status is Status.OBEYED:
+        return "default" if setting.origin == DEFAULT else "obeyed"
+    if setting.status is Status.ACCEPTED:
+        return f"no effect here: {setting.note}"
+    feature = setting.note.partition("; ")[0]
+    later = "not built yet" if setting.status is Status.INERT_ONLY else "will not be built"
+    return f"switched off; {feature}: {later}"

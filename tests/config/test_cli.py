@@ -1,0 +1,121 @@
+"""`zeroshard config explain` and `check`: for people, for pipes and for machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from zeroshard.config.cli import app
+
+GOOD = """{
+  "train_batch_size": 16,
+  "bf16": {"enabled": true},
+  "wall_clock_breakdown": false,
+  "zero_optimization": {"stage": 3, "contiguous_gradients": true, "reduce_bucket_size": 5e8}
+}
+"""
+BAD = '{"stage": 3,\n "zero_optimization": {"offload_param": {"device": "cpu"}}}'
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    path = tmp_path / "bad.json"
+    path.write_text(BAD)
+    return path
+
+
+def run(*arguments: str | Path, environment: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+
+
+def row(output: str, key: str) -> str:
+    (line,) = (line for line in output.splitlines() if line.startswith(f"{key} "))
+    return " ".join(line.split())
+
+
+def test_explain_shows_value_origin_and_status_of_every_setting(good: Path) -> None:
+    done = run("explain", good, "--world-size", "2")
+    assert done.exit_code == 0
+    assert row(done.output, "zero_optimization.stage") == "zero_optimization.stage 3 ds.json line 5 obeyed"
+    assert row(done.output, "gradient_clipping") == "gradient_clipping 1.0 default default"
+    assert "derived: 16 / (1 accumulation x 2 ranks) obeyed" in row(done.output, "train_micro_batch_size_per_gpu")
+    assert "no effect here: gradients always land" in row(done.output, "zero_optimization.contiguous_gradients")
+    assert "500000000 ds.json line 5 no effect here" in row(done.output, "zero_optimization.reduce_bucket_size")
+    assert "not built yet" in row(done.output, "wall_clock_breakdown")
+
+
+def test_output_that_is_not_a_terminal_has_no_escape_codes_and_no_broken_lines(good: Path) -> None:
+    done = run("explain", good, environment={"COLUMNS": "20"})
+    assert "\x1b" not in done.output
+    assert all(len(line.split()) != 1 and line == line.rstrip() for line in done.output.splitlines())
+
+
+def test_explain_for_machines_is_json(good: Path) -> None:
+    done = run("explain", good, "--world-size", "2", "--json")
+    table = json.loads(done.output)
+    settings = {setting["key"]: setting for setting in table["settings"]}
+    assert table["world_size"] == 2
+    assert settings["zero_optimization.stage"] == {
+        "key": "zero_optimization.stage",
+        "value": 3,
+        "origin": "ds.json line 5",
+        "status": "obeyed",
+        "note": settings["zero_optimization.stage"]["note"],
+    }
+
+
+def test_the_world_size_is_the_launchers_or_an_assumption_that_is_said(good: Path) -> None:
+    assert "world size 1 (assumed; give --world-size)" in run("explain", good, environment={"WORLD_SIZE": ""}).output
+    assert "world size 4\n" in run("explain", good, environment={"WORLD_SIZE": "4"}).output
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_a_bad_config_leaves_with_status_1_and_every_problem(command: str, bad: Path) -> None:
+    done = run(command, bad)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert "stage (bad.json line 1): unknown key" in done.stderr
+    assert "zero_optimization.offload_param.device (bad.json line 2)" in done.stderr
+    as_json = run(command, bad, "--json")
+    assert as_json.exit_code == 1
+    assert len(json.loads(as_json.stdout)["problems"]) == 3
+
+
+def test_check_says_what_the_config_amounts_to(good: Path) -> None:
+    done = run("check", good, "--world-size", "2")
+    assert done.exit_code == 0
+    assert done.stdout == "ds.json is valid: ZeRO stage 3, bf16, batch 16 = 8 x 1 accumulation x 2 ranks\n"
+
+
+def test_values_for_auto_are_given_with_set(tmp_path: Path) -> None:
+    path = tmp_path / "auto.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}')
+    assert run("check", path).exit_code == 1
+    done = run("check", path, "--set", "train_micro_batch_size_per_gpu=4", "--set", "bf16.enabled=true")
+    assert done.exit_code == 0
+    assert run("check", path, "--set", "nonsense").exit_code == 2
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    done = run("check", tmp_path / "none.json")
+    assert done.exit_code == 1
+    assert "can't be read: No such file" in done.stderr
+
+
+def test_deprecated_keys_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text('{"train_batch_size": 1, "zero_optimization": {"cpu_offload": false}}')
+    for command in ("explain", "check"):
+        done = run(command, path)
+        assert done.exit_code == 0
+        assert "warning: zero_optimization.cpu_offload (old.json line 1) is deprecated" in done.output

@@ -1,0 +1,128 @@
+"""Optimizers and schedules: which types are built, their parameters, and what replaces them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroshard.config import Config, load_config
+from zeroshard.config.components import UNBUILT_OPTIMIZERS, UNBUILT_SCHEDULERS
+from zeroshard.errors import ConfigError, ZeroShardWarning
+
+
+def load(**config: Any) -> Config:
+    return load_config({"train_batch_size": 2, **config}, world_size=2)
+
+
+def problem_of(**config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**config)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def optimizer(type_: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": type_, "params": params}}
+
+
+def scheduler(type_: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": type_, "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("written", "type_", "decoupled"),
+    [("Adam", "Adam", True), ("adamw", "AdamW", True), ("DeepSpeedCPUAdam", "Adam", True), ("ADAM", "Adam", True)],
+)
+def test_adam_is_known_in_any_case_and_under_its_alias(written: str, type_: str, decoupled: bool) -> None:
+    config = load(**optimizer(written, lr=1e-4, betas=[0.9, 0.95]))
+    assert config.optimizer is not None
+    assert config.optimizer.type == type_
+    assert config.optimizer.params["adam_w_mode"] is decoupled
+    assert config.optimizer.params["betas"] == (0.9, 0.95)
+    assert config.optimizer.params["eps"] == 1e-8
+
+
+def test_the_adam_of_the_textbook_needs_adam_w_mode_off() -> None:
+    config = load(**optimizer("Adam", adam_w_mode=False))
+    assert config.optimizer is not None
+    assert config.optimizer.params["adam_w_mode"] is False
+    assert "for the other kind write type Adam" in problem_of(**optimizer("AdamW", adam_w_mode=False))
+
+
+def test_sgd_takes_its_own_parameters() -> None:
+    config = load(**optimizer("SGD", lr=0.1, momentum=0.9, nesterov=True))
+    assert config.optimizer is not None
+    assert dict(config.optimizer.params) == {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": True,
+    }
+    assert "needs a momentum above 0" in problem_of(**optimizer("SGD", nesterov=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (optimizer("Adam", lr="1e-4"), 'lr (config): must be a number of at least 0, not "1e-4"'),
+        (optimizer("Adam", lr=-1), "lr (config): must be a number of at least 0, not -1"),
+        (optimizer("Adam", betas=[0.9]), "betas (config): must be a list of two numbers"),
+        (optimizer("Adam", betas=[0.9, 1.0]), "betas[1] (config): must be a number of at least 0 and below 1, not 1"),
+        (optimizer("Adam", amsgrad=True), "amsgrad is not built yet"),
+        (optimizer("Adam", learning_rate=1), "unknown parameter; did you mean lr?"),
+        (optimizer("Adam", weight_deca=1), "unknown parameter; did you mean weight_decay?"),
+        (optimizer("Adam", momentum=0.9), "unknown parameter; the parameters are lr, betas"),
+        (optimizer("AdamW", max_grad_norm=1.0), "did you mean the top-level key gradient_clipping?"),
+        (optimizer("Adma"), 'unknown type "Adma"; did you mean Adam?'),
+        (optimizer("xyz"), 'unknown type "xyz"; use one of Adam, AdamW, SGD'),
+        ({"optimizer": {"type": 3}}, "must be one of Adam, AdamW, SGD, not 3"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing, but optimizer.params.lr"),
+        (scheduler("WarmupDecayLR"), "total_num_steps: is missing; WarmupDecayLR needs it"),
+        (scheduler("WarmupCosineLR", total_num_steps=0), "must be a whole number of at least 1, not 0"),
+        (scheduler("WarmupLR", warmup_type="cubic"), '"log" or "linear", not "cubic"'),
+        (scheduler("WarmupLR", total_num_steps=3), "unknown parameter"),
+        (scheduler("CosineAnnealing"), 'unknown type "CosineAnnealing"'),
+    ],
+)
+def test_a_wrong_parameter_or_type_is_named(config: dict[str, Any], words: str) -> None:
+    assert words in problem_of(**config)
+
+
+@pytest.mark.parametrize("name", UNBUILT_OPTIMIZERS)
+def test_a_known_optimizer_that_is_not_built_is_refused_by_name(name: str) -> None:
+    assert f"{name} is not built yet" in problem_of(**optimizer(name, any_parameter=1))
+
+
+@pytest.mark.parametrize("name", UNBUILT_SCHEDULERS)
+def test_a_known_schedule_that_is_not_built_is_refused_by_name(name: str) -> None:
+    assert f"{name} is not built yet" in problem_of(**scheduler(name, any_parameter=1))
+
+
+@pytest.mark.parametrize("written", ["WarmupCosineLR", "Cosine", "cosine"])
+def test_cosine_is_warmup_cosine(written: str) -> None:
+    config = load(**scheduler(written, total_num_steps=2000))
+    assert config.scheduler is not None
+    assert config.scheduler.type == "WarmupCosineLR"
+    assert dict(config.scheduler.params) == {
+        "total_num_steps": 2000,
+        "warmup_min_ratio": 0.0,
+        "warmup_num_steps": 1000,
+        "cos_min_ratio": 0.0001,
+        "warmup_type": "log",
+        "last_batch_iteration": -1,
+    }
+
+
+def test_a_run_shorter_than_its_warm_up_warns() -> None:
+    with pytest.warns(ZeroShardWarning, match="the run ends inside the warm-up"):
+        load(**scheduler("WarmupDecayLR", total_num_steps=10))
+
+
+def test_the_scripts_own_optimizer_and_schedule_replace_the_configs_with_a_warning() -> None:
+    config = {"train_batch_size": 2, **optimizer("Lamb"), **scheduler("OneCycle")}
+    with pytest.warns(ZeroShardWarning) as warned:
+        loaded = load_config(config, world_size=2, client_optimizer=True, client_scheduler=True)
+    assert (loaded.optimizer, loaded.scheduler) == (None, None)
+    assert [str(warning.message).split(" ")[0] for warning in warned] == ["optimizer", "scheduler"]

@@ -1,0 +1,200 @@
+"""What the engine's builder reads: plain fields, defaults filled in, with the origin of each."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroshard.config
+from zeroshard.config import Config, LossScaleConfig, PrecisionConfig, ReductionConfig, ZeroConfig, load_config
+from zeroshard.config.fields import LARGEST
+from zeroshard.errors import ConfigError, ZeroShardWarning
+
+
+def load(world_size: int = 2, overrides: dict[str, Any] | None = None, **config: Any) -> Config:
+    batch = {"train_micro_batch_size_per_gpu": 1}
+    return load_config({**batch, **config}, world_size=world_size, overrides=overrides)
+
+
+def problem_of(world_size: int = 2, overrides: dict[str, Any] | None = None, **config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(world_size, overrides, **config)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_the_defaults() -> None:
+    config = load()
+    assert config.zero == ZeroConfig(
+        stage=0,
+        overlap_comm=False,
+        param_persistence_threshold=100_000,
+        model_persistence_threshold=LARGEST,
+        prefetch_bucket_size=50_000_000,
+        max_live_parameters=1_000_000_000,
+        max_reuse_distance=1_000_000_000,
+    )
+    assert config.precision == PrecisionConfig("fp32", None, None, None, "auto")
+    assert config.reduction == ReductionConfig(prescale=False, predivide_factor=1.0, op="mean")
+    assert (config.loss_scale, config.optimizer, config.scheduler, config.steps_per_print) == (None, None, None, None)
+    assert (config.gradient_clipping, config.allow_untested_optimizer) == (1.0, False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overlap_follows_the_stage_unless_it_is_given(stage: int) -> None:
+    assert load(zero_optimization={"stage": stage}).zero.overlap_comm is (stage == 3)
+    assert load(zero_optimization={"stage": stage, "overlap_comm": True}).zero.overlap_comm is True
+    assert load(zero_optimization={"stage": stage, "overlap_comm": False}).zero.overlap_comm is False
+    origin = load(zero_optimization={"stage": stage}).origins["zero_optimization.overlap_comm"]
+    assert origin == f"default: {'true' if stage == 3 else 'false'} at stage {stage}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["param_persistence_threshold", "model_persistence_threshold", "prefetch_bucket_size", "max_live_parameters"],
+)
+def test_stage3_names_are_aliases(name: str) -> None:
+    config = load(zero_optimization={f"stage3_{name}": 12})
+    assert getattr(config.zero, name) == 12
+    assert config.origins[f"zero_optimization.{name}"] == f"config as stage3_{name}"
+
+
+def test_a_key_under_both_its_names_must_say_the_same() -> None:
+    load(zero_optimization={"stage3_max_live_parameters": 5, "max_live_parameters": 5})
+    problem = problem_of(zero_optimization={"stage3_max_live_parameters": 5, "max_live_parameters": 6})
+    assert "given twice under two names: 5" in problem
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16", "fp16"])
+def test_a_precision_is_switched_on_by_its_section(section: str) -> None:
+    sections: dict[str, Any] = {section: {"enabled": True}}
+    config = load(2, **sections)
+    assert config.precision.compute == ("fp16" if section == "fp16" else "bf16")
+    assert (config.loss_scale is None) == (section != "fp16")
+
+
+def test_two_precisions_are_a_contradiction() -> None:
+    assert "fp16.enabled" in problem_of(bf16={"enabled": True}, fp16={"enabled": True})
+
+
+def test_the_loss_scale_is_dynamic_at_zero_and_else_static() -> None:
+    dynamic = load(fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 3, "loss_scale_window": 10})
+    assert dynamic.loss_scale == LossScaleConfig(True, 256.0, 10, 3, False, 1.0)
+    static = load(fp16={"enabled": True, "loss_scale": 128, "consecutive_hysteresis": True, "min_loss_scale": 0.5})
+    assert static.loss_scale == LossScaleConfig(False, 128.0, 1000, 2, True, 0.5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", "fp32"), ("BF16", "bf16"), ("torch.float16", "fp16")])
+def test_dtypes_have_their_usual_names(name: str, dtype: str) -> None:
+    config = load(
+        bf16={"enabled": True},
+        communication_data_type=name,
+        data_types={"grad_accum_dtype": name, "buffer_dtype": name, "keep_in_fp32_modules": ["norm", "router"]},
+    )
+    assert config.precision == PrecisionConfig("bf16", dtype, dtype, dtype, ("norm", "router"))  # type: ignore[arg-type]
+
+
+def test_a_parameter_dtype_must_agree_with_the_precision() -> None:
+    load(bf16={"enabled": True}, data_types={"param_dtype": "bf16"})
+    assert "set bf16.enabled" in problem_of(data_types={"param_dtype": "bf16"})
+
+
+def test_the_reduction_is_obeyed() -> None:
+    config = load(prescale_gradients=True, gradient_predivide_factor=2, gradient_allreduce_op="SUM")
+    assert config.reduction == ReductionConfig(True, 2.0, "sum")
+
+
+@pytest.mark.parametrize(("value", "expected"), [(10, 10), (1e3, 1000), (math.inf, None), ("auto", None)])
+def test_steps_per_print_may_be_never(value: Any, expected: int | None) -> None:
+    assert load(steps_per_print=value).steps_per_print == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "a whole number from 0 to 3, not 4"),
+        ({"zero_optimization": {"stage": "3"}}, 'a whole number from 0 to 3, not "3"'),
+        ({"zero_optimization": {"stage": True}}, "a whole number from 0 to 3, not true"),
+        ({"zero_optimization": {"prefetch_bucket_size": -1}}, "a whole number of at least 0, not -1"),
+        ({"zero_optimization": {"overlap_comm": "false"}}, 'true or false, not "false"'),
+        ({"bf16": {"enabled": 1}}, "true or false, not 1"),
+        ({"gradient_clipping": -0.5}, "a number of at least 0, not -0.5"),
+        ({"gradient_predivide_factor": 0}, "a number above 0, not 0"),
+        ({"gradient_allreduce_op": "max"}, '"mean" or "sum", not "max"'),
+        ({"communication_data_type": "int8"}, '"fp32", "bf16" or "fp16", not "int8"'),
+        ({"data_types": {"keep_in_fp32_modules": "norm"}}, '"auto" or a list of strings, not "norm"'),
+        ({"fp16": {"loss_scale_window": 0}}, "a whole number of at least 1, not 0"),
+        ({"steps_per_print": 0}, "a whole number of at least 1, not 0"),
+    ],
+)
+def test_a_wrong_value_says_what_is_wanted(config: dict[str, Any], wanted: str) -> None:
+    assert f"must be {wanted}" in problem_of(**config)
+
+
+def test_the_config_cannot_be_changed_and_pickles() -> None:
+    config = load(optimizer={"type": "Adam"})
+    assert config.optimizer is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.zero.stage = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.optimizer.params["lr"] = 1  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "target"),
+    [
+        ("cpu_offload", False, "zero_optimization.offload_optimizer.device"),
+        ("cpu_offload_param", False, "zero_optimization.offload_param.device"),
+        ("cpu_offload_use_pin_memory", True, "zero_optimization.offload_optimizer.pin_memory"),
+        (
+            "stage3_gather_fp16_weights_on_model_save",
+            True,
+            "zero_optimization.gather_16bit_weights_on_model_save",
+        ),
+    ],
+)
+def test_a_deprecated_key_stands_for_its_successor_with_a_warning(key: str, value: bool, target: str) -> None:
+    with pytest.warns(ZeroShardWarning, match=f"{key} .* is deprecated; write {target}"):
+        config = load(zero_optimization={key: value})
+    assert config.origins[target] == f"config, deprecated alias {key}"
+
+
+def test_a_deprecated_key_that_asks_for_what_is_not_built_is_refused_under_its_successors_name() -> None:
+    problem = problem_of(zero_optimization={"cpu_offload": True})
+    assert problem.startswith("zero_optimization.offload_optimizer.device (config, deprecated alias cpu_offload)")
+    assert "not built yet" in problem
+
+
+def test_a_deprecated_key_may_not_contradict_its_successor() -> None:
+    config = {"cpu_offload": True, "offload_optimizer": {"device": "none"}}
+    assert "means zero_optimization.offload_optimizer.device" in problem_of(zero_optimization=config)
+
+
+@pytest.mark.parametrize("section", [{"tp_size": 8}, {"tp": {"tp_size": 8}}, {"tensor_parallel": {"tp_size": 8}}])
+def test_tensor_parallelism_is_not_built_yet_under_each_of_its_names(section: dict[str, Any]) -> None:
+    assert "tensor parallelism, which is not built yet" in problem_of(tensor_parallel=section)
+
+
+def test_pipeline_parallelism_is_not_built_yet() -> None:
+    assert "pipeline parallelism, which is not built yet" in problem_of(pipeline_parallel={"pp_size": 8})
+    load(pipeline_parallel={"pp_size": 1}, tensor_parallel={"tp_size": 1})
+
+
+def test_the_config_imports_neither_torch_nor_the_rest_of_zeroshard() -> None:
+    imported: set[str] = set()
+    for path in Path(zeroshard.config.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module or "")
+    ours = {name for name in imported if name.startswith("zeroshard") and not name.startswith("zeroshard.config")}
+    assert ours == {"zeroshard.errors"}
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy", "transformers")}

@@ -1,0 +1,137 @@
+"""Optimizers and schedules of a config: which types are built, and the parameters of each.
+
+Parameter names and defaults are DeepSpeed's. Its `Adam` decays weights decoupled (as AdamW does) unless `adam_w_mode`
+is false; this is kept, since a config means what it meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from zeroshard.config.fields import Count, Flag, NonNegative, Size, exactly, one_of, real, refuse, whole
+from zeroshard.config.models import Section
+from zeroshard.config.problems import show
+
+_Decay = Annotated[float, real(0, below=1)]
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != 2:
+        raise refuse("a list of two numbers such as [0.9, 0.999]", value)
+    return tuple(value)
+
+
+Betas = Annotated[tuple[_Decay, _Decay], BeforeValidator(_pair)]
+WarmupType = Annotated[Literal["log", "linear"], one_of("log", "linear")]
+
+
+class AdamParams(Section):
+    """Adam; with `adam_w_mode` (the default) the decay is decoupled, so that this is AdamW."""
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    bias_correction: Flag = True
+    adam_w_mode: Flag = True
+    amsgrad: Annotated[bool, exactly(False, "amsgrad is not built yet")] = False
+    torch_adam: Flag = False
+
+
+class AdamWParams(AdamParams):
+    """AdamW; the decay is always decoupled."""
+
+    adam_w_mode: Annotated[
+        bool, exactly(True, "AdamW always decouples the decay; for the other kind write type Adam")
+    ] = True
+
+
+class SgdParams(Section):
+    """Stochastic gradient descent with momentum, as torch.optim.SGD."""
+
+    lr: NonNegative = 1e-3
+    momentum: NonNegative = 0.0
+    dampening: Annotated[float, real()] = 0.0
+    weight_decay: NonNegative = 0.0
+    nesterov: Flag = False
+
+
+class WarmupLRParams(Section):
+    """From the first to the second rate over the warm-up, then constant."""
+
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative = 1e-3
+    warmup_num_steps: Size = 1000
+    warmup_type: WarmupType = "log"
+    last_batch_iteration: Annotated[int, whole(-1)] = -1
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """WarmupLR, then linearly to 0 at `total_num_steps`."""
+
+    total_num_steps: Count
+
+
+class WarmupCosineLRParams(Section):
+    """Ratios of the optimizer's own rate: a warm-up, then half a cosine down to `cos_min_ratio`."""
+
+    total_num_steps: Count
+    warmup_min_ratio: NonNegative = 0.0
+    warmup_num_steps: Size = 1000
+    cos_min_ratio: NonNegative = 0.0001
+    warmup_type: WarmupType = "log"
+    last_batch_iteration: Annotated[int, whole(-1)] = -1
+
+
+OPTIMIZERS: Mapping[str, type[Section]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SgdParams}
+SCHEDULERS: Mapping[str, type[Section]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+}
+TYPE_ALIASES: Mapping[str, str] = {"DeepSpeedCPUAdam": "Adam", "FusedAdam": "Adam", "Cosine": "WarmupCosineLR"}
+"""Names that fail or are unusual in DeepSpeed but say clearly what is meant."""
+
+UNBUILT_OPTIMIZERS = (
+    *("Adagrad", "Lamb", "Lion", "RMSprop", "Muon", "MuonAdamW", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+    *("MuAdam", "MuAdamW", "MuSGD", "Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "Rprop"),
+    *("SparseAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLamb", "FusedLion"),
+)
+UNBUILT_SCHEDULERS = ("OneCycle", "LRRangeTest")
+
+_PARAM_HINTS = {
+    "max_grad_norm": "did you mean the top-level key gradient_clipping?",
+    "fused": "the plan chooses the kernel; remove it",
+    "foreach": "the plan chooses the kernel; remove it",
+    "learning_rate": "did you mean lr?",
+}
+
+
+def resolve_type(name: Any, built: Mapping[str, type[Section]], unbuilt: tuple[str, ...]) -> tuple[str | None, str]:
+    """The type that a name means, whatever its case; or None and what is wrong with it."""
+    if not isinstance(name, str):
+        return None, f"must be one of {', '.join(built)}, not {show(name)}"
+    aliases = {alias.lower(): target for alias, target in TYPE_ALIASES.items() if target in built}
+    by_lower = {known.lower(): known for known in built} | aliases
+    if name.lower() in by_lower:
+        return by_lower[name.lower()], ""
+    waiting = {known.lower(): known for known in unbuilt}
+    if name.lower() in waiting:
+        return None, f"{waiting[name.lower()]} is not built yet; use one of {', '.join(built)}"
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    close = close or difflib.get_close_matches(name.lower(), waiting, n=1, cutoff=0.6)
+    if close:
+        return None, f"unknown type {show(name)}; did you mean {(waiting | by_lower)[close[0]]}?"
+    return None, f"unknown type {show(name)}; use one of {', '.join(built)}"
+
+
+def param_advice(name: str, model: type[Section]) -> str:
+    """What to write in place of an unknown parameter of an optimizer or schedule."""
+    if name in _PARAM_HINTS:
+        return _PARAM_HINTS[name]
+    close = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"the parameters are {', '.join(model.model_fields)}"

@@ -1,0 +1,143 @@
+"""The value types of the models: numbers, switches and dtypes that say in words what they want.
+
+JSON has one number type, so `5e8` is a whole number and `1` is a number; `"true"` is neither true nor a number.
+pydantic's own coercions are rejected because they take strings for numbers and numbers for switches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from zeroshard.config.problems import show
+
+LARGEST = 2**63 - 1
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+_DTYPES: dict[str, Dtype] = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+
+
+def refuse(wanted: str, value: Any) -> PydanticCustomError:
+    """The error of a value that is not what the field wants."""
+    return PydanticCustomError("zeroshard", "must be {wanted}, not {shown}", {"wanted": wanted, "shown": show(value)})
+
+
+def _bounds(low: float, high: float | None) -> str:
+    return f" of at least {low}" if high is None else f" from {low} to {high}"
+
+
+def _whole_number(low: int, high: int) -> Callable[[Any], int]:
+    wanted = "a whole number" + _bounds(low, None if high == LARGEST else high)
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refuse(wanted, value)
+        if not math.isfinite(value) or value != int(value) or not low <= value <= high:
+            raise refuse(wanted, value)
+        return int(value)
+
+    return check
+
+
+def whole(low: int, high: int = LARGEST) -> BeforeValidator:
+    """A whole number in [low, high]; `5e8` counts as whole."""
+    return BeforeValidator(_whole_number(low, high))
+
+
+def real(low: float | None = None, *, above: float | None = None, below: float | None = None) -> BeforeValidator:
+    """A finite number: at least `low`, greater than `above`, less than `below`, as far as they are given."""
+    bounds = [
+        f"{word} {bound:g}"
+        for word, bound in (("of at least", low), ("above", above), ("below", below))
+        if bound is not None
+    ]
+    wanted = " ".join(["a number", " and ".join(bounds)]).strip()
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refuse(wanted, value)
+        number = float(value)
+        inside = (
+            (low is None or number >= low) and (above is None or number > above) and (below is None or number < below)
+        )
+        if not math.isfinite(number) or not inside:
+            raise refuse(wanted, value)
+        return number
+
+    return BeforeValidator(check)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refuse("true or false", value)
+    return value
+
+
+def _dtype(value: Any) -> Dtype:
+    name = value.removeprefix("torch.").lower() if isinstance(value, str) else None
+    if name not in _DTYPES:
+        raise refuse('"fp32", "bf16" or "fp16"', value)
+    return _DTYPES[name]
+
+
+def exactly(expected: bool, reason: str) -> BeforeValidator:
+    """A switch that has one position; `reason` says why."""
+
+    def check(value: Any) -> bool:
+        if value is not expected:
+            raise refuse(f"{show(expected)} ({reason})", value)
+        return expected
+
+    return BeforeValidator(check)
+
+
+def one_of(*choices: str) -> BeforeValidator:
+    """One of some names, whatever their case."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    wanted = " or ".join(show(choice) for choice in choices)
+
+    def check(value: Any) -> str:
+        found = by_lower.get(value.lower()) if isinstance(value, str) else None
+        if found is None:
+            raise refuse(wanted, value)
+        return found
+
+    return BeforeValidator(check)
+
+
+def _names_or_auto(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refuse('"auto" or a list of strings', value)
+    return tuple(value)
+
+
+def _print_interval(value: Any) -> Any:
+    if value == math.inf and not isinstance(value, bool):
+        return None
+    return _whole_number(1, LARGEST)(value)
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Size = Annotated[int, whole(0)]
+Count = Annotated[int, whole(1)]
+NonNegative = Annotated[float, real(0)]
+Positive = Annotated[float, real(above=0)]
+DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
+NamesOrAuto = Annotated["Literal['auto'] | tuple[str, ...]", BeforeValidator(_names_or_auto)]
+PrintInterval = Annotated["int | None", BeforeValidator(_print_interval)]

@@ -1,0 +1,170 @@
+"""JSON as people write configs: comments (`//`, `/* */`, `#`), trailing commas, and the line of every value.
+
+The standard parser knows neither comments nor lines, and keeps the last of two equal keys in silence. Rejected: hjson,
+which reads `"lr": 1e-4,  enabled` as it likes and so turns typing mistakes into values.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from typing import Any
+
+from zeroshard.config.problems import Problems, dotted
+from zeroshard.errors import ConfigError
+
+MAX_DEPTH = 32
+_MAX_NUMBER_LENGTH = 64
+
+_BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?![\w.])")
+_WORD = re.compile(r"-?[A-Za-z_][\w-]*")
+_CONSTANTS = {"true": True, "false": False, "null": None, "Infinity": float("inf"), "-Infinity": -float("inf")}
+_WRONG_WORDS = {
+    "True": "write true, JSON's spelling",
+    "False": "write false, JSON's spelling",
+    "None": "write null, JSON's spelling",
+    "NaN": "no setting is NaN; write a number",
+}
+
+Path = tuple[str | int, ...]
+
+
+class JsonReader:
+    """Reads one text into plain values; `lines` then gives the line of each value by its path."""
+
+    def __init__(self, text: str, label: str, problems: Problems) -> None:
+        self._text = text
+        self._at = 0
+        self._label = label
+        self._problems = problems
+        self._newlines = [match.start() for match in re.finditer("\n", text)]
+        self.lines: dict[Path, int] = {}
+
+    def read(self) -> Any:
+        """The value of the whole text. Raises `ConfigError` at the first thing that isn't JSON."""
+        value = self._value(())
+        self._skip_blank()
+        if self._at < len(self._text):
+            self._fail("the text goes on after the end of the config", "remove what follows or join it to the object")
+        return value
+
+    def _line(self, at: int | None = None) -> int:
+        return bisect.bisect_left(self._newlines, self._at if at is None else at) + 1
+
+    def _fail(self, what: str, remedy: str) -> None:
+        at_line = self._line()
+        start = self._newlines[at_line - 2] + 1 if at_line > 1 else 0
+        column = self._at - start + 1
+        raise ConfigError(f"{self._label} line {at_line} column {column}: {what}; {remedy}")
+
+    def _skip_blank(self) -> None:
+        match = _BLANK.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+        if self._text.startswith("/*", self._at):
+            self._fail("a comment that opens with /* is never closed", "close it with */")
+
+    def _peek(self) -> str:
+        self._skip_blank()
+        return self._text[self._at : self._at + 1]
+
+    def _value(self, path: Path) -> Any:
+        first = self._peek()
+        self.lines[path] = self._line()
+        if len(path) > MAX_DEPTH:
+            self._fail(f"objects are nested deeper than {MAX_DEPTH}", "no setting lies so deep; check the brackets")
+        if first == "{":
+            return self._object(path)
+        if first == "[":
+            return self._array(path)
+        if first == '"':
+            return self._string()
+        return self._scalar()
+
+    def _object(self, path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        self._at += 1
+        while self._peek() != "}":
+            if self._peek() != '"':
+                self._expected_key()
+            line = self._line()
+            name = self._string()
+            where = (*path, name)
+            if name in result:
+                self._problems.add(
+                    dotted(where),
+                    f"{self._label} lines {self.lines[where]} and {line}",
+                    "the key is given twice; keep one of the two",
+                )
+            if self._peek() != ":":
+                self._fail(f"a colon is missing after {json.dumps(name)}", 'write "key": value')
+            self._at += 1
+            value = self._value(where)
+            self.lines[where] = line
+            result[name] = value
+            self._comma_or("}")
+        self._at += 1
+        return result
+
+    def _expected_key(self) -> None:
+        if self._at >= len(self._text):
+            self._fail("the text ends inside an object", "close it with }")
+        if self._text[self._at] == ",":
+            self._fail("a comma without a value before it", "remove it")
+        self._fail("a key is expected here", 'write keys in double quotes: "key": value')
+
+    def _array(self, path: Path) -> list[Any]:
+        result: list[Any] = []
+        self._at += 1
+        while self._peek() != "]":
+            if self._at >= len(self._text):
+                self._fail("the text ends inside a list", "close it with ]")
+            result.append(self._value((*path, len(result))))
+            self._comma_or("]")
+        self._at += 1
+        return result
+
+    def _comma_or(self, closing: str) -> None:
+        following = self._peek()
+        if following == ",":
+            self._at += 1
+        elif following != closing:
+            if not following:
+                self._fail(f"the text ends before {closing}", f"close it with {closing}")
+            self._fail(f"a comma or {closing} is missing before this", "separate values by commas")
+
+    def _string(self) -> str:
+        match = _STRING.match(self._text, self._at)
+        if match is None:
+            self._fail("a string is not closed on its line", 'close it with "')
+        assert match is not None
+        try:
+            value = json.loads(match.group())
+        except json.JSONDecodeError as error:
+            self._fail(f"a string can't be read: {error.msg}", "write a backslash as \\\\")
+            raise
+        self._at = match.end()
+        return value
+
+    def _scalar(self) -> Any:
+        number = _NUMBER.match(self._text, self._at)
+        if number is not None:
+            self._at = number.end()
+            token = number.group()
+            if len(token) > _MAX_NUMBER_LENGTH:
+                self._fail(f"a number of {len(token)} characters", "no setting needs so many digits")
+            return float(token) if any(mark in token for mark in ".eE") else int(token)
+        word = _WORD.match(self._text, self._at)
+        if word is not None and word.group() in _CONSTANTS:
+            self._at = word.end()
+            return _CONSTANTS[word.group()]
+        if word is not None:
+            shown = word.group()[:40]
+            self._fail(f"{shown} is no JSON value", _WRONG_WORDS.get(shown, "put strings in double quotes"))
+        if self._at >= len(self._text):
+            self._fail("the text ends where a value is expected", "complete the config")
+        self._fail("no JSON value starts here", "write a number, a string, true, false, null, an object or a list")
+        raise AssertionError

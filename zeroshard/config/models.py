@@ -1,0 +1,81 @@
+"""The obeyed part of a config as pydantic models: types, bounds and defaults.
+
+Paths are those of the JSON file, so that an error's location is the JSON path. A test holds the fields against the rows
+of the key table that say `obeyed`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zeroshard.config.fields import (
+    LARGEST,
+    Count,
+    DtypeName,
+    Flag,
+    NamesOrAuto,
+    NonNegative,
+    Positive,
+    PrintInterval,
+    Size,
+    one_of,
+    whole,
+)
+
+
+class Section(BaseModel):
+    """A section that takes nothing it doesn't know and doesn't change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ZeroSection(Section):
+    stage: Annotated[int, whole(0, 3)] = 0
+    param_persistence_threshold: Size = 100_000
+    model_persistence_threshold: Size = LARGEST
+    prefetch_bucket_size: Size = 50_000_000
+    max_live_parameters: Size = 1_000_000_000
+    max_reuse_distance: Size = 1_000_000_000
+    overlap_comm: Flag | None = None
+
+
+class Bf16Section(Section):
+    enabled: Flag = False
+
+
+class Fp16Section(Section):
+    enabled: Flag = False
+    loss_scale: NonNegative = 0.0
+    initial_scale_power: Annotated[int, whole(0, 64)] = 16
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Positive = 1.0
+
+
+class DataTypesSection(Section):
+    grad_accum_dtype: DtypeName | None = None
+    param_dtype: DtypeName | None = None
+    buffer_dtype: DtypeName | None = None
+    keep_in_fp32_modules: NamesOrAuto = "auto"
+
+
+class ObeyedSections(Section):
+    """Every obeyed key but the optimizer's and the scheduler's, which depend on their type."""
+
+    zero_optimization: ZeroSection = Field(default_factory=ZeroSection)
+    bf16: Bf16Section = Field(default_factory=Bf16Section)
+    fp16: Fp16Section = Field(default_factory=Fp16Section)
+    data_types: DataTypesSection = Field(default_factory=DataTypesSection)
+    communication_data_type: DtypeName | None = None
+    gradient_clipping: NonNegative = 1.0
+    prescale_gradients: Flag = False
+    gradient_predivide_factor: Positive = 1.0
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], one_of("mean", "sum")] = "mean"
+    train_batch_size: Count | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    steps_per_print: PrintInterval = None
+    zero_allow_untested_optimizer: Flag = False

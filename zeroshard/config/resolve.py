@@ -1,0 +1,353 @@
+"""From a source to a resolved config: read, flatten, check what may be asked for, validate, derive, freeze.
+
+Every step adds to one list of problems and the list is raised at the end of the step that can't go on without it, so a
+user sees all mistakes of a kind at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from zeroshard.config import batch
+from zeroshard.config.components import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    UNBUILT_OPTIMIZERS,
+    UNBUILT_SCHEDULERS,
+    param_advice,
+    resolve_type,
+)
+from zeroshard.config.document import Source, read_document
+from zeroshard.config.entries import Entries, gather_entries
+from zeroshard.config.keys import Status, key_table
+from zeroshard.config.models import ObeyedSections, Section
+from zeroshard.config.problems import Problems, dotted
+from zeroshard.config.resolved import (
+    BatchConfig,
+    Config,
+    FrozenMap,
+    LossScaleConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ReductionConfig,
+    SchedulerConfig,
+    ZeroConfig,
+)
+from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
+from zeroshard.errors import UsageError, ZeroShardWarning
+
+DEFAULT = "default"
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the resolved table: a key, its value, where that comes from and what is done with it."""
+
+    path: str
+    value: Any
+    origin: str
+    status: Status
+    note: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A config with its table and the warnings met on the way."""
+
+    config: Config
+    settings: tuple[Setting, ...]
+    warnings: tuple[str, ...]
+
+
+def load_config(
+    source: Source,
+    *,
+    world_size: int,
+    client_optimizer: bool = False,
+    client_scheduler: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """Resolve a DeepSpeed config.
+
+    `source` is a dict, the path of a JSON file, or JSON text. `world_size` is the number of data-parallel ranks.
+    `client_optimizer` and `client_scheduler` say that the script gives its own, which then replaces the config's.
+    `overrides` (nested, or keyed by JSON path) are the script's arguments: they fill keys that are absent or `"auto"`;
+    a different value written in the config is a contradiction.
+
+    Raises `ConfigError` with every problem found, `UsageError` for a world size below 1.
+    """
+    resolution = resolve(
+        source,
+        world_size=world_size,
+        client_optimizer=client_optimizer,
+        client_scheduler=client_scheduler,
+        overrides=overrides,
+    )
+    for message in resolution.warnings:
+        warnings.warn(message, ZeroShardWarning, stacklevel=2)
+    return resolution.config
+
+
+def resolve(
+    source: Source,
+    *,
+    world_size: int,
+    client_optimizer: bool = False,
+    client_scheduler: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> Resolution:
+    """As `load_config`, but with the table of settings, and the warnings as text."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise UsageError(f"world_size is {world_size!r}; it must be a whole number of at least 1")
+    problems = Problems()
+    document = read_document(source, problems)
+    entries = gather_entries(document, overrides, key_table(), problems)
+    if client_optimizer:
+        entries = _replaced_by_client(entries, "optimizer", problems)
+    if client_scheduler:
+        entries = _replaced_by_client(entries, "scheduler", problems)
+    check_statuses(entries, world_size, problems)
+    resolver = _Resolver(resolve_autos(entries, problems), auto_rules(entries), world_size, problems)
+    config = resolver.config()
+    problems.raise_if_any()
+    return Resolution(config, resolver.settings(config, entries), tuple(problems.warnings))
+
+
+def _replaced_by_client(entries: Entries, section: str, problems: Problems) -> Entries:
+    """Without a section that the script's own object replaces; said aloud, since two answers were given."""
+    kept = {path: entry for path, entry in entries.items() if not path.startswith(f"{section}.")}
+    if f"{section}.type" in entries:
+        origin = entries[f"{section}.type"].origin
+        problems.warn(f"{section} ({origin}) has no effect: the script gives its own {section}; remove one of the two")
+    return kept
+
+
+class _Resolver:
+    """Turns entries into the resolved config, keeping the origin of each value."""
+
+    def __init__(self, entries: Entries, autos: Mapping[str, str], world_size: int, problems: Problems) -> None:
+        self._entries = entries
+        self._autos = autos
+        self._world_size = world_size
+        self._problems = problems
+        self._origins: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+
+    def config(self) -> Config:
+        sections = self._sections()
+        batch_config = self._batch(sections)
+        precision = self._precision(sections)
+        optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
+        scheduler = self._component("scheduler", SCHEDULERS, UNBUILT_SCHEDULERS)
+        self._check_schedule(scheduler)
+        self._check_momentum(optimizer)
+        return Config(
+            world_size=self._world_size,
+            zero=self._zero(sections),
+            precision=precision,
+            loss_scale=_loss_scale(sections),
+            batch=batch_config,
+            gradient_clipping=sections.gradient_clipping,
+            reduction=ReductionConfig(
+                sections.prescale_gradients, sections.gradient_predivide_factor, sections.gradient_allreduce_op
+            ),
+            optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
+            scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
+            steps_per_print=sections.steps_per_print,
+            allow_untested_optimizer=sections.zero_allow_untested_optimizer,
+            origins=FrozenMap(self._all_origins()),
+        )
+
+    def _all_origins(self) -> dict[str, str]:
+        given = {path: entry.origin for path, entry in self._entries.items()}
+        return {**self._autos, **given, **self._origins}
+
+    def _origin(self, path: str) -> str:
+        entry = self._entries.get(path)
+        return entry.origin if entry is not None else self._autos.get(path, DEFAULT)
+
+    def _record(self, path: str, value: Any, origin: str | None = None) -> None:
+        self._values[path] = value
+        self._origins[path] = self._origin(path) if origin is None else origin
+
+    def _sections(self) -> ObeyedSections:
+        """The validated sections; where a value is wrong the problem is recorded and its default stands in."""
+        nested: dict[str, Any] = {}
+        for path, entry in self._entries.items():
+            if entry.key.status is Status.OBEYED and not path.startswith(("optimizer.", "scheduler.")):
+                section, _, name = path.rpartition(".")
+                (nested.setdefault(section, {}) if section else nested)[name] = entry.value
+        sections = self._validated(ObeyedSections, nested, "")
+        for name, value in sections:
+            for inner, inner_value in value if isinstance(value, Section) else ():
+                self._record(f"{name}.{inner}", inner_value)
+            if not isinstance(value, Section):
+                self._record(name, value)
+        return sections
+
+    def _validated(self, model: type[Model], values: dict[str, Any], prefix: str) -> Model:
+        """A model of the values; wrong ones become problems and are left out, so that the rest is checked too."""
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False, include_context=False):
+                self._report(detail["type"], detail["msg"], detail["loc"], prefix, model)
+                _discard(values, detail["loc"])
+            required = {n: 1 for n, field in model.model_fields.items() if field.is_required() and n not in values}
+            return model.model_validate({**values, **required})
+
+    def _report(
+        self, kind: str, message: str, location: tuple[str | int, ...], prefix: str, model: type[BaseModel]
+    ) -> None:
+        path = dotted((*prefix.split("."), *location) if prefix else location)
+        owner = dotted((*prefix.split("."), location[0])) if prefix else dotted(location[:2])
+        entry = self._entries.get(path) or self._entries.get(owner) or self._entries.get(dotted(location[:1]))
+        origin = entry.origin if entry is not None else ""
+        if kind == "extra_forbidden" and issubclass(model, Section):
+            message = f"unknown parameter; {param_advice(str(location[-1]), model)}"
+        elif kind == "missing":
+            section = prefix.partition(".")[0]
+            message = f"is missing; {self._values.get(f'{section}.type', section)} needs it"
+        self._problems.add(path, origin, message)
+
+    def _zero(self, sections: ObeyedSections) -> ZeroConfig:
+        zero = sections.zero_optimization
+        overlap = zero.overlap_comm
+        if overlap is None:
+            overlap = zero.stage == 3
+            path = "zero_optimization.overlap_comm"
+            self._record(path, overlap, f"{self._origin(path)}: {'true' if overlap else 'false'} at stage {zero.stage}")
+        return ZeroConfig(
+            stage=zero.stage,
+            overlap_comm=overlap,
+            param_persistence_threshold=zero.param_persistence_threshold,
+            model_persistence_threshold=zero.model_persistence_threshold,
+            prefetch_bucket_size=zero.prefetch_bucket_size,
+            max_live_parameters=zero.max_live_parameters,
+            max_reuse_distance=zero.max_reuse_distance,
+        )
+
+    def _batch(self, sections: ObeyedSections) -> BatchConfig:
+        numbers = {name: getattr(sections, name) for name in batch.NAMES}
+        given = {n: batch.Given(v, self._origin(n)) for n, v in numbers.items() if v is not None}
+        if any(name in self._entries and name not in given for name in batch.NAMES):
+            return BatchConfig(1, 1, 1)
+        result, origins = batch.resolve_batch(given, self._world_size, self._problems)
+        for name, value in zip(batch.NAMES, (result.train, result.micro, result.accumulation), strict=True):
+            rule = "auto: " if name in self._autos else ""
+            self._record(name, value, f"{rule}{origins[name]}" if name in origins else None)
+        return result
+
+    def _precision(self, sections: ObeyedSections) -> PrecisionConfig:
+        bf16, fp16 = sections.bf16.enabled, sections.fp16.enabled
+        if bf16 and fp16:
+            what = f"is true, and so is fp16.enabled ({self._origin('fp16.enabled')}); switch one of them off"
+            self._problems.add("bf16.enabled", self._origin("bf16.enabled"), what)
+        compute = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+        types = sections.data_types
+        if types.param_dtype is not None and types.param_dtype != compute:
+            switch = {"bf16": "set bf16.enabled", "fp16": "set fp16.enabled"}.get(
+                types.param_dtype, "switch bf16 and fp16 off"
+            )
+            what = f"is {types.param_dtype}, but the model computes in {compute}; {switch}, or remove the key"
+            self._problems.add("data_types.param_dtype", self._origin("data_types.param_dtype"), what)
+        return PrecisionConfig(
+            compute=compute,
+            communication=sections.communication_data_type,
+            grad_accum=types.grad_accum_dtype,
+            buffer=types.buffer_dtype,
+            keep_in_fp32_modules=types.keep_in_fp32_modules,
+        )
+
+    def _component(
+        self, section: str, built: Mapping[str, type[Section]], unbuilt: tuple[str, ...]
+    ) -> tuple[str, Mapping[str, Any]] | None:
+        """Type and parameters of the optimizer or the scheduler; None if there is none or it is refused."""
+        prefix = f"{section}.params."
+        given = {e.name: e for path, e in self._entries.items() if path.startswith((prefix, f"{section}.params["))}
+        chosen = self._entries.get(f"{section}.type")
+        if chosen is None:
+            if given:
+                first = next(iter(given.values()))
+                self._problems.add(
+                    f"{section}.type", "", f"is missing, but {first.path} ({first.origin}) is given; name the type"
+                )
+            return None
+        name, trouble = resolve_type(chosen.value, built, unbuilt)
+        if name is None:
+            self._problems.add(chosen.path, chosen.origin, trouble)
+            return None
+        alias = "" if str(chosen.value).lower() == name.lower() else f", alias {chosen.value}"
+        self._record(chosen.path, name, chosen.origin + alias)
+        values = {entry.path.removeprefix(prefix): entry.value for entry in given.values()}
+        params = self._validated(built[name], values, f"{section}.params")
+        for parameter, value in params:
+            self._record(prefix + parameter, value)
+        return name, FrozenMap(dict(params))
+
+    def _check_momentum(self, optimizer: tuple[str, Mapping[str, Any]] | None) -> None:
+        if optimizer is None or not optimizer[1].get("nesterov"):
+            return
+        if optimizer[1]["momentum"] == 0 or optimizer[1]["dampening"] != 0:
+            path = "optimizer.params.nesterov"
+            self._problems.add(path, self._origin(path), "needs a momentum above 0 and a dampening of 0")
+
+    def _check_schedule(self, scheduler: tuple[str, Mapping[str, Any]] | None) -> None:
+        if scheduler is None or "total_num_steps" not in scheduler[1]:
+            return
+        total, warmup = scheduler[1]["total_num_steps"], scheduler[1]["warmup_num_steps"]
+        if total < warmup:
+            origin = self._origin("scheduler.params.warmup_num_steps")
+            self._problems.warn(
+                f"scheduler.params.total_num_steps is {total}, below warmup_num_steps {warmup} ({origin}): "
+                "the run ends inside the warm-up; lower warmup_num_steps"
+            )
+
+    def settings(self, config: Config, entries: Entries) -> tuple[Setting, ...]:
+        """The table: every obeyed key, and every other key that was given."""
+        table = key_table()
+        result: list[Setting] = []
+        for path, value in self._values.items():
+            key = table.keys.get(path) or table.keys[f"{path.rpartition('.')[0]}.*"]
+            result.append(Setting(path, value, config.origins[path], key.status, key.note))
+        for path, entry in entries.items():
+            if path not in self._values:
+                origin = self._autos.get(path, entry.origin)
+                value = _as_kind(entry.key.kind, entry.key.default if entry.is_auto else entry.value)
+                result.append(Setting(path, value, origin, entry.key.status, entry.key.note))
+        return tuple(sorted(result, key=lambda setting: setting.path))
+
+
+def _as_kind(kind: str, value: Any) -> Any:
+    return int(value) if kind == "int" and isinstance(value, float) else value
+
+
+def _discard(values: dict[str, Any], location: tuple[str | int, ...]) -> None:
+    """Drop the value that an error is about: a key of a section, or a parameter whole."""
+    first, *rest = (str(part) for part in location)
+    inner = values.get(first)
+    if rest and isinstance(inner, dict):
+        inner.pop(rest[0], None)
+    else:
+        values.pop(first, None)
+
+
+def _loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:
+    fp16 = sections.fp16
+    if not fp16.enabled:
+        return None
+    dynamic = fp16.loss_scale == 0
+    return LossScaleConfig(
+        dynamic=dynamic,
+        initial=float(2**fp16.initial_scale_power) if dynamic else fp16.loss_scale,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )

@@ -1,0 +1,122 @@
+"""The resolved config: plain typed fields, frozen, every default filled in; `initialize` builds a plan from it.
+
+It holds no pydantic and no `"auto"`, and it pickles, so that it can be sent to a spawned rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Value = TypeVar("Value")
+
+
+class FrozenMap(Mapping[str, Value]):
+    """A mapping that can't be changed, compares by content and pickles (which `MappingProxyType` does not)."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Value]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Sharding over the data-parallel ranks; sizes are in elements."""
+
+    stage: int
+    overlap_comm: bool
+    param_persistence_threshold: int
+    model_persistence_threshold: int
+    prefetch_bucket_size: int
+    max_live_parameters: int
+    max_reuse_distance: int
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtypes; None leaves the choice to the plan."""
+
+    compute: Dtype
+    communication: Dtype | None
+    grad_accum: Dtype | None
+    buffer: Dtype | None
+    keep_in_fp32_modules: Literal["auto"] | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """The loss scale of fp16. A static scale is `initial`; window and the rest then have no effect."""
+
+    dynamic: bool
+    initial: float
+    window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    minimum: float
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """train = micro x accumulation x world size, in samples."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+@dataclass(frozen=True)
+class ReductionConfig:
+    """How gradients of several ranks become one."""
+
+    prescale: bool
+    predivide_factor: float
+    op: Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer that the config asks for, with every parameter of its type."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """A learning-rate schedule that the config asks for, with every parameter of its type."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole config. `origins` says for each JSON path where its value comes from."""
+
+    world_size: int
+    zero: ZeroConfig
+    precision: PrecisionConfig
+    loss_scale: LossScaleConfig | None
+    batch: BatchConfig
+    gradient_clipping: float
+    reduction: ReductionConfig
+    optimizer: OptimizerConfig | None
+    scheduler: SchedulerConfig | None
+    steps_per_print: int | None
+    allow_untested_optimizer: bool
+    origins: Mapping[str, str]
