@@ -27,7 +27,7 @@ from zeroshard.errors import ZeroShardError
 
 _SHORT = timedelta(seconds=0.2)
 
-if TorchVersion(torch.__version__) >= (2, 13):
+if TorchVersion(torch.__version__) >= "2.13":
     # The old names still work but warn on each call, which costs 40 microseconds.
     _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
 else:
