@@ -167,6 +167,46 @@ def test_the_others_name_a_rank_that_was_killed(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+def _over_tcp(rank: int, world_size: int, directory: str, body: Callable[[_Rank], None]) -> None:
+    """As `_run`, over a store that rank 0 hosts, as it does without a launcher; the outcome goes to a file."""
+    meeting = build_mesh().store()
+    assert meeting is not None
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if server is not None:
+        meeting.set("port", str(server.port))
+    store = server or dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
+    mesh, log = build_mesh(), OperationLog()
+    watchdog = Watchdog(store, rank, world_size, log)
+    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    outcome = _outcome(_Rank(rank, mesh, log, watchdog, comm), body)
+    Path(directory, str(rank)).write_text(f"{outcome.kind}|{outcome.seconds}|{outcome.text}")
+
+
+def _host_is_killed(me: _Rank) -> None:
+    me.gather("layers.0")
+    if me.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    me.reduce("layers.7")
+
+
+def test_the_others_say_so_when_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 failed first"):
+        run_ranks(3, _over_tcp, str(tmp_path), _host_is_killed)
+    for rank in (1, 2):
+        kind, seconds, text = (tmp_path / str(rank)).read_text().split("|")
+        assert kind == "ZeroShardError"
+        assert float(seconds) < LIMIT_S
+        assert text.startswith(
+            f"the store that ranks meet in is gone while rank {rank} waited for reduce-scatter of unit layers.7: rank 0"
+        )
+
+
+def test_a_divergence_reaches_everybody_over_tcp_although_the_host_leaves_with_it(tmp_path: Path) -> None:
+    run_ranks(3, _over_tcp, str(tmp_path), _skip_and_reduce)
+    for rank in range(3):
+        assert "DivergenceError" in (tmp_path / str(rank)).read_text()
+
+
 def _other_size(me: _Rank) -> None:
     if me.rank == 1:
         me.gather("head", 1000)
