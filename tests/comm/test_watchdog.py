@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def _survive(rank: int, world_size: int, directory: str) -> None:
         file.write(f"{outcome.kind}|{outcome.seconds}|{outcome.text}")
 
 
-def test_the_others_name_a_rank_that_was_killed(tmp_path: object) -> None:
+def test_the_others_name_a_rank_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 failed first:\ndied without a report: killed by SIGKILL"):
         run_ranks(3, _survive, str(tmp_path))
     texts = []
@@ -164,6 +165,78 @@ def test_the_others_name_a_rank_that_was_killed(tmp_path: object) -> None:
         assert "waited for reduce-scatter of unit layers.7 (operation 3 of its log)" in text
         texts.append(text)
     assert texts[0] == texts[1]
+
+
+def _over_tcp(rank: int, world_size: int, directory: str, body: Callable[[_Rank], None]) -> None:
+    """As `_run`, over a store that rank 0 hosts, as it does without a launcher; the outcome goes to a file."""
+    meeting = build_mesh().store()
+    assert meeting is not None
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if server is not None:
+        meeting.set("port", str(server.port))
+    store = server or dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
+    mesh, log = build_mesh(), OperationLog()
+    watchdog = Watchdog(store, rank, world_size, log)
+    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    outcome = _outcome(_Rank(rank, mesh, log, watchdog, comm), body)
+    Path(directory, str(rank)).write_text(f"{outcome.kind}|{outcome.seconds}|{outcome.text}")
+
+
+def _host_is_killed(me: _Rank) -> None:
+    me.gather("layers.0")
+    if me.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    me.reduce("layers.7")
+
+
+def test_the_others_say_so_when_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 failed first"):
+        run_ranks(3, _over_tcp, str(tmp_path), _host_is_killed)
+    for rank in (1, 2):
+        kind, seconds, text = (tmp_path / str(rank)).read_text().split("|")
+        assert kind == "ZeroShardError"
+        assert float(seconds) < LIMIT_S
+        assert text.startswith(
+            f"the store that ranks meet in is gone while rank {rank} waited for reduce-scatter of unit layers.7: rank 0"
+        )
+
+
+def test_a_divergence_reaches_everybody_over_tcp_although_the_host_leaves_with_it(tmp_path: Path) -> None:
+    run_ranks(3, _over_tcp, str(tmp_path), _skip_and_reduce)
+    for rank in range(3):
+        assert "DivergenceError" in (tmp_path / str(rank)).read_text()
+
+
+def _other_size(me: _Rank) -> None:
+    if me.rank == 1:
+        me.gather("head", 1000)
+    else:
+        me.gather("layers.3", 4)
+    me.gather("layers.4")
+
+
+def _abort(rank: int, world_size: int, directory: str) -> None:
+    # gloo aborts the process of at least one rank; what it leaves behind is its stderr.
+    with open(f"{directory}/{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+        sys.stderr = file
+        outcome = _outcome(_join(rank, world_size), _other_size)
+        print(f"{outcome.kind}: {outcome.text} {outcome.seconds}", file=file, flush=True)
+        time.sleep(3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_operations_of_unequal_size_are_named_though_gloo_aborts(tmp_path: Path, world_size: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="died without a report: killed by SIGABRT"):
+        run_ranks(world_size, _abort, str(tmp_path))
+    assert time.monotonic() - start < LIMIT_S
+    others = "rank 0" if world_size == 2 else "ranks 0, 2"
+    for rank in range(world_size):
+        assert (
+            f"DivergenceError: {others} issued all-gather of unit layers.3 as operation 2 "
+            "where rank 1 issued all-gather of unit head." in (tmp_path / str(rank)).read_text()
+        )
 
 
 def _two_models(rank: int, world_size: int) -> tuple[str, bool]:

@@ -68,10 +68,7 @@ class Pending:
         """Wait without a limit. RuntimeError if the operation failed."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        if self._finish is not None:
-            self._finish, finish = None, self._finish
-            finish()
+        self._done()
 
     def finish_within(self, limit: timedelta) -> bool:
         """Wait at most `limit`; True when done. RuntimeError if the operation failed."""
@@ -79,12 +76,19 @@ class Pending:
         try:
             self._work.wait(limit)
         except RuntimeError:
-            # Either the limit (the operation itself is unharmed) or a failure: then it is completed, and the wait below
-            # raises it again. Telling them apart by the text would tie us to a torch version.
+            # Either the limit (the operation itself is unharmed) or a failure: then it is completed, and the second
+            # wait raises it again. Telling them apart by the text would tie us to a torch version.
             if not self._work.is_completed():
                 return False
-        self.finish()
+            self._work.wait()
+        self._done()
         return True
+
+    def _done(self) -> None:
+        self._work = None
+        if self._finish is not None:
+            self._finish, finish = None, self._finish
+            finish()
 
 
 class Collectives:

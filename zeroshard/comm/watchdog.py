@@ -29,12 +29,14 @@ from zeroshard.comm.board import Answer, Board, Verdict
 from zeroshard.comm.divergence import explain_digests
 from zeroshard.comm.inquiry import Inquiry, inquire
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.terminate import TerminateHook
 from zeroshard.errors import DivergenceError, ZeroShardError
 
 EXIT_CODE = 70  # of a process whose main thread is blocked where no exception can reach it
 _ALERT_POLL_S = 0.2
 _ALERT_S = 20.0
 _LINGER_S = 1.5
+_ABORT_GRACE_S = 0.5
 _REPORT_SLOW_S = 60.0
 
 _LOGGER = logging.getLogger("zeroshard.comm")
@@ -108,6 +110,7 @@ class Watchdog:
         self._stopping = threading.Event()
         self._wake, self._settled, self._picked_up = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._hook: TerminateHook | None = None
         if world_size > 1:
             assert store is not None, "more than one rank needs a store"
             # Ranks build their watchdogs in the same order, so the nth of a name finds the nth of its peers.
@@ -117,6 +120,7 @@ class Watchdog:
             board.introduce()
             self._thread = threading.Thread(target=self._run, args=(board,), name="zeroshard-watchdog", daemon=True)
             self._thread.start()
+            self._hook = TerminateHook(self._explain_abort)
             atexit.register(self.close)
 
     # The main thread's side.
@@ -182,6 +186,9 @@ class Watchdog:
         """Stop the thread and tell the others that this rank issues nothing more. May be called twice."""
         atexit.unregister(self.close)
         thread, self._thread = self._thread, None
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
         self._stopping.set()
         self._wake.set()
         if thread is not None:
@@ -196,6 +203,22 @@ class Watchdog:
                     tails[rank] = answer.tail
             time.sleep(0.01)
         return board.decide(Verdict(explain_digests(tails), True, len(tails)))
+
+    def _explain_abort(self) -> None:
+        """Called in a thread of the communication backend that is about to abort the process."""
+        if self._thread is None:
+            return
+        if self.error is None:
+            if self._mark is None:
+                self._mark = ("the collectives in flight", time.monotonic())
+            self._connection_lost = True
+            self._wake.set()
+            self._settled.wait(self._deadline_s)
+        if self.error is not None:
+            print(f"rank {self._rank}: {type(self.error).__name__}: {self.error}", file=sys.stderr, flush=True)
+            # The main thread may be about to raise the same; let it say where in the program that was.
+            self._picked_up.wait(_ABORT_GRACE_S)
+            time.sleep(_ABORT_GRACE_S)
 
     # The watchdog thread's side.
 
