@@ -10,6 +10,7 @@ from zeroshard.engine.native import (
     plan_of,
     shard,
 )
+from zeroshard.initialize import initialize
 from zeroshard.shard.deferred import Init
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "drain",
     "full_state_dict",
     "get_global_grad_norm",
+    "initialize",
     "iterate_full_parameters",
     "no_sync",
     "plan_of",

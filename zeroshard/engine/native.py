@@ -25,16 +25,9 @@ from zeroshard.engine.stepper import Stepper
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
-from zeroshard.optim.optimizer import (
-    ShardedOptimizer,
-    check_elementwise,
-    check_parameters,
-    flat_rule,
-    rule_groups,
-)
+from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
-from zeroshard.optim.rules import Rule
-from zeroshard.optim.updates import FlatUpdate, TorchUpdate, UpdateMethod
+from zeroshard.optim.sources import Source, check_parameters, torch_source
 from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
@@ -75,29 +68,38 @@ def shard(
     Raises:
         PlanError, UsageError: what can't be put together, and how to mend it.
     """
-    source = (
-        optimizer
-        if isinstance(optimizer, torch.optim.Optimizer) or optimizer is None
-        else optimizer(model.parameters())
+    source = None
+    if optimizer is not None:
+        built = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
+        source = torch_source(built, allow_untested=allow_untested)
+    made = make_plan(
+        model, plan, units, shard_size, source.moments if source else 0, accumulate=accumulate, clip_norm=clip_norm
     )
-    rule = flat_rule(source) if source is not None else None
-    moments = 0
+    return build_optimized(
+        model, made, source, scaler=scaler, device=device, sync_parameters=sync_parameters, streams=streams
+    )
+
+
+def build_optimized(
+    model: nn.Module,
+    plan: Plan,
+    source: Source | None,
+    *,
+    scaler: LossScaler | None = None,
+    device: torch.device | None = None,
+    sync_parameters: bool = True,
+    streams: Streams | None = None,
+) -> tuple[nn.Module, ShardedOptimizer | None]:
+    """Shard `model` by a finished plan and put the optimizer of `source` over it; called by all ranks."""
     if source is not None:
-        _check_fresh(source)
-        moments = len(rule.state) if rule is not None else check_elementwise(source, allow_untested=allow_untested)
-    made = make_plan(model, plan, units, shard_size, moments, accumulate=accumulate, clip_norm=clip_norm)
-    groups = source.param_groups if source is not None else []
-    check_parameters(groups, {id(p): n for n, p in model.named_parameters()}) if source is not None else None
-    handle = build_handle(model, made, device=device, sync_parameters=sync_parameters, streams=streams)
+        check_parameters(source, model)
+    handle = build_handle(model, plan, device=device, sync_parameters=sync_parameters, streams=streams)
+    mark_parameters(handle)
     if source is None:
-        mark_parameters(handle)
         return model, None
-    if rule is not None:
-        return model, attach_rule(model, handle, rule, groups, scaler, name=type(source).__name__)
-    kind, defaults = type(source), source.defaults
-    regions = make_regions(handle, groups)
-    update = TorchUpdate(kind, defaults, regions, groups)
-    return model, attach_update(model, handle, update, groups, defaults, scaler, kind.__name__)
+    stepper = Stepper(handle, source.update(make_regions(handle, source.groups)), scaler)
+    model.__dict__[_STEPPER] = stepper
+    return model, ShardedOptimizer(source.groups, source.defaults, stepper, source.name)
 
 
 def make_plan(
@@ -129,37 +131,6 @@ def make_plan(
     return build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
 
 
-def attach_rule(
-    model: nn.Module,
-    handle: Handle,
-    rule: Rule,
-    groups: Iterable[Mapping[str, Any]],
-    scaler: LossScaler | None,
-    *,
-    name: str,
-) -> ShardedOptimizer:
-    """A sharded optimizer that computes `rule` on the flat state."""
-    filled = rule_groups(rule, groups)
-    update = FlatUpdate(rule, make_regions(handle, filled))
-    return attach_update(model, handle, update, filled, rule.defaults, scaler, name)
-
-
-def attach_update(
-    model: nn.Module,
-    handle: Handle,
-    update: UpdateMethod,
-    groups: Iterable[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
-    scaler: LossScaler | None,
-    name: str,
-) -> ShardedOptimizer:
-    """The optimizer face over any update method."""
-    stepper = Stepper(handle, update, scaler)
-    model.__dict__[_STEPPER] = stepper
-    mark_parameters(handle)
-    return ShardedOptimizer([dict(group) for group in groups], defaults, stepper, name)
-
-
 def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
     """The regions that this rank updates, with the optimizer group of each parameter."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -181,14 +152,6 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
             )
             first_flag += len(group.parameters)
     return regions
-
-
-def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    if any(optimizer.state.values()):
-        raise UsageError(
-            f"the {type(optimizer).__name__} has stepped already; its state would be lost: shard first, then load a "
-            "checkpoint"
-        )
 
 
 def stepper_of(model: nn.Module) -> Stepper:

@@ -71,7 +71,7 @@ def squared_norm(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_nonfinite(runtime: Runtime, control: Collectives) -> str:
-    """Name of the first parameter, in plan order, with a reduced gradient that is not finite, and whether inf or NaN."""
+    """Name of the first parameter, in plan order, with a reduced gradient that is not finite, and inf or NaN."""
     names = [segment.name for group in trainable_groups(runtime) for segment in group.plan.layout.segments]
     none = 2 * len(names)
     found = torch.tensor([_find_nonfinite(runtime, none)], dtype=torch.int64, device=runtime.storage.device)

@@ -6,28 +6,12 @@ arithmetic is done by an UpdateMethod on the regions of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from zeroshard.errors import PlanError, UsageError
-from zeroshard.optim.rules import ADAM, ADAMW, PLAIN_SGD, SGD, Rule
-
-ELEMENTWISE = {
-    torch.optim.Adam: 2,
-    torch.optim.AdamW: 2,
-    torch.optim.SGD: 1,
-    torch.optim.Adagrad: 1,
-    torch.optim.Adadelta: 2,
-    torch.optim.Adamax: 2,
-    torch.optim.NAdam: 2,
-    torch.optim.RAdam: 2,
-    torch.optim.RMSprop: 1,
-    torch.optim.Rprop: 2,
-    torch.optim.ASGD: 1,
-}
-"""Torch optimizers whose update of an element depends on that element alone, and their state tensors per parameter."""
+from zeroshard.errors import UsageError
 
 ParamGroups = list[dict[str, Any]]
 
@@ -74,67 +58,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Sharded{super().__repr__()}"
-
-
-def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """Our flat rule for a torch optimizer that it computes the same as, None if there is none."""
-    groups = optimizer.param_groups
-    kind = type(optimizer)
-    if any(group.get("maximize") or group.get("differentiable") or group.get("amsgrad") for group in groups):
-        return None
-    if any(isinstance(group["lr"], torch.Tensor) for group in groups):
-        return None
-    if kind is torch.optim.AdamW:
-        return ADAMW
-    if kind is torch.optim.Adam:
-        return ADAMW if all(group.get("decoupled_weight_decay") for group in groups) else ADAM
-    if kind is torch.optim.SGD:
-        return SGD if any(group["momentum"] for group in groups) else PLAIN_SGD
-    return None
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> int:
-    """State tensors per parameter of a torch optimizer that may run on slices.
-
-    Raises:
-        PlanError: the optimizer is not known to be element-wise, and `allow_untested` is False.
-    """
-    known = ELEMENTWISE.get(type(optimizer))
-    if known is not None:
-        amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
-        return known + (1 if amsgrad else 0)
-    if allow_untested:
-        return 2
-    names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-    raise PlanError(
-        f"optimizer {type(optimizer).__name__} is not known to be element-wise, so it can't run on sharded state. "
-        f"Known: {names}. If each element's update depends on that element alone, allow it with "
-        "zero_allow_untested_optimizer (config) or allow_untested=True (shard)"
-    )
-
-
-def rule_groups(rule: Rule, groups: Iterable[Mapping[str, Any]]) -> ParamGroups:
-    """Parameter groups with the rule's defaults filled in and checked."""
-    made = [{**rule.defaults, **group} for group in groups]
-    for group in made:
-        rule.check(group)
-    return made
-
-
-def check_parameters(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-    """Every optimizer parameter must be one of the model's (by identity).
-
-    Raises:
-        PlanError: a parameter is not the model's, or the optimizer has none that requires a gradient.
-    """
-    count = 0
-    for number, group in enumerate(groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise PlanError(
-                    f"optimizer group {number} holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                    "model's; build the optimizer from model.parameters() of the model that you pass"
-                )
-            count += parameter.requires_grad
-    if not count:
-        raise PlanError("the optimizer has no parameter that requires a gradient: nothing could be trained")

@@ -22,7 +22,11 @@ class UpdateMethod(Protocol):
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """State of this rank by a stable name, for saving; load by copying into them."""
+        """State of this rank by a stable name, for saving."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over saved state; names as in `tensors`."""
         ...
 
     def counters(self) -> dict[str, Any]:
@@ -61,6 +65,10 @@ class FlatUpdate:
             for index, tensors in enumerate(self._state)
             for name, tensor in zip(self._rule.state, tensors, strict=True)
         }
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
 
     def counters(self) -> dict[str, Any]:
         return {"steps": self._steps}
@@ -125,8 +133,8 @@ class TorchUpdate:
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         assert counters["slices"] == len(self._slices)
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Create the inner optimizer's state from saved tensors; torch makes it only at the first step."""
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the inner optimizer's state from saved tensors; torch itself makes it only at the first step."""
         for number, (*_, part) in enumerate(self._slices):
             prefix = f"{number}."
             state = {

@@ -1,0 +1,280 @@
+"""The engine: DeepSpeed's training object as a thin face of the native interface.
+
+loss = engine(**batch).loss          forward
+engine.backward(loss)                scale, divide by the accumulation steps, backward, reduce where it is due
+engine.step()                        at the last micro-batch: update, zero the gradients, next learning rate
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import basic
+from zeroshard.engine.handle import Handle, handle_of
+from zeroshard.engine.native import close, stepper_of
+from zeroshard.engine.stepper import Stepper
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import UpdateMethod
+from zeroshard.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """train = micro * accumulation * data-parallel ranks, in samples."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class Engine(nn.Module):
+    """Trains a sharded model with DeepSpeed's calls. Attributes it lacks are looked up on the model.
+
+    Attributes:
+        module: the model.
+        optimizer: the sharded optimizer, None when the engine can't train.
+        lr_scheduler: stepped after each applied update, None when there is none.
+        micro_steps, global_steps, skipped_steps: micro-batches, optimizer steps, and steps not applied.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: ShardedOptimizer | None, lr_scheduler: Any | None, batch: BatchSizes
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.micro_steps = 0
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self._batch = batch
+        self._manual_boundary: bool | None = None
+        self._inside_no_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of one micro-batch.
+
+        Args:
+            loss: a scalar, averaged over the micro-batch.
+            scale_wrt_gas: divide the loss by the accumulation steps.
+
+        Returns:
+            The loss as it was divided, without the loss scale.
+        """
+        stepper = self._stepper("backward")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"backward needs a scalar loss, got {what}; reduce it first, e.g. loss.mean()")
+        if scale_wrt_gas and self._batch.accumulation > 1:
+            loss = loss / self._batch.accumulation
+        scaled = loss if stepper.scaler is None else loss.float() * stepper.scaler.scale
+        self._handle.runtime.set_boundary(self.is_gradient_accumulation_boundary())
+        scaled.backward(retain_graph=retain_graph)
+        return loss
+
+    def step(self) -> None:
+        """After each backward: at the boundary of the accumulation updates the parameters, else only counts."""
+        stepper = self._stepper("step")
+        assert self.optimizer is not None
+        if self._inside_no_sync:
+            raise UsageError("step() inside no_sync(): leave the context first")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        if not stepper.report.applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming (or running) micro-batch is the last before the update."""
+        if self._manual_boundary is not None:
+            return self._manual_boundary
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Take over the decision which micro-batch is the last before the update."""
+        self._manual_boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate on this rank."""
+        with self._handle.runtime.no_sync():
+            self._inside_no_sync = True
+            try:
+                yield
+            finally:
+                self._inside_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step."""
+        self._stepper("zero_grad").zero_grad()
+
+    # What the last step did.
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None before the first step."""
+        return self._stepper("get_global_grad_norm").report.norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the parameters."""
+        return self._stepper("was_step_applied").report.applied
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; 1.0 without fp16. Waits for the device."""
+        scaler = self._stepper("loss_scale").scaler
+        return 1.0 if scaler is None else float(scaler.scale)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        self._stepper("get_lr")
+        assert self.optimizer is not None
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._batch.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self._batch.micro
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self._batch.train
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self._handle.plan
+
+    @property
+    def device(self) -> torch.device:
+        return self._handle.device
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Save everything needed to go on; called by all ranks.
+
+        Args:
+            tag: folder name; by default `global_step<N>`.
+            client_state: JSON-able values that `load_checkpoint` gives back.
+        """
+        if not save_latest:
+            raise UsageError("save_latest=False is not built yet")
+        extra = {
+            "client_state": dict(client_state or {}),
+            "micro_steps": self.micro_steps,
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "groups": [] if self.optimizer is None else _hyper_parameters(self.optimizer),
+            "scaler": self._scaler_state(),
+        }
+        basic.save(self._handle, self._update(), save_dir, tag or f"global_step{self.global_steps}", extra)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of the same model, plan and number of ranks; called by all ranks.
+
+        Returns:
+            Its folder and the client state.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of something else; nothing was changed then.
+        """
+        if not (load_module_strict and load_optimizer_states and load_lr_scheduler_states) or load_module_only:
+            raise UsageError("load_checkpoint loads everything; loading a part is not built yet")
+        folder, extra = basic.load(self._handle, self._update(), load_dir, tag)
+        self.micro_steps, self.global_steps = extra["micro_steps"], extra["global_steps"]
+        self.skipped_steps = extra["skipped_steps"]
+        self._load_rest(extra, folder)
+        return str(folder), extra["client_state"]
+
+    def _load_rest(self, extra: Mapping[str, Any], folder: Path) -> None:
+        if (extra["scheduler"] is None) != (self.lr_scheduler is None):
+            raise CheckpointError(f"{folder}: a learning-rate schedule is in one of checkpoint and run, not in both")
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+        if self.optimizer is not None:
+            for group, saved in zip(self.optimizer.param_groups, extra["groups"], strict=True):
+                group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+            scaler = stepper_of(self.module).scaler
+            if scaler is not None and extra["scaler"] is not None:
+                scaler.load_state_dict(extra["scaler"])
+
+    def destroy(self) -> None:
+        """Take the hooks off the model and stop the watchdog."""
+        close(self.module)
+
+    @property
+    def _handle(self) -> Handle:
+        return handle_of(self.module)
+
+    def _update(self) -> UpdateMethod | None:
+        return None if self.optimizer is None else stepper_of(self.module).update
+
+    def _scaler_state(self) -> Mapping[str, Any] | None:
+        scaler = None if self.optimizer is None else stepper_of(self.module).scaler
+        return None if scaler is None else scaler.state_dict()
+
+    def _stepper(self, call: str) -> Stepper:
+        if self.optimizer is None:
+            raise UsageError(
+                f"engine.{call}: there is no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}) "
+                "or pass one to initialize(optimizer=...)"
+            )
+        return stepper_of(self.module)
+
+
+def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return [
+        {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "param_names") and isinstance(value, plain)
+        }
+        for group in optimizer.param_groups
+    ]
