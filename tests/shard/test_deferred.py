@@ -137,7 +137,7 @@ def test_no_more_than_two_of_the_largest_tensor_are_alive_at_once(build: Callabl
 
 
 def test_the_process_never_holds_the_model() -> None:
-    """48 MiB of fp32, cast to bf16 in the constructor: building and streaming it adds less than a third of that."""
+    """96 MiB of fp32, cast to bf16 in the constructor: building and streaming it adds less than a third of that."""
     program = """
 import resource, sys, torch
 from tests.shard.deferred_zoo import cast_at_the_end
@@ -148,15 +148,15 @@ def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 with Init(device="cpu"): warm = cast_at_the_end(1024, 1)
 materialize(warm, None, fill_in_place)
 before = peak()
-with Init(device="cpu"): model = cast_at_the_end(1024, 12)
+with Init(device="cpu"): model = cast_at_the_end(1024, 24)
 recorded = peak() - before
 materialize(model, None, drop)
 print(recorded, peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     recorded, streamed = map(float, done.stdout.split())
-    assert recorded < 16
-    assert streamed < 16
+    assert recorded < 32
+    assert streamed < 32
 
 
 def test_each_tensor_is_handed_over_once_in_module_order_with_progress() -> None:

@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
+        self.replay = Replay(tape)
         self.calls = CallWatcher(tape, self.evaluate)
         self.paused = False
 
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):
             torch.get_default_dtype(),
         )
         if op.rng is not None:
-            Replay(self.tape).draw(op, generator)
+            self.replay.draw(op, generator)
         self.tape.append(op)
         return result
 
