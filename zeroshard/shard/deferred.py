@@ -30,9 +30,10 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.shard.deferred_record import Recorder, active_recorder
+from zeroshard.shard.deferred_calls import active_tape
+from zeroshard.shard.deferred_record import Recorder
 from zeroshard.shard.deferred_replay import Replay
-from zeroshard.shard.deferred_tape import Mark, Tape, TensorRef, clear_mark, mark_of
+from zeroshard.shard.deferred_tape import Mark, Tape, TensorRef, mark_of
 
 Sink = Callable[[str, torch.Tensor, torch.Tensor], None]
 _BORN = "_zeroshard_init"
@@ -47,8 +48,9 @@ class Resettable(Protocol):
 
 @dataclass
 class _Born:
-    """Hangs on a parameter made under `Init`: its version counter when the `Init` closed."""
+    """Hangs on a parameter made under `Init`: when, and its version counter when the `Init` closed."""
 
+    started: int
     version: int = -1
 
 
@@ -63,11 +65,11 @@ class Materialized:
 class Init:
     """Context in which models are built without memory, as `deepspeed.zero.Init`, and without patching torch.
 
-    Inside, a tensor made without an explicit device is deferred: a meta tensor whose values a tape can make. Values
-    are those of an ordinary build of the same code, bit for bit, with the same seed on the same device type, and the
-    random generator stands where the ordinary build would have left it, inside and afterwards. `.item()`, `tolist()`
-    and truth values work (the value is made on the spot); what can't be deferred raises `UsageError` on that line.
-    A nested `Init` writes on the tape of the outer one.
+    Inside, a tensor made on `device`, which is the default one, is deferred: a meta tensor whose values a tape can
+    make; a tensor made on another device is real. Values are those of an ordinary build of the same code on `device`,
+    bit for bit, with the same seed, and the random generator stands where that build would have left it, inside and
+    afterwards. `.item()`, `tolist()`, `numpy()` (read-only) and truth values work: the value is made on the spot. What
+    can't be deferred raises `UsageError` on that line. A nested `Init` writes on the tape of the outer one.
 
     Args:
         enabled: False makes this a context that does nothing.
@@ -127,7 +129,7 @@ class Init:
     def __enter__(self) -> Init:
         with ExitStack() as stack:
             if self.enabled:
-                if active_recorder() is None:
+                if active_tape() is None:
                     _start_recording(stack, Tape(self.device))
                 if self.dtype is not None:
                     stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -171,7 +173,7 @@ def materialize(
     buffer that the model holds and its value (same shape and dtype) on `device`. The value belongs to the sink; what it
     does not keep is freed when it returns. Tensors that share a storage get views of one storage, in consecutive calls.
     Real tensors are not touched. Values are made on the device that `Init` was given and moved to `device` (None: left
-    there). Global generators are as found afterwards.
+    there). Global generators are as found afterwards. A tensor that `sink` leaves on the meta device can be made again.
 
     `wanted(name)` limits the work to the tensors for which it is true; nothing is computed for the rest.
     `on_progress(done, total)` counts tensors. Plain tensor attributes of modules are filled in place.
@@ -216,11 +218,11 @@ def _hand_over(
     world = replay.values(frozenset({mark.storage}))
     views = [TensorRef.of(tensor, mark.storage).view(world[mark.storage]) for _, tensor in members]
     replay.free(world, [mark.storage])
-    clear_mark(members[0][1])
     for name, tensor in members:
-        vars(tensor).pop(_BORN, None)
         value = views.pop(0)
         sink(name, tensor, value if device is None else value.to(device))
+        if not tensor.is_meta:
+            vars(tensor).pop(_BORN, None)
     return replay.peak_bytes
 
 
@@ -230,8 +232,8 @@ def _start_recording(stack: ExitStack, tape: Tape) -> None:
     born: dict[int, tuple[nn.Parameter, _Born]] = {}
 
     def note(parameter: nn.Parameter) -> None:
-        if parameter.is_meta and id(parameter) not in born:
-            born[id(parameter)] = (parameter, _Born())
+        if mark_of(parameter) is not None and id(parameter) not in born:
+            born[id(parameter)] = (parameter, _Born(tape.started))
             vars(parameter)[_BORN] = born[id(parameter)][1]
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -287,8 +289,8 @@ def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tupl
     groups: dict[Mark, list[tuple[str, torch.Tensor]]] = {}
     lost: list[str] = []
     for name, tensor in waiting:
-        mark, born = mark_of(tensor), vars(tensor).get(_BORN)
-        if mark is None or (isinstance(born, _Born) and born.version != tensor._version):
+        mark = mark_of(tensor)
+        if mark is None or _changed_since(mark, tensor):
             lost.append(name)
         else:
             groups.setdefault(mark, []).append((name, tensor))
@@ -299,6 +301,12 @@ def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tupl
             " Do all that builds the model inside the one `with zeroshard.Init():`."
         )
     return groups
+
+
+def _changed_since(mark: Mark, tensor: torch.Tensor) -> bool:
+    """Whether a parameter was written after its `Init` closed (by anything but a later `Init`)."""
+    born = vars(tensor).get(_BORN)
+    return isinstance(born, _Born) and born.started == mark.tape.started and born.version != tensor._version
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,34 +1,32 @@
 """Put what a constructor does to its tensors on a tape instead of doing it.
 
-    user code        torch.empty(4, 4)     w.normal_()          x.item()            torch.rand(3, device="cpu")
+    user code        torch.empty(4, 4)     w.normal_()          x.item()            torch.rand(3, device="other")
     function mode    device=meta           |                    |                   |
     dispatch mode    op [0], meta w        op [1]: the numbers  x is replayed now:  a real tensor: runs as it is,
                                            are drawn into       a real number back  not recorded
                                            scratch
 
-Tensors without an explicit device become meta tensors whose values the tape can make; tensors with one stay real.
+Tensors on the device of the tape (the default) become meta tensors whose values the tape can make, anywhere in the
+constructor: what Python reads of them is replayed there and then. Tensors on another device stay real.
 
 Random numbers are drawn twice: once while recording, into scratch that is dropped at once, and again by whoever wants
 the values. So user code sees the generator where an ordinary build would have it at every line: `manual_seed`,
 `fork_rng`, real random tensors and a second model all come out the same. Advancing the generator only when the model
 is sharded was rejected: two models built in a row would start from the same numbers and be equal.
-
-torch's own `torch.device("meta")` context was rejected: `torch.tensor(values)` loses its values in it, and libraries
-that find themselves in it (transformers 5) silently skip their initialisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zeroshard.errors import UsageError
+from zeroshard.shard.deferred_calls import CallWatcher
 from zeroshard.shard.deferred_replay import Replay, generator_state
 from zeroshard.shard.deferred_tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef, mark_of
 
@@ -40,18 +38,6 @@ _OVERWRITES = frozenset(
     | {"log_normal_", "_foreach_zero_", "_foreach_copy_"}
 )
 
-# Calls that make a tensor from nothing. Without an explicit device they are deferred.
-_FACTORIES = frozenset(
-    {torch.empty, torch.empty_permuted, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.scalar_tensor}
-    | {torch.arange, torch.range, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices}
-    | {torch.rand, torch.randn, torch.randint, torch.randperm, torch.fft.fftfreq, torch.fft.rfftfreq}
-    | {torch.bartlett_window, torch.blackman_window, torch.hamming_window, torch.hann_window, torch.kaiser_window}
-)
-_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-
-# Operations that turn a value into a Python number: answered with the real value.
-_READERS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
-
 # A real tensor read by a recorded operation is copied up to this size; a larger one (a checkpoint's) is borrowed.
 _COPIED_BYTES = 1 << 20
 
@@ -61,26 +47,23 @@ _REMEDY = (
 )
 
 
-def active_recorder() -> Recorder | None:
-    """The recorder whose `with` we are in, found by asking the stack of torch function modes."""
-    if has_torch_function(()):
-        return handle_torch_function(active_recorder, ())
-    return None
-
-
 class Recorder(TorchDispatchMode):
     """Records deferred operations on `tape`; everything else runs as if it were not there."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
-        self.calls = CallWatcher(self)
+        self.replay = Replay(tape)
+        self.calls = CallWatcher(tape, self.evaluate)
         self.paused = False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        with torch._C.DisableTorchFunction():  # our own look at `tensor.device` must see the truth
+            return self._dispatch(func, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.paused:
             return func(*args, **kwargs)
         if func is _aten.empty.memory_format and self.calls.depth == 0 and "device" in kwargs:
@@ -90,7 +73,7 @@ class Recorder(TorchDispatchMode):
         to_meta = device is not None and torch.device(device).type == "meta"
         if not to_meta and (not deferred or (device is not None and _gives_only_shape(func))):
             return func(*args, **kwargs)
-        if func in _READERS:
+        if _gives_python_value(func):
             return func(*tree_map(self._real, args), **kwargs)
         return self._record(func, args, kwargs)
 
@@ -137,7 +120,7 @@ class Recorder(TorchDispatchMode):
             torch.get_default_dtype(),
         )
         if op.rng is not None:
-            Replay(self.tape).draw(op, generator)
+            self.replay.draw(op, generator)
         self.tape.append(op)
         return result
 
@@ -159,10 +142,17 @@ class Recorder(TorchDispatchMode):
         try:
             return func(*tree_map(shape_of, args), **tree_map(shape_of, options))
         except NotImplementedError as error:
-            raise UsageError(
-                f"{func} can't be deferred by zeroshard.Init: the shape of its result depends on values, or torch has"
-                f" no rule for it on the meta device. {_REMEDY}"
-            ) from error
+            if torch.Tag.nondeterministic_seeded in func.tags or any(True for _ in _written(func, args, kwargs)):
+                raise UsageError(
+                    f"{func} can't be deferred by zeroshard.Init: torch has no rule for it on the meta device."
+                    f" {_REMEDY}"
+                ) from error
+        # No rule, or a shape that depends on values (`nonzero`, a boolean mask): learn the shape by running it.
+        real = func(*tree_map(self._real, args), **{**tree_map(self._real, kwargs), **self._real_device(kwargs)})
+        return tree_map(shape_of, real)
+
+    def _real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {} if kwargs.get("device") is None else {"device": self.tape.device}
 
     def _effects(
         self, func: OpOverload, tensors: list[torch.Tensor], written: list[torch.Tensor]
@@ -209,7 +199,7 @@ class Recorder(TorchDispatchMode):
         if leaf.is_meta:
             return TensorRef.of(leaf, self._number(leaf))
         size = leaf.numel() * leaf.element_size()
-        constant = leaf.detach().clone() if size <= _COPIED_BYTES else leaf.detach()
+        constant = leaf.detach().clone() if size <= _COPIED_BYTES else leaf
         return Constant(constant, constant._version)
 
     def _freeze_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -226,65 +216,18 @@ class Recorder(TorchDispatchMode):
         return GeneratorState(self.tape.device, generator_state(self.tape.device), private=False)
 
 
-class CallWatcher(TorchFunctionMode):
-    """Sees calls before torch hands them to C++: those that would lose data on the way to the meta device."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.depth = 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is active_recorder:
-            return self.recorder
-        self.depth += 1
-        try:
-            if kwargs.get("device") is None:
-                if func in _FROM_DATA:
-                    return _from_data(func, args, kwargs)
-                if func in _FACTORIES or (func is torch.normal and _normal_of_size(args, kwargs)):
-                    return func(*args, **{**kwargs, "device": "meta"})
-            if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-                if func is torch.Tensor.tolist:
-                    return self.recorder.evaluate(args[0]).tolist()
-                if func in (torch.Tensor.numpy, torch.Tensor.__array__):
-                    raise UsageError(
-                        "numpy can't share the memory of a tensor that zeroshard.Init defers: it has none yet."
-                        f" {_REMEDY}"
-                    )
-            return func(*args, **kwargs)
-        finally:
-            self.depth -= 1
-
-
-def _from_data(func: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """`torch.tensor(values)`: torch would drop the values below the dispatcher, so make it real and defer a copy.
-
-    An empty one stays real. Libraries ask `torch.tensor([]).device` where models are being built, and transformers
-    skips its initialisation when the answer is the meta device.
-    """
-    data = args[0] if args else next(iter(kwargs.values()))
-    if isinstance(data, torch.Tensor):
-        return func(*args, **{**kwargs, "device": data.device})
-    wants_grad = kwargs.get("requires_grad", False)
-    real = func(*args, **{**kwargs, "device": "cpu"})
-    return real if real.numel() == 0 else real.detach().to("meta").requires_grad_(wants_grad)
-
-
-def _normal_of_size(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `torch.normal` was called with numbers and a size, the one form that makes a tensor from nothing."""
-    return "out" not in kwargs and ("size" in kwargs or len(args) > 2)
-
-
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     """The tensors that an operation changes, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _gives_python_value(func: OpOverload) -> bool:
+    """Whether an operation answers with Python numbers: `item`, `equal`, `allclose`, a truth value."""
+    returns = func._schema.returns
+    return len(returns) > 0 and not any("Tensor" in str(value.type) for value in returns)
 
 
 def _gives_only_shape(func: OpOverload) -> bool:

@@ -55,6 +55,7 @@ class Replay:
         self.tape = tape
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._scratch = torch.UntypedStorage(0, device=tape.device)
 
     def values(self, storages: frozenset[int]) -> dict[int, torch.UntypedStorage]:
         """The bytes of `storages` as they stand at the end of the tape so far.
@@ -79,10 +80,19 @@ class Replay:
         return world
 
     def draw(self, op: TapeOp, generator: torch.Generator | None) -> None:
-        """Run a random operation for its effect on the generator alone: the real one, from where it stands now."""
+        """Run a random operation for its effect on the generator alone: the real one, from where it stands now.
+
+        All draws share one scratch buffer. Freeing each would leave a hole in the C heap that the next small
+        allocation nibbles at, so that the next draw no longer fits: the process grew to the size of the model.
+        """
         world = self.values(op.inputs)
+        targets = op.writes - op.inputs - {ref.storage for ref in op.outputs if ref is not None}
+        if targets:
+            world[min(targets)] = self._scratch_of(self.tape.nbytes[min(targets)])
         with torch.no_grad():
             self._call(op, world, generator)
+        if targets:
+            del world[min(targets)]
         self.free(world, list(world))
 
     def step(self, op: TapeOp, world: dict[int, torch.UntypedStorage]) -> None:
@@ -125,6 +135,12 @@ class Replay:
         args, kwargs = tree_map(fill, (op.args, op.kwargs))
         torch.set_default_dtype(op.default_dtype)
         return op.func(*args, **kwargs)
+
+    def _scratch_of(self, nbytes: int) -> torch.UntypedStorage:
+        if self._scratch.nbytes() < nbytes:
+            self._scratch = torch.UntypedStorage(0, device=self.tape.device)  # let go of the old one first
+            self._scratch = torch.UntypedStorage(nbytes, device=self.tape.device)
+        return self._scratch
 
     def _restore(self, rng: GeneratorState) -> torch.Generator | None:
         if rng.private:

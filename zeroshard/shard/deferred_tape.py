@@ -47,14 +47,8 @@ class Mark(NamedTuple):
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:
     """The mark of the storage behind `tensor`, if a tape made it."""
-    if not tensor.is_meta:
-        return None
-    return vars(tensor.untyped_storage()).get(_MARK)
-
-
-def clear_mark(tensor: torch.Tensor) -> None:
-    """Forget the tape of the storage behind `tensor`."""
-    vars(tensor.untyped_storage()).pop(_MARK, None)
+    with torch._C.DisableTorchFunction():  # while a model is being built `is_meta` says what user code should see
+        return vars(tensor.untyped_storage()).get(_MARK) if tensor.is_meta else None
 
 
 @dataclass(frozen=True, slots=True)
