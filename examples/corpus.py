@@ -21,6 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 PIECE_CHARACTERS = 4000
 HELD_OUT_EVERY = 16
 END = "<|end|>"
+LENGTH = 128
+"""Tokens in a window, so in a training sequence."""
+PROMPTS = 3
+PROMPT_WORDS = 6
 
 
 class CorpusError(Exception):
@@ -111,33 +115,64 @@ def train_tokenizer(pieces: Sequence[str], vocabulary: int) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and tokens held out, both int64 of one axis, and the size of their vocabulary."""
+    """Tokens to train on and tokens held out, both int64 of one dim, the size of their vocabulary, and a few openings
+    of held-out paragraphs for the trained model to go on from."""
 
     train: torch.Tensor
     held_out: torch.Tensor
     vocabulary: int
+    prompts: list[str]
 
 
-def prepare(files: Sequence[Path], folder: Path, vocabulary: int) -> Corpus:
-    """Reads, splits and tokenizes the text, and leaves tokenizer.json and corpus.json in `folder` for the ranks."""
+def prepare(files: Sequence[Path], vocabulary: int) -> tuple[Corpus, Tokenizer]:
+    """Reads, splits and tokenizes the text.
+
+    Raises:
+        CorpusError: a file that can't be read, or too little text.
+    """
     train, held_out = split(read_text(files))
     tokenizer = train_tokenizer(train, vocabulary)
+    corpus = Corpus(
+        train=torch.tensor(_encode(tokenizer, train)),
+        held_out=torch.tensor(_encode(tokenizer, held_out)),
+        vocabulary=tokenizer.get_vocab_size(),
+        prompts=_openings(held_out),
+    )
+    Windows(corpus.train, LENGTH)
+    Windows(corpus.held_out, LENGTH, part="the held-out part of the text")
+    return corpus, tokenizer
+
+
+def save(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
+    """Leaves corpus.json and tokenizer.json in `folder` for the ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokens = {name: _encode(tokenizer, pieces) for name, pieces in (("train", train), ("held_out", held_out))}
-    (folder / "corpus.json").write_text(json.dumps({"vocabulary": tokenizer.get_vocab_size(), **tokens}))
-    return load(folder)
+    tokens = {"train": corpus.train.tolist(), "held_out": corpus.held_out.tolist()}
+    content = {"vocabulary": corpus.vocabulary, "prompts": corpus.prompts, **tokens}
+    (folder / "corpus.json").write_text(json.dumps(content))
+
+
+def _openings(pieces: Sequence[str]) -> list[str]:
+    """The first words of paragraphs that look like prose, or of whatever there is."""
+    paragraphs = [paragraph for piece in pieces for paragraph in piece.split("\n\n")]
+    prose = [text for text in paragraphs if text[:1].isupper() and len(text.split()) > 3 * PROMPT_WORDS]
+    chosen = prose or paragraphs
+    spread = [chosen[index * len(chosen) // PROMPTS] for index in range(min(PROMPTS, len(chosen)))]
+    return [" ".join(text.split()[:PROMPT_WORDS]) for text in spread]
 
 
 def _encode(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[int]:
     end = tokenizer.token_to_id(END)
+    assert end is not None
     return [token for encoding in tokenizer.encode_batch(list(pieces)) for token in (*encoding.ids, end)]
 
 
 def load(folder: Path) -> Corpus:
-    """The corpus that `prepare` left in `folder`."""
+    """The corpus that `save` left in `folder`."""
     content = json.loads((folder / "corpus.json").read_text())
-    return Corpus(torch.tensor(content["train"]), torch.tensor(content["held_out"]), content["vocabulary"])
+    return Corpus(
+        torch.tensor(content["train"]), torch.tensor(content["held_out"]), content["vocabulary"], content["prompts"]
+    )
 
 
 class Windows:
@@ -149,11 +184,11 @@ class Windows:
         CorpusError: fewer than two windows.
     """
 
-    def __init__(self, tokens: torch.Tensor, length: int, seed: int = 0):
+    def __init__(self, tokens: torch.Tensor, length: int, seed: int = 0, part: str = "the text"):
         self.count = (len(tokens) - 1) // length - 1
         if self.count < 1:
             raise CorpusError(
-                f"the text is too short: {len(tokens)} tokens, and at least {2 * length + 1} are needed "
+                f"{part} is too short: {len(tokens)} tokens, and at least {2 * length + 1} are needed "
                 f"for windows of {length}; name more text"
             )
         self._tokens = tokens

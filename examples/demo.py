@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from corpus import CorpusError, prepare
+from corpus import CorpusError, prepare, save
 from plot import draw_losses
 
 HERE = Path(__file__).resolve().parent
@@ -33,10 +33,11 @@ class StageFailed(Exception):
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files (default: Python's own topics)")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     parser.add_argument("--nproc", type=int, default=2, help="processes")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens in the vocabulary, at most")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="tokens in the vocabulary, at most")
+    parser.add_argument("--no-stop", action="store_true", help="train in one launch, without the stop at half way")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="emptied first if a demo made it")
     args = parser.parse_args(arguments)
     if not 2 <= args.steps <= LONGEST_RUN:
@@ -48,17 +49,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def clear(out: Path) -> None:
-    """Makes an empty folder, and deletes one only where a demo has left its corpus.
+def check_out(out: Path) -> None:
+    """Lets a folder be emptied only where a demo has left its corpus.
 
     Raises:
         CorpusError: the folder holds something else.
     """
-    if out.exists():
-        if not out.is_dir() or (any(out.iterdir()) and not (out / "corpus.json").exists()):
-            raise CorpusError(f"{out} holds something that no demo made; name another folder with --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "corpus.json").exists())):
+        raise CorpusError(f"{out} holds something that no demo made; name another folder with --out")
 
 
 def say(text: str) -> None:
@@ -85,26 +83,34 @@ def run(arguments: list[str]) -> None:
 def demo(args: argparse.Namespace) -> None:
     started = time.monotonic()
     half = args.steps // 2
+    last_step = args.steps if args.no_stop else half
 
     say("text and tokenizer")
-    clear(args.out)
-    corpus = prepare(args.text, args.out, args.vocabulary)
+    check_out(args.out)
+    corpus, tokenizer = prepare(args.text, args.vocabulary)
+    if args.out.exists():
+        shutil.rmtree(args.out)
+    save(corpus, tokenizer, args.out)
     print(
         f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out, "
         f"{corpus.vocabulary:,} in the vocabulary"
     )
 
-    say(f"training on {args.nproc} processes, ZeRO-{args.stage}, to step {half} of {args.steps}")
-    launch(args, "--stop-at", str(half))
-    say(f"all processes have stopped; a new launch resumes at step {half} from {args.out / 'checkpoint'}")
-    launch(args, "--resume")
+    say(f"training on {args.nproc} processes, ZeRO-{args.stage}, to step {last_step} of {args.steps}")
+    if args.no_stop:
+        launch(args)
+    else:
+        launch(args, "--stop-at", str(half))
+        say(f"all processes have stopped; a new launch resumes at step {half} from {args.out / 'checkpoint'}")
+        launch(args, "--resume")
 
     picture = args.out / "loss.png"
-    first, last = draw_losses(args.out / "metrics.jsonl", picture, resumed_at=half)
-    say("what the model writes, loaded by transformers in a fresh process")
-    run([str(HERE / "sample.py"), str(args.out / "export")])
+    first, final = draw_losses(args.out / "metrics.jsonl", picture, resumed_at=None if args.no_stop else half)
+    say("what the model writes (the bold words are held-out text), loaded by transformers in a fresh process")
+    prompts = [word for prompt in corpus.prompts for word in ("--prompt", prompt)]
+    run([str(HERE / "sample.py"), str(args.out / "export"), *prompts])
 
-    say(f"done in {time.monotonic() - started:.0f} s: held-out loss {first:.2f} -> {last:.2f}")
+    say(f"done in {time.monotonic() - started:.0f} s: held-out loss {first:.2f} -> {final:.2f}")
     print(f"loss curve  {picture}\nweights     {args.out / 'export'}\ncheckpoint  {args.out / 'checkpoint'}")
 
 

@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from smooth import Smooth
 
-LINE_EVERY = 25
-SMOOTHING = 0.9
+LINE_EVERY = 50
 
 
 class Display:
@@ -33,7 +33,7 @@ class Display:
     def __init__(self, metrics: Path, total: int, start: int, quiet: bool):
         self._quiet = quiet
         self._total = total
-        self._smooth: float | None = None
+        self._smooth = Smooth()
         self._held_out: float | None = None
         self._console = Console(quiet=quiet, width=None if Console().is_terminal else 120)
         self._live = self._console.is_terminal and not os.environ.get("NO_COLOR") and not quiet
@@ -74,9 +74,11 @@ class Display:
             rate: learning rate of the next step.
         """
         self._write(step=step, loss=loss, tokens_per_second=tokens / seconds, seconds=seconds, lr=rate)
-        self._smooth = loss if self._smooth is None else SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
+        self._smooth.add(loss)
         held_out = "" if self._held_out is None else f"  held out {self._held_out:.3f}"
-        numbers = f"loss {self._smooth:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s  {seconds * 1000:.0f} ms/step"
+        numbers = (
+            f"loss {self._smooth.value:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s  {seconds * 1000:.0f} ms/step"
+        )
         if self._live:
             self._progress.update(self._task, completed=step, numbers=numbers)
         elif step % LINE_EVERY == 0 or step == 1 or step == self._total:
