@@ -56,7 +56,10 @@ Entries = dict[str, Entry]
 def gather_entries(
     document: Document, overrides: Mapping[str, Any] | None, table: KeyTable, problems: Problems
 ) -> Entries:
-    """All entries of a document and the caller's overrides, by canonical path. A null parameter is a value, no other is."""
+    """All entries of a document and the caller's overrides, by canonical path.
+
+    A null counts as absent, but for parameters of the optimizer and the scheduler.
+    """
     entries = _Walk(document, table, problems).entries
     if overrides:
         extra = Document(_nest(overrides, problems), OVERRIDE)
