@@ -43,7 +43,8 @@ config.zero.stage, config.batch.micro, config.origins["zero_optimization.stage"]
 ## How a config is read
 
 - The source is a dict, the path of a file, or JSON text. Comments (`//`, `/* */`, `#`) and trailing commas are allowed.
-  A key that is given twice is an error. `null` is the same as leaving the key out.
+  A key that is given twice is an error. `null` is the same as leaving the key out, but for the
+  parameters of optimizers and schedules, where it is a value.
 - `5e8` is a whole number. `"true"` is not `true`, and `"3"` is not `3`.
 - All mistakes are reported at once, each with its JSON path, its line and what to do.
 - An unknown key is an error that names the nearest known key, also when the key is right but at the wrong level.
@@ -73,7 +74,7 @@ override, `"auto"` is resolved so:
 - sizes, thresholds, dtypes, `gradient_clipping`, `overlap_comm`, `steps_per_print` and keys without effect take their
   default;
 - `betas`, `eps`, `weight_decay`, `momentum`, `warmup_min_lr` and `warmup_type` take their default;
-- `scheduler.params.warmup_max_lr` takes `optimizer.params.lr` if that is given;
+- `scheduler.params.warmup_max_lr` becomes null, which is the rate that the optimizer has;
 - `bf16.enabled` is false if `fp16.enabled` is true, and the other way round;
 - where `"auto"` is a value of the key, it is that value.
 

@@ -59,13 +59,13 @@ def test_a_trainers_config_full_of_auto_is_filled_from_its_arguments() -> None:
     assert config.optimizer is not None
     assert config.scheduler is not None
     assert dict(config.optimizer.params) | {"lr": 3e-4, "weight_decay": 0.1, "eps": 1e-8} == config.optimizer.params
-    assert config.scheduler.params["warmup_max_lr"] == 3e-4
+    assert config.scheduler.params["warmup_max_lr"] is None
     assert config.origins["optimizer.params.lr"] == "override"
     assert config.origins["zero_optimization.prefetch_bucket_size"] == "override as stage3_prefetch_bucket_size"
     assert config.origins["zero_optimization.param_persistence_threshold"].startswith("auto: default (config")
     assert config.origins["zero_optimization.reduce_bucket_size"].startswith("auto: default (config")
     assert config.origins["fp16.enabled"] == "auto: bf16.enabled is true (config)"
-    assert config.origins["scheduler.params.warmup_max_lr"] == "auto: optimizer.params.lr (config)"
+    assert config.origins["scheduler.params.warmup_max_lr"] == "auto: the optimizer's rate (config)"
     assert config.origins["train_batch_size"] == "auto: derived: 2 x 4 accumulation x 2 ranks"
 
 
@@ -77,7 +77,6 @@ def test_without_arguments_the_keys_that_nothing_resolves_are_named() -> None:
         "bf16.enabled",
         "fp16.enabled",
         "optimizer.params.lr",
-        "scheduler.params.warmup_max_lr",
         "scheduler.params.warmup_num_steps",
         "train_micro_batch_size_per_gpu:",
     }

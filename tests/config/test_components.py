@@ -83,6 +83,9 @@ def test_sgd_takes_its_own_parameters() -> None:
         (scheduler("WarmupCosineLR", total_num_steps=0), "must be a whole number of at least 1, not 0"),
         (scheduler("WarmupLR", warmup_type="cubic"), '"log" or "linear", not "cubic"'),
         (scheduler("WarmupLR", total_num_steps=3), "unknown parameter"),
+        (scheduler("WarmupLR", warmup_min_lr=None), "must be a number of at least 0, not null"),
+        (scheduler("WarmupLR", warmup_min_lr=[0, "x"]), 'must be a number of at least 0, not "x"'),
+        (optimizer("Adam", lr=None), "lr (config): must be a number of at least 0, not null"),
         (scheduler("CosineAnnealing"), 'unknown type "CosineAnnealing"'),
     ],
 )
@@ -115,9 +118,18 @@ def test_cosine_is_warmup_cosine(written: str) -> None:
     }
 
 
-def test_a_run_shorter_than_its_warm_up_warns() -> None:
-    with pytest.warns(ZeroShardWarning, match="the run ends inside the warm-up"):
-        load(**scheduler("WarmupDecayLR", total_num_steps=10))
+@pytest.mark.parametrize(("type_", "rate"), [("WarmupLR", None), ("WarmupDecayLR", 1e-3)])
+def test_the_top_of_a_warm_up_is_the_optimizers_rate_or_the_default_of_the_type(type_: str, rate: float | None) -> None:
+    total = {"total_num_steps": 2000} if type_ == "WarmupDecayLR" else {}
+    for params, expected in [
+        ({}, rate),
+        ({"warmup_max_lr": None}, None),
+        ({"warmup_max_lr": 1}, 1.0),
+        ({"warmup_max_lr": [0.1, 1]}, (0.1, 1.0)),
+    ]:
+        config = load(**scheduler(type_, **total, **params))
+        assert config.scheduler is not None
+        assert config.scheduler.params["warmup_max_lr"] == expected
 
 
 def test_the_scripts_own_optimizer_and_schedule_replace_the_configs_with_a_warning() -> None:

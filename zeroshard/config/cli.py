@@ -141,7 +141,8 @@ def _print_all(parts: list[Text | Table]) -> None:
 
 def _table(resolution: Resolution) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("key", "value", "origin", "status"):
+    table.add_column("key", no_wrap=True)
+    for heading in ("value", "origin", "status"):
         table.add_column(heading, overflow="fold")
     for setting in resolution.settings:
         style = "dim" if setting.origin.startswith(DEFAULT) else ""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from zeroshard.config.fields import Count, Flag, NonNegative, Size, exactly, one_of, real, refuse, whole
+from zeroshard.config.fields import Count, Flag, NonNegative, Size, exactly, one_of, real, real_number, refuse, whole
 from zeroshard.config.models import Section
 from zeroshard.config.problems import show
 
@@ -25,7 +25,20 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
+def _rates(value: Any) -> Any:
+    check = real_number(0)
+    return tuple(check(rate) for rate in value) if isinstance(value, list) and value else check(value)
+
+
+def _rates_or_none(value: Any) -> Any:
+    return None if value is None else _rates(value)
+
+
 Betas = Annotated[tuple[_Decay, _Decay], BeforeValidator(_pair)]
+Rates = Annotated["float | tuple[float, ...]", BeforeValidator(_rates)]
+"""One rate, or one for each parameter group."""
+RatesOrNone = Annotated["float | tuple[float, ...] | None", BeforeValidator(_rates_or_none)]
+"""The same, or None for the rate that each group has."""
 WarmupType = Annotated[Literal["log", "linear"], one_of("log", "linear")]
 
 
@@ -61,18 +74,22 @@ class SgdParams(Section):
 
 
 class WarmupLRParams(Section):
-    """From the first to the second rate over the warm-up, then constant."""
+    """From `warmup_min_lr` to `warmup_max_lr` (null: the optimizer's rate) over the warm-up, then constant.
 
-    warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative = 1e-3
+    A list gives each parameter group its rate.
+    """
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: RatesOrNone = None
     warmup_num_steps: Size = 1000
     warmup_type: WarmupType = "log"
     last_batch_iteration: Annotated[int, whole(-1)] = -1
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """WarmupLR, then linearly to 0 at `total_num_steps`."""
+    """WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
 
+    warmup_max_lr: RatesOrNone = 1e-3
     total_num_steps: Count
 
 

@@ -56,7 +56,10 @@ Entries = dict[str, Entry]
 def gather_entries(
     document: Document, overrides: Mapping[str, Any] | None, table: KeyTable, problems: Problems
 ) -> Entries:
-    """All entries of a document and the caller's overrides, by canonical path. A null counts as absent."""
+    """All entries of a document and the caller's overrides, by canonical path.
+
+    A null counts as absent, but for parameters of the optimizer and the scheduler.
+    """
     entries = _Walk(document, table, problems).entries
     if overrides:
         extra = Document(_nest(overrides, problems), OVERRIDE)
@@ -81,7 +84,7 @@ class _Walk:
             if child is None:
                 what = f"unknown key; {advice(self._table, dotted(parts), name)}"
                 self._problems.add(dotted(here), self._document.origin(here), what)
-            elif value is not None:
+            elif value is not None or _is_parameter(child):
                 self._known(value, child, here)
 
     def _known(self, value: Any, node: Node, parts: tuple[str, ...]) -> None:
@@ -110,6 +113,11 @@ class _Walk:
             what = f"given twice under two names: {show(earlier.value)} ({earlier.origin}) and {show(value)}; keep one"
             self._problems.add(path, origin, what)
         self.entries[path] = Entry(path, key, value, origin)
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a null is a value: parameters are handed to the optimizer or schedule as they are."""
+    return node.key is not None and node.key.path.endswith("params.*")
 
 
 def _nest(overrides: Mapping[str, Any], problems: Problems) -> dict[str, Any]:

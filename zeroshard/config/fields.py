@@ -58,8 +58,10 @@ def whole(low: int, high: int = LARGEST) -> BeforeValidator:
     return BeforeValidator(_whole_number(low, high))
 
 
-def real(low: float | None = None, *, above: float | None = None, below: float | None = None) -> BeforeValidator:
-    """A finite number: at least `low`, greater than `above`, less than `below`, as far as they are given."""
+def real_number(
+    low: float | None = None, *, above: float | None = None, below: float | None = None
+) -> Callable[[Any], float]:
+    """A check for a finite number: at least `low`, greater than `above`, less than `below`, as far as given."""
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("of at least", low), ("above", above), ("below", below))
@@ -78,7 +80,12 @@ def real(low: float | None = None, *, above: float | None = None, below: float |
             raise refuse(wanted, value)
         return number
 
-    return BeforeValidator(check)
+    return check
+
+
+def real(low: float | None = None, *, above: float | None = None, below: float | None = None) -> BeforeValidator:
+    """A finite number within the bounds given; see `real_number`."""
+    return BeforeValidator(real_number(low, above=above, below=below))
 
 
 def _flag(value: Any) -> bool:

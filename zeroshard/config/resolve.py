@@ -145,7 +145,6 @@ class _Resolver:
         precision = self._precision(sections)
         optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
         scheduler = self._component("scheduler", SCHEDULERS, UNBUILT_SCHEDULERS)
-        self._check_schedule(scheduler)
         self._check_momentum(optimizer)
         return Config(
             world_size=self._world_size,
@@ -297,17 +296,6 @@ class _Resolver:
         if optimizer[1]["momentum"] == 0 or optimizer[1]["dampening"] != 0:
             path = "optimizer.params.nesterov"
             self._problems.add(path, self._origin(path), "needs a momentum above 0 and a dampening of 0")
-
-    def _check_schedule(self, scheduler: tuple[str, Mapping[str, Any]] | None) -> None:
-        if scheduler is None or "total_num_steps" not in scheduler[1]:
-            return
-        total, warmup = scheduler[1]["total_num_steps"], scheduler[1]["warmup_num_steps"]
-        if total < warmup:
-            origin = self._origin("scheduler.params.warmup_num_steps")
-            self._problems.warn(
-                f"scheduler.params.total_num_steps is {total}, below warmup_num_steps {warmup} ({origin}): "
-                "the run ends inside the warm-up; lower warmup_num_steps"
-            )
 
     def settings(self, config: Config, entries: Entries) -> tuple[Setting, ...]:
         """The table: every obeyed key, and every other key that was given."""

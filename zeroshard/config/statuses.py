@@ -69,9 +69,8 @@ def resolve_autos(entries: Entries, problems: Problems) -> Entries:
             resolved[path] = entry
         elif path in _PRECISIONS:
             _resolve_precision(entry, entries, resolved, problems)
-        elif path == _MAX_LR and _given_rate(entries) is not None:
-            rate = _given_rate(entries)
-            resolved[path] = replace(entry, value=rate, origin=f"auto: optimizer.params.lr ({entry.origin})")
+        elif path == _MAX_LR:
+            resolved[path] = replace(entry, value=None, origin=f"auto: the optimizer's rate ({entry.origin})")
         elif not _has_default(entry):
             what = f'is "auto" and nothing gives it a value; write a value, or pass overrides={{{show(path)}: ...}}'
             problems.add(path, entry.origin, what)
@@ -90,11 +89,6 @@ def auto_rules(entries: Entries) -> dict[str, str]:
 
 def _has_default(entry: Entry) -> bool:
     return entry.key.auto in ("default", "derived") or ("params." in entry.path and entry.name in _DEFAULT_PARAMS)
-
-
-def _given_rate(entries: Entries) -> Any:
-    rate = entries.get("optimizer.params.lr")
-    return None if rate is None or rate.is_auto else rate.value
 
 
 def _resolve_precision(entry: Entry, entries: Entries, resolved: Entries, problems: Problems) -> None:
