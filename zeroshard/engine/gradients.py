@@ -14,6 +14,7 @@ The layout and the reduce are the same in every stage, so the sums are too. Wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -187,6 +188,8 @@ class Gradients:
         elif group.staging is not None:
             add = self._reduced[unit.index]
             launch(Stream.REDUCE, _then(lambda: _land(group.own_grad, landing, add=add)), (buffers[0],), (buffers[1],))
+        if self._streams.poisons:
+            launch(Stream.REDUCE, _then(lambda: wire.fill_(math.nan)), (), (buffers[0],))
         if slot is not None:
             self._free[slot] = self._streams.record(Stream.REDUCE)
 

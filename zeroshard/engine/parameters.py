@@ -9,6 +9,7 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from zeroshard.comm.collectives import Collectives, Pending
@@ -66,6 +67,8 @@ class Parameters:
         if self._written is not None:
             # Read after write: the shard belongs to the optimizer until its step has run on the compute stream.
             self._streams.wait(Stream.GATHER, self._written)
+        if slot is not None and self._streams.poisons:
+            self._streams.launch(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         for launch in self._launches[index]:
             self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
             self._streams.launch(Stream.GATHER, launch, reads=(("shard", index),), writes=(self._buffer(index),))
@@ -119,6 +122,9 @@ class Parameters:
         """The shards were written on the compute stream: what was gathered before is stale."""
         for unit in self._storage.units:
             self._streams.touch(writes=(("shard", unit.index),))
+            if self._streams.poisons and self._slots[unit.index] is not None:
+                self._streams.touch(writes=(self._buffer(unit.index),))
+                self._poison(unit.index)
         self._ledger.invalidate()
         self._written = self._streams.record(Stream.COMPUTE)
 
@@ -130,6 +136,10 @@ class Parameters:
         """
         for index in list(self._gathered):
             self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+
+    def _poison(self, index: int) -> None:
+        for group in self._storage.units[index].groups:
+            group.whole.fill_(math.nan)
 
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]

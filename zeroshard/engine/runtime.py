@@ -208,6 +208,7 @@ class Runtime:
             self.gradients.reduce_pending(self.units[index])
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE))
+        self.streams.touch(reads=tuple(("grad", unit.index) for unit in self.units))
 
     def after_step(self, *, changed: bool) -> None:
         """The optimizer has run: drop the gradients and gather what the next forward needs first."""

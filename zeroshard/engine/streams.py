@@ -42,7 +42,13 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """What the engine needs of a device."""
+    """What the engine needs of a device.
+
+    Attributes:
+        poisons: whether slots are to be filled with NaN when their content goes out of date (checking backends).
+    """
+
+    poisons: bool
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
@@ -59,6 +65,8 @@ class Streams(Protocol):
 
 class CudaStreams:
     """CUDA streams and events. Collectives are issued on the side streams; nothing here blocks the host."""
+
+    poisons = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,6 +130,8 @@ class QueuedStreams:
     A queue moves when its head has finished, which is looked at on every call; a blocked host keeps moving all queues,
     for another rank may be waiting for a collective that sits in one of them.
     """
+
+    poisons = False
 
     def __init__(self, waiter: HostWaiter) -> None:
         self._waiter = waiter

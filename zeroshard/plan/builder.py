@@ -7,7 +7,7 @@ state is kept, and how a step runs. Everything else (padding, slots, order) foll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
@@ -129,8 +129,8 @@ def recipe_policy(units: Sequence[UnitPlan], recipe: Recipe) -> ExecutionPolicy:
             depth = min(depth, wanted)
         if recipe.live_numel is not None:
             depth = min(depth, max(0, recipe.live_numel // typical - 1))
-    values = {**policy.__dict__, "prefetch": max(0, min(depth, MAX_PREFETCH))}
-    return ExecutionPolicy(**values)
+    cast = dtype_name(policy.cast_inputs) if policy.cast_inputs is not None else None
+    return replace(policy, prefetch=max(0, min(depth, MAX_PREFETCH)), cast_inputs=cast)
 
 
 def _persists(unit: UnitSpec, threshold: int) -> bool:
