@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -99,7 +100,8 @@ def real_randomness() -> nn.Module:
     nn.init.normal_(fourth.weight, generator=own)
     nn.init.trunc_normal_(fourth.bias, generator=own)
     fifth = nn.Linear(3, 3)
-    fifth.weight.data.copy_(torch.randn(3, 3, device="cpu"))
+    real = torch.from_numpy(np.zeros((3, 3), np.float32)).normal_()
+    fifth.weight.data.copy_(real)
     fifth.bias.data.mul_(torch.tensor(3.0, device="cpu"))
     return nn.ModuleList([first, second, third, fourth, fifth])
 
@@ -116,8 +118,9 @@ def aliases() -> nn.Module:
     model.swapped.weight.data = torch.eye(4) * 3
     both = torch.randn(6, 4)
     model.top, model.bottom = nn.Parameter(both[:2]), nn.Parameter(both[2:])
-    model.copies = nn.ModuleList(copy.deepcopy(model.replaced) for _ in range(3))
-    model.copies[1].bias.data.add_(1)
+    copies = [copy.deepcopy(model.replaced) for _ in range(3)]
+    copies[1].bias.data.add_(1)
+    model.copies = nn.ModuleList(copies)
     model.plain = torch.arange(5) * 2
     return model
 
