@@ -1,7 +1,7 @@
 """The `zeroshard` command.
 
-Torch takes seconds to import, so it and everything that needs it are imported inside the commands: `zeroshard --help`
-and a mistyped option answer at once.
+What a command needs is imported inside it: torch's launcher, or the config with its schema, takes a while to load, and
+`--help` or a mistyped option should not wait for it.
 """
 
 from __future__ import annotations
