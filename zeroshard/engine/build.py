@@ -19,7 +19,7 @@ from zeroshard.engine.storage import Storage
 from zeroshard.engine.streams import CudaStreams, QueuedStreams, Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.plan import Plan
-from zeroshard.shard.deferred import fill_in_place, is_deferred, materialize
+from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize
 
 AXES = ("dp", "shard", "replicate")
 

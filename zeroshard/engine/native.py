@@ -31,7 +31,7 @@ from zeroshard.optim.sources import Source, check_parameters, torch_source
 from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
-from zeroshard.shard.units import find_units
+from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
 OptimizerSource = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None

@@ -21,7 +21,7 @@ from torch import nn
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import Residency
 from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
-from zeroshard.shard.layout import Segment
+from zeroshard.sharding.layout import Segment
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.shard.layout import FlatLayout
+from zeroshard.sharding.layout import FlatLayout
 
 
 @dataclass(frozen=True)

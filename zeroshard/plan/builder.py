@@ -14,9 +14,9 @@ from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import dtype_name, itemsize
 from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan
-from zeroshard.shard.layout import flat_layout
-from zeroshard.shard.slots import assign_slots
-from zeroshard.shard.units import ParameterSpec, UnitSpec
+from zeroshard.sharding.layout import flat_layout
+from zeroshard.sharding.slots import assign_slots
+from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 MAX_PREFETCH = 4
 LOW_PRECISION = ("bfloat16", "float16")

@@ -23,8 +23,8 @@ from typing import Any
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
-from zeroshard.shard.layout import FlatLayout, Segment
-from zeroshard.shard.slots import SlotPlan
+from zeroshard.sharding.layout import FlatLayout, Segment
+from zeroshard.sharding.slots import SlotPlan
 
 
 class OnNonFinite(str, Enum):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
 from zeroshard.plan.program import OpKind, Program, build_programs
-from zeroshard.shard.slots import SlotLedger
+from zeroshard.sharding.slots import SlotLedger
 
 STATS_FIXED = 3
 """float64 values exchanged in each step besides one per trainable parameter: squared norm, and two for divergence."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zeroshard.errors import UsageError
-from zeroshard.shard.deferred_tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef
+from zeroshard.sharding.deferred_tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from zeroshard.shard.deferred_tape import Tape, mark_of
+from zeroshard.sharding.deferred_tape import Tape, mark_of
 
 # Calls that make a tensor from nothing.
 _FACTORIES = frozenset(

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zeroshard.errors import UsageError
-from zeroshard.shard.deferred_calls import CallWatcher
-from zeroshard.shard.deferred_replay import Replay, generator_state
-from zeroshard.shard.deferred_tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef, mark_of
+from zeroshard.sharding.deferred_calls import CallWatcher
+from zeroshard.sharding.deferred_replay import Replay, generator_state
+from zeroshard.sharding.deferred_tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef, mark_of
 
 _aten = torch.ops.aten
 

@@ -30,10 +30,10 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.shard.deferred_calls import active_tape
-from zeroshard.shard.deferred_record import Recorder
-from zeroshard.shard.deferred_replay import Replay
-from zeroshard.shard.deferred_tape import Mark, Tape, TensorRef, mark_of
+from zeroshard.sharding.deferred_calls import active_tape
+from zeroshard.sharding.deferred_record import Recorder
+from zeroshard.sharding.deferred_replay import Replay
+from zeroshard.sharding.deferred_tape import Mark, Tape, TensorRef, mark_of
 
 Sink = Callable[[str, torch.Tensor, torch.Tensor], None]
 _BORN = "_zeroshard_init"
