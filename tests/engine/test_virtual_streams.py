@@ -10,6 +10,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.streams import Event, Stream
 from zeroshard.engine.virtual_streams import HazardError, Pace, VirtualStreams
@@ -47,7 +48,7 @@ class _Patience:
     """Waits for collectives without a watchdog's explanations."""
 
     def __init__(self) -> None:
-        self._watchdog = Watchdog(None, 0, 1, zeroshard.comm.oplog.OperationLog())
+        self._watchdog = Watchdog(None, 0, 1, OperationLog())
 
     def waiting(self, pending: object) -> object:
         return self._watchdog.waiting("")

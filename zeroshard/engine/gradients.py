@@ -15,7 +15,6 @@ The layout and the reduce are the same in every stage, so the sums are too. Wher
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -177,19 +176,19 @@ class Gradients:
         self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE))
         landing = group.staging if group.staging is not None else group.own_grad
         buffers = (("wire", slot), ("grad", unit.index))
-        launch = self._streams.launch
+        launch, follow = self._streams.launch, self._streams.follow
         launch(Stream.REDUCE, lambda: collectives.reduce_scatter(landing, wire, label), (buffers[0],), buffers)
         self._reduce_replicas(unit, landing)
         if group.plan.update_axis is None:
             launch(Stream.REDUCE, lambda: collectives.all_gather(wire, landing, label), (buffers[0],), buffers)
             grad = group.grad
             assert grad is not None
-            launch(Stream.REDUCE, _then(lambda: grad.copy_(wire)), (buffers[0],), (buffers[1],))
+            follow(Stream.REDUCE, lambda: grad.copy_(wire), (buffers[0],), (buffers[1],))
         elif group.staging is not None:
             add = self._reduced[unit.index]
-            launch(Stream.REDUCE, _then(lambda: _land(group.own_grad, landing, add=add)), (buffers[0],), (buffers[1],))
+            follow(Stream.REDUCE, lambda: _land(group.own_grad, landing, add=add), (buffers[0],), (buffers[1],))
         if self._streams.poisons:
-            launch(Stream.REDUCE, _then(lambda: wire.fill_(math.nan)), (), (buffers[0],))
+            follow(Stream.REDUCE, lambda: wire.fill_(math.nan), (), (buffers[0],))
         if slot is not None:
             self._free[slot] = self._streams.record(Stream.REDUCE)
 
@@ -218,15 +217,6 @@ class Gradients:
         if unit.plan.axis == "shard":
             replicas, label = self._reduces["replicate"], unit.label
             self._streams.launch(Stream.REDUCE, lambda: replicas.all_reduce(part, label), (), (("grad", unit.index),))
-
-
-def _then(fn: Callable[[], object]) -> Callable[[], None]:
-    """`fn` as a launch that leaves nothing to wait for."""
-
-    def run() -> None:
-        fn()
-
-    return run
 
 
 def _land(grad: torch.Tensor, reduced: torch.Tensor, *, add: bool) -> None:

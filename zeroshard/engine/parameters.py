@@ -68,7 +68,7 @@ class Parameters:
             # Read after write: the shard belongs to the optimizer until its step has run on the compute stream.
             self._streams.wait(Stream.GATHER, self._written)
         if slot is not None and self._streams.poisons:
-            self._streams.launch(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
+            self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         for launch in self._launches[index]:
             self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
             self._streams.launch(Stream.GATHER, launch, reads=(("shard", index),), writes=(self._buffer(index),))

@@ -3,7 +3,8 @@
 The engine talks to this small interface, so that the same operations run on CUDA streams, on a CPU (where a stream is
 a queue of pending collectives and the closures behind them), and under the checking backend of `virtual_streams`.
 
-    launch(stream, fn)      run fn in stream order; fn may return a pending collective that the stream then waits for
+    launch(stream, fn)      start a collective in stream order
+    follow(stream, fn)      run fn, which sends nothing, in stream order
     record(stream) -> e     a point in the stream's order
     wait(stream, e)         what is launched on `stream` later runs after e
     touch(reads, writes)    compute uses buffers here (only the checking backend looks)
@@ -26,7 +27,8 @@ import torch
 from zeroshard.comm.collectives import Pending
 
 Buffers = tuple[Hashable, ...]
-Launch = Callable[[], "Pending | None"]
+Launch = Callable[[], Pending]
+Follow = Callable[[], object]
 
 
 class Stream(Enum):
@@ -51,6 +53,8 @@ class Streams(Protocol):
     poisons: bool
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None: ...
+
+    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
     def record(self, stream: Stream) -> Event: ...
 
@@ -81,9 +85,11 @@ class CudaStreams:
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
         with torch.cuda.stream(self._stream(stream)):
-            pending = fn()
-            if pending is not None:
-                pending.finish()  # orders this stream after the collective; the host goes on
+            fn().finish()  # orders this stream after the collective; the host goes on
+
+    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            fn()
 
     def record(self, stream: Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -112,10 +118,6 @@ class QueueEvent:
         self.done = done
 
 
-Item = Pending | Launch | QueueEvent
-"""What a queue holds: a running collective, a closure that has not started, a marker (own or awaited)."""
-
-
 class HostWaiter(Protocol):
     """How the host waits for a collective (see comm.waiting)."""
 
@@ -124,29 +126,55 @@ class HostWaiter(Protocol):
     def settle(self, pending: Pending, seconds: float) -> bool: ...
 
 
+class Entry:
+    """What a queue holds: a running collective, a collective or follow-up that has not started, or a marker."""
+
+    __slots__ = ("buffers", "event", "follow", "launch", "pending")
+
+    def __init__(
+        self,
+        buffers: Buffers = (),
+        *,
+        pending: Pending | None = None,
+        launch: Launch | None = None,
+        follow: Follow | None = None,
+        event: QueueEvent | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.pending, self.launch, self.follow, self.event = pending, launch, follow, event
+
+
 class QueuedStreams:
     """Streams on a CPU: collectives run on the process group's threads, what follows them waits in a queue.
 
-    A queue moves when its head has finished, which is looked at on every call; a blocked host keeps moving all queues,
-    for another rank may be waiting for a collective that sits in one of them.
+    A collective starts at once unless it touches a buffer that something in its queue still uses, or another one is
+    held back before it: peers may be waiting for it, and it must start in the same order on all ranks. A queue moves
+    when its head has finished, which is looked at on every call; a blocked host keeps moving all queues.
     """
 
     poisons = False
 
     def __init__(self, waiter: HostWaiter) -> None:
         self._waiter = waiter
-        self._queues: dict[Stream, deque[Item]] = {Stream.GATHER: deque(), Stream.REDUCE: deque()}
+        self._queues: dict[Stream, deque[Entry]] = {Stream.GATHER: deque(), Stream.REDUCE: deque()}
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
-        assert stream is not Stream.COMPUTE, "compute runs by itself"
-        self._queues[stream].append(fn)
+        queue, buffers = self._queues[stream], (*reads, *writes)
+        self._advance(stream)
+        if any(self._holds_back(entry, buffers, stream) for entry in queue):
+            queue.append(Entry(buffers, launch=fn))
+        else:
+            queue.append(Entry(buffers, pending=fn()))
+
+    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._queues[stream].append(Entry((*reads, *writes), follow=fn))
         self._advance(stream)
 
     def record(self, stream: Stream) -> QueueEvent:
         if stream is Stream.COMPUTE or not self._queues[stream]:
             return QueueEvent(stream, True)
         event = QueueEvent(stream, False)
-        self._queues[stream].append(event)
+        self._queues[stream].append(Entry(event=event))
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -156,7 +184,7 @@ class QueuedStreams:
         if stream is Stream.COMPUTE:
             self._block(event)
         elif stream is not event.stream:  # a stream runs in order: waiting for its own past is nothing
-            self._queues[stream].append(event)
+            self._queues[stream].append(Entry(event=event))
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
         pass
@@ -165,6 +193,12 @@ class QueuedStreams:
         for stream in self._queues:
             self.wait(Stream.COMPUTE, self.record(stream))
 
+    @staticmethod
+    def _holds_back(entry: Entry, buffers: Buffers, stream: Stream) -> bool:
+        if entry.launch is not None or (entry.event is not None and entry.event.stream is not stream):
+            return True
+        return any(buffer in buffers for buffer in entry.buffers)
+
     def _advance(self, stream: Stream) -> bool:
         """Run what can run without waiting; returns whether anything moved."""
         queue, moved = self._queues[stream], False
@@ -172,21 +206,21 @@ class QueuedStreams:
             moved = True
         return moved
 
-    def _step(self, queue: deque[Item], stream: Stream) -> bool:
+    def _step(self, queue: deque[Entry], stream: Stream) -> bool:
         head = queue[0]
-        if isinstance(head, QueueEvent):
-            if head.stream is not stream and not head.done:
+        if head.launch is not None:
+            head.pending, head.launch = head.launch(), None
+            return True
+        if head.pending is not None:
+            if not head.pending.is_completed():
                 return False
-            head.done = True
-        elif isinstance(head, Pending):
-            if not head.is_completed():
+            self._waiter.settle(head.pending, 0.0)  # raises what went wrong in it
+        elif head.follow is not None:
+            head.follow()
+        elif head.event is not None:
+            if head.event.stream is not stream and not head.event.done:
                 return False
-            self._waiter.settle(head, 0.0)  # raises what went wrong in it
-        else:
-            pending = head()
-            if pending is not None:
-                queue[0] = pending
-                return True
+            head.event.done = True
         queue.popleft()
         return True
 
@@ -195,17 +229,17 @@ class QueuedStreams:
             moved = [self._advance(stream) for stream in self._queues]
             if event.done or any(moved):
                 continue
-            head = self._queues[event.stream][0]
-            if isinstance(head, Pending):
-                with self._waiter.waiting(head):
-                    self._settle(head)
+            pending = self._queues[event.stream][0].pending
+            if pending is not None:
+                with self._waiter.waiting(pending):
+                    self._settle(pending)
             else:
                 time.sleep(0.0001)
 
-    def _settle(self, head: Pending) -> None:
+    def _settle(self, pending: Pending) -> None:
         """Wait for one collective; the other queues move meanwhile."""
         others_busy = sum(1 for queue in self._queues.values() if queue) > 1
-        while not self._waiter.settle(head, 0.0005 if others_busy else 0.2):
-            for stream in self._queues:
-                if self._queues[stream] and self._queues[stream][0] is not head:
+        while not self._waiter.settle(pending, 0.0005 if others_busy else 0.2):
+            for stream, queue in self._queues.items():
+                if queue and queue[0].pending is not pending:
                     self._advance(stream)

@@ -20,7 +20,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from zeroshard.engine.streams import Buffers, Event, HostWaiter, Launch, QueuedStreams, QueueEvent, Stream
+from zeroshard.engine.streams import (
+    Buffers,
+    Entry,
+    Event,
+    Follow,
+    HostWaiter,
+    Launch,
+    QueuedStreams,
+    QueueEvent,
+    Stream,
+)
 
 Clock = dict[Stream, int]
 
@@ -82,7 +92,12 @@ class VirtualStreams(QueuedStreams):
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._access(stream, reads, writes)
-        self._queues[stream].append(fn)
+        self._queues[stream].append(Entry((), launch=fn))
+        self._maybe_advance()
+
+    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._access(stream, reads, writes)
+        self._queues[stream].append(Entry((), follow=fn))
         self._maybe_advance()
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
@@ -93,7 +108,7 @@ class VirtualStreams(QueuedStreams):
         event = ClockedEvent(QueueEvent(stream, True), dict(self._clocks[stream]))
         if stream is not Stream.COMPUTE and self._queues[stream]:
             event.done = False
-            self._queues[stream].append(event)
+            self._queues[stream].append(Entry(event=event))
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
