@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from corpus import CorpusError, prepare, save
 from plot import draw_losses
 
@@ -70,11 +71,13 @@ def launch(args: argparse.Namespace, *extra: str) -> None:
         StageFailed: a rank failed.
     """
     script = [str(HERE / "gpt.py"), "--out", str(args.out), "--steps", str(args.steps), "--stage", str(args.stage)]
-    run(["-m", "zeroshard", "run", "--nproc", str(args.nproc), *script, *extra])
+    run(["-m", "zeroshard", "run", "--nproc", str(args.nproc), *script, *extra], args.nproc)
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments: list[str], ranks: int = 1) -> None:
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if torch.cuda.device_count() < ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU for each rank, or the CPU for all
     code = subprocess.run([sys.executable, *arguments], env=environment).returncode
     if code != 0:
         raise StageFailed(f"{' '.join(arguments[:4])} ended with code {code}; the first error above says why")
