@@ -75,7 +75,8 @@ def launch(args: argparse.Namespace, *extra: str) -> None:
 
 
 def run(arguments: list[str], ranks: int = 1) -> None:
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))  # installed or not
+    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if torch.cuda.device_count() < ranks:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU for each rank, or the CPU for all
     code = subprocess.run([sys.executable, *arguments], env=environment).returncode
