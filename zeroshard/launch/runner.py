@@ -45,7 +45,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # the launcher passes Ctrl-C on; it is nobody's failure
     except SystemExit as stop:
-        if stop.code not in (None, 0):
+        if stop.code in (None, 0):
+            _tell(launcher, "done")
+        else:
             _record(stop, error_file)
             _tell(launcher, "failed")
         raise
