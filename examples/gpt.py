@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from corpus import END, LENGTH, Windows, load
 from display import Display
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from zeroshard.plan.report import memory_table
 
 import zeroshard
+from zeroshard.plan.report import memory_table
 
 HELD_OUT_WINDOWS = 16
 EVALUATE_EVERY = 50
@@ -141,7 +140,7 @@ def main() -> None:
     position = 0
     if args.resume:
         _, client = engine.load_checkpoint(args.out / "checkpoint")
-        position = client["position"]
+        position = (client or {})["position"]
     last = min(args.stop_at or args.steps, args.steps)
     with Display(args.out / "metrics.jsonl", args.steps, engine.global_steps, quiet=dist.get_rank() != 0) as display:
         if not args.resume:
@@ -156,4 +155,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    main()
