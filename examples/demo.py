@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from corpus import CorpusError, prepare, save
 from plot import draw_losses
 
@@ -37,7 +38,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     parser.add_argument("--nproc", type=int, default=2, help="processes")
     parser.add_argument("--vocabulary", type=int, default=2048, help="tokens in the vocabulary, at most")
-    parser.add_argument("--no-stop", action="store_true", help="train in one launch, without the stop at half way")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="emptied first if a demo made it")
     args = parser.parse_args(arguments)
     if not 2 <= args.steps <= LONGEST_RUN:
@@ -70,11 +70,14 @@ def launch(args: argparse.Namespace, *extra: str) -> None:
         StageFailed: a rank failed.
     """
     script = [str(HERE / "gpt.py"), "--out", str(args.out), "--steps", str(args.steps), "--stage", str(args.stage)]
-    run(["-m", "zeroshard", "run", "--nproc", str(args.nproc), *script, *extra])
+    run(["-m", "zeroshard", "run", "--nproc", str(args.nproc), *script, *extra], args.nproc)
 
 
-def run(arguments: list[str]) -> None:
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+def run(arguments: list[str], ranks: int = 1) -> None:
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))  # installed or not
+    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if torch.cuda.device_count() < ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU for each rank, or the CPU for all
     code = subprocess.run([sys.executable, *arguments], env=environment).returncode
     if code != 0:
         raise StageFailed(f"{' '.join(arguments[:4])} ended with code {code}; the first error above says why")
@@ -83,7 +86,6 @@ def run(arguments: list[str]) -> None:
 def demo(args: argparse.Namespace) -> None:
     started = time.monotonic()
     half = args.steps // 2
-    last_step = args.steps if args.no_stop else half
 
     say("text and tokenizer")
     check_out(args.out)
@@ -96,21 +98,18 @@ def demo(args: argparse.Namespace) -> None:
         f"{corpus.vocabulary:,} in the vocabulary"
     )
 
-    say(f"training on {args.nproc} processes, ZeRO-{args.stage}, to step {last_step} of {args.steps}")
-    if args.no_stop:
-        launch(args)
-    else:
-        launch(args, "--stop-at", str(half))
-        say(f"all processes have stopped; a new launch resumes at step {half} from {args.out / 'checkpoint'}")
-        launch(args, "--resume")
+    say(f"training on {args.nproc} processes, ZeRO-{args.stage}, to step {half} of {args.steps}")
+    launch(args, "--stop-at", str(half))
+    say(f"all processes have stopped; a new launch resumes at step {half} from {args.out / 'checkpoint'}")
+    launch(args, "--resume")
 
     picture = args.out / "loss.png"
-    first, final = draw_losses(args.out / "metrics.jsonl", picture, resumed_at=None if args.no_stop else half)
+    first, last = draw_losses(args.out / "metrics.jsonl", picture, resumed_at=half)
     say("what the model writes (the bold words are held-out text), loaded by transformers in a fresh process")
     prompts = [word for prompt in corpus.prompts for word in ("--prompt", prompt)]
     run([str(HERE / "sample.py"), str(args.out / "export"), *prompts])
 
-    say(f"done in {time.monotonic() - started:.0f} s: held-out loss {first:.2f} -> {final:.2f}")
+    say(f"done in {time.monotonic() - started:.0f} s: held-out loss {first:.2f} -> {last:.2f}")
     print(f"loss curve  {picture}\nweights     {args.out / 'export'}\ncheckpoint  {args.out / 'checkpoint'}")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import zeroshard
+from zeroshard.plan.report import memory_table
 
 HELD_OUT_WINDOWS = 16
 EVALUATE_EVERY = 50
@@ -83,7 +83,7 @@ def held_out_loss(engine: Any, windows: torch.Tensor) -> float:
     """Mean loss over held-out windows, each rank taking an equal share."""
     rank, world = dist.get_rank(), dist.get_world_size()
     share = max(1, len(windows) // world)
-    mine = windows[(rank * share) % len(windows) :][:share]
+    mine = windows[(rank * share) % len(windows) :][:share].to(engine.device)
     engine.eval()
     loss = engine(input_ids=mine, labels=mine).loss
     engine.train()
@@ -105,16 +105,15 @@ def export(model: LlamaForCausalLM, folder: Path, tokenizer_file: Path) -> None:
     dist.barrier()
 
 
-def train(
-    engine: Any, windows: Windows, held_out: torch.Tensor, micro: int, position: int, last: int, display: Display
-) -> int:
+def train(engine: Any, windows: Windows, held_out: torch.Tensor, position: int, last: int, display: Display) -> int:
     """Trains to optimizer step `last` and gives the data position there: the count of windows consumed by all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    micro = engine.train_micro_batch_size_per_gpu()
     if engine.global_steps == 0:
         display.held_out(0, held_out_loss(engine, held_out))
     while engine.global_steps < last:
         started = time.perf_counter()
-        ids = windows.take(position + rank * micro, micro)
+        ids = windows.take(position + rank * micro, micro).to(engine.device)
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
@@ -129,7 +128,6 @@ def train(
 
 def main() -> None:
     args = parse()
-    dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
     corpus = load(args.out)
     windows = Windows(corpus.train, LENGTH, args.seed)
@@ -142,13 +140,12 @@ def main() -> None:
     position = 0
     if args.resume:
         _, client = engine.load_checkpoint(args.out / "checkpoint")
-        position = client["position"]
+        position = (client or {})["position"]
     last = min(args.stop_at or args.steps, args.steps)
     with Display(args.out / "metrics.jsonl", args.steps, engine.global_steps, quiet=dist.get_rank() != 0) as display:
         if not args.resume:
-            display.memory(engine.plan.memory_table())
-        micro = config["train_micro_batch_size_per_gpu"]
-        position = train(engine, windows, held_out, micro, position, last, display)
+            display.memory(memory_table(engine.plan))
+        position = train(engine, windows, held_out, position, last, display)
         if last < args.steps:
             engine.save_checkpoint(args.out / "checkpoint", f"step{last}", client_state={"position": position})
     if last == args.steps:
@@ -158,4 +155,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    main()

@@ -14,7 +14,7 @@ from smooth import Smooth
 TRAIN, HELD_OUT, MARK = "#2a6fbb", "#d1495b", "#666666"
 
 
-def draw_losses(metrics: Path, picture: Path, resumed_at: int | None) -> tuple[float, float]:
+def draw_losses(metrics: Path, picture: Path, resumed_at: int) -> tuple[float, float]:
     """Draws `picture` from the JSON lines of `metrics` and gives the first and the last held-out loss."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
@@ -24,16 +24,15 @@ def draw_losses(metrics: Path, picture: Path, resumed_at: int | None) -> tuple[f
     axes.plot(*zip(*train, strict=True), color=TRAIN, alpha=0.3, linewidth=0.8)
     axes.plot(*zip(*_smooth(train), strict=True), color=TRAIN, linewidth=1.8, label="train (smoothed)")
     axes.plot(*zip(*held_out, strict=True), color=HELD_OUT, marker="o", markersize=4, linewidth=1.8, label="held out")
-    if resumed_at is not None:
-        axes.axvline(resumed_at, color=MARK, linestyle="--", linewidth=1)
-        axes.annotate(
-            f"stopped and resumed at step {resumed_at}",
-            (resumed_at, axes.get_ylim()[1]),
-            xytext=(5, -12),
-            textcoords="offset points",
-            color=MARK,
-            fontsize=9,
-        )
+    axes.axvline(resumed_at, color=MARK, linestyle="--", linewidth=1)
+    axes.annotate(
+        f"stopped and resumed at step {resumed_at}",
+        (resumed_at, axes.get_ylim()[1]),
+        xytext=(5, -12),
+        textcoords="offset points",
+        color=MARK,
+        fontsize=9,
+    )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"held-out loss {held_out[0][1]:.2f} → {held_out[-1][1]:.2f}", loc="left")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.launch.launcher import script, zeroshard
 
 
@@ -108,6 +110,21 @@ def test_an_exit_status_of_the_script_is_the_launchers(tmp_path: Path) -> None:
     )
     assert status == 3
     assert re.match(r"zeroshard: rank 0 \(.*\) failed first: SystemExit: 3", said[0])
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "pass"])
+def test_a_rank_that_ends_well_before_the_others_is_not_called_dead(end: str, tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        f"""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            time.sleep(2.5)
+        {end}
+        """,
+    )
+    assert status == 0
+    assert said == []
 
 
 def test_a_restart_reports_the_failure_it_follows_and_may_end_well(tmp_path: Path) -> None:
