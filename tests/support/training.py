@@ -120,13 +120,16 @@ def train_reference(task: Task, setting: Setting, world: int, rank: int = 0) -> 
     for step in range(setting.steps):
         total: dict[str, torch.Tensor] = {}
         for member in range(world):
-            losses = []
+            losses: list[float] = []
+            own: dict[str, torch.Tensor] = {}
             for micro in range(setting.micro):
                 loss = task.loss(model, Batch(step, micro, member))
                 (loss / setting.micro).backward()
                 losses.append(float(loss.detach()))
+                _take_gradients(model, own, wide=setting.micro > 1)
             outcome.losses += losses if member == rank else []
-            _take_gradients(model, total)
+            for name, gradient in own.items():
+                total[name] = total[name] + gradient if name in total else gradient
         outcome.norms.append(_hand_over(truth, total, world, setting.clip))
         optimizer.step()
         optimizer.zero_grad()
@@ -137,12 +140,13 @@ def train_reference(task: Task, setting: Setting, world: int, rank: int = 0) -> 
     return outcome
 
 
-def _take_gradients(model: nn.Module, total: dict[str, torch.Tensor]) -> None:
-    """Add one rank's gradients, in the dtype in which they travel, and drop them."""
+def _take_gradients(model: nn.Module, total: dict[str, torch.Tensor], *, wide: bool) -> None:
+    """Add one micro-batch's gradients, in float32 where they are accumulated, and drop them."""
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        total[name] = total[name] + parameter.grad if name in total else parameter.grad
+        gradient = parameter.grad.float() if wide else parameter.grad
+        total[name] = total[name] + gradient if name in total else gradient
         parameter.grad = None
 
 
