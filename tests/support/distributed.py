@@ -37,7 +37,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "torch.distributed", "pytest", "zeroshard", "tests.support.distributed"]
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard", "tests.support.distributed"]
 
 # After the first failure the others get this long to notice by themselves: their errors are shown below the first.
 _GRACE_SECONDS = 3.0

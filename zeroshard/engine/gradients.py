@@ -55,6 +55,9 @@ class Gradients:
 
     def clear(self) -> None:
         """The gradients were consumed or dropped; the next backward starts from nothing."""
+        # Write after read: what was dropped (zero_grad, an exception) may still be on its way through a reduce, and the
+        # next backward collects into the same memory.
+        self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE))
         count = len(self._storage.units)
         self._local = [False] * count  # whole local gradients wait for a reduce
         self._reduced = [False] * count  # reduced gradients rest in grad

@@ -44,7 +44,6 @@ class ShardedGradient(torch.Tensor):
 
 def sharded_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """A stand-in with the shape, dtype and device that `parameter.grad` must have, without memory of its own."""
-    shape = parameter.shape
-    nothing = torch.empty(0 if parameter.numel() == 0 else 1, dtype=parameter.dtype, device=parameter.device)
-    data = nothing.reshape(shape) if parameter.numel() == 0 else nothing.expand(shape)
-    return data.as_subclass(ShardedGradient)
+    # A scalar, since that expands to any shape: a parameter may have no dim, or a dim of size 0.
+    nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+    return nothing.expand(parameter.shape).as_subclass(ShardedGradient)
