@@ -15,15 +15,16 @@ between stages come from there, and nothing could be known before a GPU is rente
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
 from zeroshard.errors import PlanError
-from zeroshard.plan.dtypes import itemsize
-from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
-from zeroshard.sharding.layout import FlatLayout, Segment
+from zeroshard.plan.decode import decode
+from zeroshard.plan.dtypes import dtype_name, itemsize
+from zeroshard.plan.placement import Placement, StateKind
+from zeroshard.sharding.layout import FlatLayout
 from zeroshard.sharding.slots import SlotPlan
 
 
@@ -192,64 +193,97 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Raises PlanError where the text is not a plan."""
         try:
-            return _plan_from(json.loads(text))
-        except (KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
+            plan = decode(Plan, json.loads(text))
+            _check(plan)
+        except (PlanError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a zeroshard plan: {error}") from error
+        return plan
 
     def with_policy(self, **changes: Any) -> Plan:
         """The plan with some fields of its policy replaced; for fields that don't change slots or placements."""
         return replace(self, policy=replace(self.policy, **changes))
 
 
-def _plan_from(data: dict[str, Any]) -> Plan:
-    policy = dict(data["policy"])
-    policy["on_nonfinite"] = OnNonFinite(policy["on_nonfinite"])
-    return Plan(
-        dp=data["dp"],
-        shard=data["shard"],
-        units=tuple(_unit_from(unit) for unit in data["units"]),
-        order=tuple(data["order"]),
-        policy=ExecutionPolicy(**policy),
-        gather_slots=_slots_from(data["gather_slots"]),
-        reduce_slots=_slots_from(data["reduce_slots"]),
-    )
+def _check(plan: Plan) -> None:
+    """Raises PlanError where the parts of a plan don't fit each other, as they may in one that was edited by hand."""
+    if plan.dp < 1 or plan.shard < 1 or plan.dp % plan.shard:
+        raise PlanError(f"shard {plan.shard} does not divide dp {plan.dp}")
+    names = [unit.name for unit in plan.units]
+    if names.count("") != 1 or len(set(names)) != len(names):
+        raise PlanError('units: each needs a name of its own, and one of them must be the root, ""')
+    for unit in plan.order:
+        if not 0 <= unit < len(plan.units):
+            raise PlanError(f"order names unit {unit}, but there are {len(plan.units)} units")
+    if plan.policy.prefetch < 0:
+        raise PlanError(f"policy.prefetch must not be negative, is {plan.policy.prefetch}")
+    if plan.policy.predivide == 0:
+        raise PlanError("policy.predivide must not be 0")
+    if plan.policy.cast_inputs is not None:
+        _check_dtype(plan.policy.cast_inputs, "policy.cast_inputs")
+    for index, unit in enumerate(plan.units):
+        _check_unit(plan, unit, f"units[{index}]")
+    gathered = [unit.gathered_nbytes if unit.sharded else None for unit in plan.units]
+    _check_slots(plan.gather_slots, gathered, plan.order, "gather_slots")
+    reduced = [unit.reduce_slot_nbytes or None for unit in plan.units]
+    _check_slots(plan.reduce_slots, reduced, plan.order, "reduce_slots")
 
 
-def _unit_from(data: dict[str, Any]) -> UnitPlan:
-    groups = tuple(
-        GroupPlan(
-            layout=_layout_from(group["layout"]),
-            trainable=group["trainable"],
-            param=_required(_placement_from(group["param"])),
-            wire=group["wire"],
-            staged=group["staged"],
-            update_axis=group["update_axis"],
-            grad=_placement_from(group["grad"]),
-            master=_placement_from(group["master"]),
-            moments=_placement_from(group["moments"]),
-        )
-        for group in data["groups"]
-    )
-    aliases = tuple((alias, name) for alias, name in data["aliases"])
-    return UnitPlan(data["name"], data["axis"], groups, aliases)
+def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
+    if unit.axis not in ("dp", "shard"):
+        raise PlanError(f"{path}.axis must be 'dp' or 'shard', not {unit.axis!r}")
+    for number, group in enumerate(unit.groups):
+        where = f"{path}.groups[{number}]"
+        _check_layout(group.layout, plan.axis_size(unit.axis), f"{where}.layout")
+        if group.update_axis not in (None, unit.axis):
+            raise PlanError(f"{where}.update_axis must be null or the unit's axis {unit.axis!r}")
+        for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER, StateKind.MOMENTS):
+            placement = group.placement(kind)
+            if placement is None:
+                continue
+            _check_dtype(placement.dtype, f"{where}.{kind.value}.dtype")
+            if placement.axis not in (None, unit.axis):
+                raise PlanError(f"{where}.{kind.value}.axis must be null or the unit's axis {unit.axis!r}")
+            if placement.copies < 1:
+                raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
+        if group.trainable:
+            _check_dtype(group.wire, f"{where}.wire")
+        if group.trainable != (group.grad is not None):
+            raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
 
 
-def _required(placement: Placement | None) -> Placement:
-    if placement is None:
-        raise PlanError("not a zeroshard plan: a group has no placement for its parameters")
-    return placement
+def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
+    if layout.shards != shards:
+        raise PlanError(f"{path}.shards is {layout.shards}, but the unit's axis has {shards} ranks")
+    if layout.numel < 0 or layout.numel % shards:
+        raise PlanError(f"{path}.numel {layout.numel} does not divide by {shards} ranks")
+    position = 0
+    for index, segment in enumerate(layout.segments):
+        if any(size < 0 for size in segment.shape):
+            raise PlanError(f"{path}.segments[{index}].shape {segment.shape} has a negative size")
+        if segment.offset < position or segment.end > layout.numel:
+            raise PlanError(f"{path}.segments[{index}] ({segment.name!r}) overlaps another or the end of the buffer")
+        position = segment.end
 
 
-def _placement_from(data: dict[str, Any] | None) -> Placement | None:
-    if data is None:
-        return None
-    return Placement(data["axis"], data["dtype"], Tier(data["tier"]), Residency(data["residency"]), data["copies"])
+def _check_slots(slots: SlotPlan, needed: Sequence[int | None], order: Sequence[int], path: str) -> None:
+    """`needed` is bytes per unit, None for a unit that needs no slot."""
+    if len(slots.of_unit) != len(needed):
+        raise PlanError(f"{path}.of_unit has {len(slots.of_unit)} entries for {len(needed)} units")
+    if any(nbytes < 0 for nbytes in slots.nbytes):
+        raise PlanError(f"{path}.nbytes has a negative size")
+    for unit, (slot, nbytes) in enumerate(zip(slots.of_unit, needed, strict=True)):
+        if (slot is None) != (nbytes is None):
+            raise PlanError(f"{path}.of_unit[{unit}] is {slot}, but the unit {'needs one' if nbytes else 'needs none'}")
+        if nbytes is not None and unit not in order:
+            raise PlanError(f"order leaves out unit {unit}, which must be gathered or reduced")
+        if slot is not None and not (0 <= slot < len(slots.nbytes) and slots.nbytes[slot] >= (nbytes or 0)):
+            raise PlanError(f"{path}.of_unit[{unit}] is {slot}, which is no slot of {nbytes} bytes or more")
 
 
-def _layout_from(data: dict[str, Any]) -> FlatLayout:
-    segments = tuple(Segment(item["name"], tuple(item["shape"]), item["offset"]) for item in data["segments"])
-    return FlatLayout(segments, data["numel"], data["shards"])
-
-
-def _slots_from(data: dict[str, Any]) -> SlotPlan:
-    return SlotPlan(tuple(data["nbytes"]), tuple(data["of_unit"]))
+def _check_dtype(name: str, path: str) -> None:
+    try:
+        canonical = dtype_name(name)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    if canonical != name:
+        raise PlanError(f"{path}: write {canonical!r} for {name!r}")

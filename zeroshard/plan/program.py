@@ -88,17 +88,19 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
     sequence = [unit for index, unit in enumerate(order) if index == 0 or unit != order[index - 1]]
     body = [unit for unit in sequence if unit not in root]
     last_use = {unit: index for index, unit in enumerate(body)}
-    live: dict[int, int] = {}
+    live: set[int] = set()
     ops: list[Op] = [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.GATHER, OpKind.USE)]
     issued = 0
     for index, unit in enumerate(body):
         while issued < len(body) and issued <= index + plan.policy.prefetch:
             ahead = body[issued]
             slot = slots[ahead]
-            if slot is not None and live.get(slot, ahead) != ahead:
-                break  # its slot is still in use; it is gathered once that unit is released
+            if slot in live:
+                # Its slot is in use until that unit is released. The same holds for a unit that is called again: its
+                # release may empty the slot, so a gather before it would be lost.
+                break
             if slot is not None:
-                live[slot] = ahead
+                live.add(slot)
             ops.append(Op(OpKind.GATHER, ahead))
             issued += 1
         ops.append(Op(OpKind.USE, unit))
@@ -107,7 +109,7 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
         ops.append(Op(OpKind.RELEASE, unit))
         slot = slots[unit]
         if slot is not None:
-            live.pop(slot, None)
+            live.discard(slot)
     if reduce:
         ops += [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.REDUCE, OpKind.RELEASE)]
     return tuple(ops)

@@ -57,7 +57,7 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
         selected: module paths that are to be the units instead of the ones found; what lies outside goes to the root.
 
     Raises:
-        PlanError: a selected path does not exist, is repeated, or lies inside another.
+        PlanError: a selected path does not exist, is repeated, lies inside another, or is a list of modules.
     """
     names = _check_selected(model, selected) if selected is not None else tuple(_walk(model, ""))
     owner: dict[int, set[str]] = {}
@@ -122,6 +122,11 @@ def _check_selected(model: nn.Module, selected: Sequence[str]) -> tuple[str, ...
         if not name or name not in modules:
             raise PlanError(
                 f"units: the model has no submodule {name!r}; name module paths as in model.named_modules()"
+            )
+        if isinstance(modules[name], LISTS):
+            raise PlanError(
+                f"units: {name!r} is a {type(modules[name]).__name__}, which has no forward to gather around; name the "
+                "modules in it"
             )
         outer = [other for other in selected if other != name and name.startswith(other + ".")]
         if outer:
