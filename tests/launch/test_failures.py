@@ -42,19 +42,6 @@ def test_an_exception_is_reported_first_with_its_traceback_and_once(tmp_path: Pa
     assert said[-1] == "zeroshard: ended 1 other rank"
 
 
-def test_a_script_that_exits_with_status_0_is_no_failure(tmp_path: Path) -> None:
-    status, said = _failing(
-        tmp_path,
-        """
-        import os, sys, time
-        if os.environ["RANK"] == "1":
-            time.sleep(1.5)
-        sys.exit(0)
-        """,
-    )
-    assert (status, said) == (0, [])
-
-
 def test_a_killed_rank_is_named_with_its_signal_before_the_peers_that_lost_it(tmp_path: Path) -> None:
     status, said = _failing(
         tmp_path,
