@@ -119,15 +119,6 @@ def no_block_at_all(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch.normal(3, WIDTH), () if batch.rank else ORDERED).square().mean()
 
 
-def gradient_of_the_input(model: nn.Module, batch: Batch) -> torch.Tensor:
-    x = batch.normal(3, WIDTH).requires_grad_()
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    assert x.grad is not None
-    model.zero_grad()
-    return model(x.detach() + x.grad).square().mean()
-
-
 def gradient_penalty(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Double backward: the gradient of the input's gradient."""
     x = batch.normal(3, WIDTH).requires_grad_()
@@ -165,10 +156,16 @@ FLOWS: tuple[Callable[[nn.Module, Batch], torch.Tensor], ...] = (
 )
 
 
-def _compare(rank: int, world: int, flow: Callable[[nn.Module, Batch], torch.Tensor], setting: Setting) -> None:
+def _compare(
+    rank: int,
+    world: int,
+    flow: Callable[[nn.Module, Batch], torch.Tensor],
+    setting: Setting,
+    stages: tuple[int, ...] = STAGES,
+) -> None:
     task = Task(Stack, flow)
     reference = train_reference(task, setting, world, rank)
-    for stage in STAGES:
+    for stage in stages:
         outcome = train_sharded(task, setting.at(stage), rank)
         assert_close(outcome.parameters, reference.parameters, what=f"stage {stage}")
         if setting.micro == 1:
@@ -180,9 +177,43 @@ def test_flow_trains_as_unsharded(flow: Callable[[nn.Module, Batch], torch.Tenso
     run_ranks(2, _compare, flow, Setting())
 
 
-@pytest.mark.parametrize("flow", [retained_graph, gradient_of_the_input, gradient_penalty], ids=lambda f: f.__name__)
-def test_flow_with_several_backwards_trains_as_unsharded(flow: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
-    run_ranks(2, _compare, flow, Setting(micro=2))
+def test_two_backwards_through_a_retained_graph_train_as_unsharded() -> None:
+    run_ranks(2, _compare, retained_graph, Setting(micro=2))
+
+
+def _dropped(rank: int, world: int) -> None:
+    task = Task(Stack, _output_loss)
+    expected = train_sharded(task, Setting(), rank)
+    for stage in STAGES:
+        for accumulate in (False, True):
+            model = build(task)
+            model, optimizer = zeroshard.shard(model, adamw(model), plan=stage, accumulate=accumulate)
+            assert optimizer is not None
+            for step in range(4):
+                _output_loss(model, Batch(step, 0, rank), 7.0).backward()
+                model.zero_grad()
+                optimizer.step()
+                _output_loss(model, Batch(step, 0, rank), 5.0).backward()
+                optimizer.zero_grad()
+                _output_loss(model, Batch(step, 0, rank)).backward()
+                optimizer.step()
+            assert_same(full_parameters(model), expected.parameters, f"stage {stage}, accumulate {accumulate}")
+
+
+def test_gradients_dropped_through_model_or_optimizer_are_gone() -> None:
+    run_ranks(2, _dropped)
+
+
+def _double_backward(rank: int, world: int) -> None:
+    _compare(rank, world, gradient_penalty, Setting(micro=2), (0, 1, 2))
+    model, _ = shard_task(Task(Stack, gradient_penalty), Setting(micro=2))
+    with pytest.raises(UsageError, match="create_graph"):
+        gradient_penalty(model, Batch(0, 0, rank))
+    assert torch.isfinite(_output_loss(model, Batch(0, 0, rank)))
+
+
+def test_double_backward_works_on_whole_parameters_and_is_refused_on_sharded_ones() -> None:
+    run_ranks(2, _double_backward)
 
 
 def _second_backward(rank: int, world: int) -> list[str]:

@@ -74,6 +74,12 @@ class Gradients:
         """Per trainable group and parameter: whether it got a gradient on this rank."""
         return self._fired[unit.index]
 
+    def notice_dropped(self) -> None:
+        """Forget gradients that the user dropped through the model: model.zero_grad() removes all stand-ins."""
+        members = (p for unit in self._storage.units for group in unit.trainable for p in group.parameters)
+        if self.present and all(parameter.grad is None for parameter in members):
+            self.clear()
+
     def discard_leftovers(self) -> None:
         """Before a backward: parameters carry no gradient, so that autograd hands new ones over without adding."""
         for unit in self._storage.units:

@@ -156,10 +156,17 @@ class Runtime:
             self.parameters.use(index)
 
     def _begin_backward(self) -> None:
+        if torch.is_grad_enabled() and any(unit.plan.sharded for unit in self.units):
+            # Nodes made by a backward run before any hook of the next one, on weights that nobody has gathered.
+            raise UsageError(
+                "create_graph=True (a backward through a backward) needs whole parameters, but this plan shards them: "
+                "use stage 2, or a recipe whose overrides keep the units concerned whole"
+            )
         self._backward_running = True
         self._tracker.end_pass()
         self._backward.rewind()
         self._owed.clear()
+        self.gradients.notice_dropped()
         self.gradients.discard_leftovers()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 

@@ -70,7 +70,9 @@ class Stepper:
             DivergenceError: ranks issued different collectives since the last step; nothing was updated.
         """
         runtime = self.handle.runtime
+        runtime.gradients.notice_dropped()
         if not runtime.gradients.present:
+            self.handle.last = None
             self.report = StepReport(applied=False)
             return
         statistics = self.measure()
