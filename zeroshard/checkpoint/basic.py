@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from zeroshard.engine.handle import Handle
 from zeroshard.errors import CheckpointError
-from zeroshard.optim.updates import UpdateMethod
+from zeroshard.optim.updates import StatefulUpdate
 from zeroshard.plan.plan import Plan
 
 LATEST = "latest"
@@ -32,7 +32,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 def save(
-    handle: Handle, update: UpdateMethod | None, directory: str | os.PathLike[str], tag: str, extra: Mapping[str, Any]
+    handle: Handle, update: StatefulUpdate | None, directory: str | os.PathLike[str], tag: str, extra: Mapping[str, Any]
 ) -> Path:
     """Write a checkpoint; called by all ranks. `extra` must be JSON-able and is taken from rank 0.
 
@@ -72,7 +72,7 @@ def save(
 
 
 def load(
-    handle: Handle, update: UpdateMethod | None, directory: str | os.PathLike[str], tag: str | None
+    handle: Handle, update: StatefulUpdate | None, directory: str | os.PathLike[str], tag: str | None
 ) -> tuple[Path, dict[str, Any]]:
     """Read a checkpoint into the running state; called by all ranks. Returns its folder and `extra`.
 
@@ -162,7 +162,7 @@ def _own_tensors(handle: Handle) -> dict[str, torch.Tensor]:
     return found
 
 
-def _tensors(handle: Handle, update: UpdateMethod | None) -> dict[str, torch.Tensor]:
+def _tensors(handle: Handle, update: StatefulUpdate | None) -> dict[str, torch.Tensor]:
     optimizer = {} if update is None else update.tensors()
     return {**_own_tensors(handle), **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
 

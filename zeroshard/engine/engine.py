@@ -20,10 +20,10 @@ from torch import nn
 from zeroshard.checkpoint import basic
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.native import close, stepper_of
-from zeroshard.engine.stepper import Stepper
+from zeroshard.engine.step_base import StepperBase
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.optim.updates import UpdateMethod
+from zeroshard.optim.updates import StatefulUpdate
 from zeroshard.plan.plan import Plan
 
 
@@ -59,6 +59,7 @@ class Engine(nn.Module):
         self._batch = batch
         self._manual_boundary: bool | None = None
         self._inside_no_sync = False
+        self._outcome_open = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -103,9 +104,19 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if not boundary:
             return
+        self._close_outcome(stepper)
+        self.global_steps += 1
+        self._outcome_open = True
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.global_steps += 1
+        if stepper.settled:
+            self._close_outcome(stepper)
+
+    def _close_outcome(self, stepper: StepperBase) -> None:
+        """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
+        if not self._outcome_open:
+            return
+        self._outcome_open = False
         if not stepper.report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -152,8 +163,8 @@ class Engine(nn.Module):
         return 1.0 if scaler is None else float(scaler.scale)
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        self._stepper("get_lr")
+        """Learning rate of each parameter group. Waits for the outcome of the last step."""
+        self._close_outcome(self._stepper("get_lr"))
         assert self.optimizer is not None
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -195,6 +206,8 @@ class Engine(nn.Module):
         """
         if not save_latest:
             raise UsageError("save_latest=False is not built yet")
+        if self.optimizer is not None:
+            self._close_outcome(self._stepper("save_checkpoint"))
         extra = {
             "client_state": dict(client_state or {}),
             "micro_steps": self.micro_steps,
@@ -252,14 +265,14 @@ class Engine(nn.Module):
     def _handle(self) -> Handle:
         return handle_of(self.module)
 
-    def _update(self) -> UpdateMethod | None:
+    def _update(self) -> StatefulUpdate | None:
         return None if self.optimizer is None else stepper_of(self.module).update
 
     def _scaler_state(self) -> Mapping[str, Any] | None:
         scaler = None if self.optimizer is None else stepper_of(self.module).scaler
         return None if scaler is None else scaler.state_dict()
 
-    def _stepper(self, call: str) -> Stepper:
+    def _stepper(self, call: str) -> StepperBase:
         if self.optimizer is None:
             raise UsageError(
                 f"engine.{call}: there is no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}) "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,14 +20,18 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.engine.build import build_handle
+from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
 from zeroshard.engine.handle import Handle, find_handle, handle_of
-from zeroshard.engine.stepper import Stepper
+from zeroshard.engine.step_base import StepperBase
+from zeroshard.engine.stepper import HostStepper
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
+from zeroshard.optim.rules import ADAM, ADAMW
 from zeroshard.optim.sources import Source, check_parameters, torch_source
 from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.placement import STAGES
@@ -97,9 +102,18 @@ def build_optimized(
     mark_parameters(handle)
     if source is None:
         return model, None
-    stepper = Stepper(handle, source.update(make_regions(handle, source.groups)), scaler)
+    stepper = _stepper(handle, source, scaler)
     model.__dict__[_STEPPER] = stepper
     return model, ShardedOptimizer(source.groups, source.defaults, stepper, source.name)
+
+
+def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
+    """On a GPU Adam runs without the host waiting; everything else is told by the host what to do."""
+    regions = make_regions(handle, source.groups)
+    if handle.device.type == "cuda" and source.rule in (ADAM, ADAMW) and find_spec("triton") is not None:
+        assert source.rule is not None
+        return DeviceStepper(handle, DeviceAdam(source.rule, regions, handle.device), scaler)
+    return HostStepper(handle, source.update(regions), scaler)
 
 
 def make_plan(
@@ -154,13 +168,13 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
     return regions
 
 
-def stepper_of(model: nn.Module) -> Stepper:
+def stepper_of(model: nn.Module) -> StepperBase:
     """The stepper of a model that was sharded with an optimizer."""
     found = model.__dict__.get(_STEPPER)
     if found is None:
         handle_of(model)
         raise UsageError("the model was sharded without an optimizer: nothing can be stepped; pass one to shard()")
-    assert isinstance(found, Stepper)
+    assert isinstance(found, StepperBase)
     return found
 
 

@@ -43,7 +43,7 @@ class Parameters:
         self._ledger = new_ledger(plan)
         self._free: dict[int, Event] = {}
         self._gathered: dict[int, Event] = {}
-        self._written: Event | None = None
+        self._written: dict[int, Event] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
         self._launches = [
             [self._launch(unit, group) for group in unit.groups if _travels(group)] for unit in self._storage.units
@@ -64,9 +64,9 @@ class Parameters:
         if slot is not None and slot in self._free:
             # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
             self._streams.wait(Stream.GATHER, self._free[slot])
-        if self._written is not None:
+        if index in self._written:
             # Read after write: the shard belongs to the optimizer until its step has run on the compute stream.
-            self._streams.wait(Stream.GATHER, self._written)
+            self._streams.wait(Stream.GATHER, self._written[index])
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         for launch in self._launches[index]:
@@ -119,14 +119,23 @@ class Parameters:
         self.settle()
 
     def written(self) -> None:
-        """The shards were written on the compute stream: what was gathered before is stale."""
+        """All shards were written on the compute stream: what was gathered before is stale."""
         for unit in self._storage.units:
-            self._streams.touch(writes=(("shard", unit.index),))
+            self.unit_written(unit.index)
+        self.invalidate()
+
+    def unit_written(self, index: int) -> None:
+        """A unit's shards were written on the compute stream; `invalidate` must follow before it is gathered again."""
+        self._streams.touch(writes=(("shard", index),))
+        self._written[index] = self._streams.record(Stream.COMPUTE)
+
+    def invalidate(self) -> None:
+        """What was gathered before is stale."""
+        for unit in self._storage.units:
             if self._streams.poisons and self._slots[unit.index] is not None:
                 self._streams.touch(writes=(self._buffer(unit.index),))
                 self._poison(unit.index)
         self._ledger.invalidate()
-        self._written = self._streams.record(Stream.COMPUTE)
 
     def settle(self) -> None:
         """Compute waits for every gather in flight.

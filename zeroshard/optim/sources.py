@@ -44,6 +44,7 @@ class Source:
         groups: parameter groups; the dicts are shared with the client's optimizer, so its schedulers reach ours.
         moments: state tensors per parameter.
         update: makes the update for the regions of this rank.
+        rule: our rule that computes it, None for a torch optimizer that has none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Source:
     defaults: Mapping[str, Any]
     moments: int
     update: Callable[[Sequence[Region]], UpdateMethod]
+    rule: Rule | None = None
 
 
 def rule_source(rule: Rule, parameters: Iterable[Any], hyper: Mapping[str, Any]) -> Source:
@@ -66,7 +68,7 @@ def rule_source(rule: Rule, parameters: Iterable[Any], hyper: Mapping[str, Any])
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         _fill(group, {**rule.defaults, **hyper}, rule)
     return Source(
-        rule.name, groups, {**rule.defaults, **hyper}, len(rule.state), lambda regions: FlatUpdate(rule, regions)
+        rule.name, groups, {**rule.defaults, **hyper}, len(rule.state), lambda regions: FlatUpdate(rule, regions), rule
     )
 
 
@@ -84,7 +86,8 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
     if rule is not None:
         for group in groups:
             _fill(group, rule.defaults, rule)
-        return Source(kind.__name__, groups, rule.defaults, len(rule.state), lambda regions: FlatUpdate(rule, regions))
+        moments = len(rule.state)
+        return Source(kind.__name__, groups, rule.defaults, moments, lambda regions: FlatUpdate(rule, regions), rule)
     moments = check_elementwise(optimizer, allow_untested=allow_untested)
     defaults = optimizer.defaults
     return Source(

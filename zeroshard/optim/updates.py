@@ -14,12 +14,8 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
 
 
-class UpdateMethod(Protocol):
-    """What the sharded optimizer needs of an optimizer."""
-
-    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
-        """One step: gradients times `coefficient`; parameters with `active` False are left alone, decay included."""
-        ...
+class StatefulUpdate(Protocol):
+    """An optimizer's state on this rank, as checkpoints see it."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """State of this rank by a stable name, for saving."""
@@ -34,6 +30,14 @@ class UpdateMethod(Protocol):
         ...
 
     def load_counters(self, counters: Mapping[str, Any]) -> None: ...
+
+
+class UpdateMethod(StatefulUpdate, Protocol):
+    """An optimizer that the host tells what to do."""
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        """One step: gradients times `coefficient`; parameters with `active` False are left alone, decay included."""
+        ...
 
 
 class FlatUpdate:

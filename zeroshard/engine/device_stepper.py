@@ -1,0 +1,158 @@
+"""The step without a host that waits: norm, clipping, overflow and loss scale stay on the device.
+
+    finish gradients -> squares -> small all-reduce -> [ok, norm, coefficient] -> table of scalars -> update per unit
+                                                            |
+                                                            +--> pinned memory, read at the next step
+
+What step n did is looked at when step n+1 begins (or when somebody asks): a step with inf or NaN in its gradients has
+changed nothing by then, and the loss scale has moved already. Units are updated in the order in which the next forward
+gathers them, each gather waiting only for its own unit's update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.engine.handle import Handle
+from zeroshard.engine.statistics import DIGEST_MASK
+from zeroshard.engine.step_base import StepperBase
+from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.kernels.norm import SquaredNorm
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.plan.traffic import STATS_FIXED, stats_numel
+
+
+class DeviceStepper(StepperBase):
+    """Runs steps on a GPU with Adam."""
+
+    def __init__(self, handle: Handle, update: DeviceAdam, scaler: LossScaler | None) -> None:
+        super().__init__(handle, update, scaler)
+        device = handle.device
+        self._adam = update
+        self._stats = torch.zeros(stats_numel(handle.plan), dtype=torch.float64, device=device)
+        self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
+        self._norm_of: SquaredNorm | None = None
+        self._measured = False
+        pinned = device.type == "cuda"
+        self._landing = torch.zeros(2, dtype=torch.float64, pin_memory=pinned)
+        self._landed: torch.cuda.Event | None = None
+
+    def step(self, optimizer: ShardedOptimizer) -> None:
+        """One optimizer step; errors of the one before are raised here."""
+        self.settle()
+        runtime = self.handle.runtime
+        runtime.gradients.notice_dropped()
+        if not runtime.gradients.present:
+            self._nothing_done()
+            return
+        self._measure()
+        squared, agree = self._stats[0], self._agree()
+        norm = squared.sqrt() * self._unscale()
+        ok = torch.isfinite(norm) & agree
+        limit = self._limit()
+        coefficient = self._unscale() * (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else self._unscale()
+        self._send(norm, agree)
+        active = (self._stats[STATS_FIXED:] > 0) & ok
+        self._update_units(torch.where(ok, coefficient, 0.0), active, optimizer.param_groups)
+        if self.scaler is not None:
+            self.scaler.update(~ok)
+        self._clip_once, self._measured = None, False
+        self._learn_order()
+        runtime.after_step(changed=False)
+
+    def norm(self) -> float:
+        """Norm of the averaged, unscaled gradients of the backwards since the last step. Waits for the device."""
+        self._measure()
+        return float(self._stats[0].sqrt() * self._unscale())
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the backwards since the last step."""
+        self._measured = False
+        self.handle.runtime.clear_gradients()
+
+    @property
+    def settled(self) -> bool:
+        return self._landed is None or self._landed.query()
+
+    def settle(self) -> None:
+        """Look at what the last step did; waits for it."""
+        if self._landed is None:
+            return
+        self._landed.synchronize()
+        self._landed = None
+        self._conclude()
+
+    def _measure(self) -> None:
+        """Finish the gradients and sum their statistics over the ranks, once per step."""
+        if self._measured:
+            return
+        runtime, comm = self.handle.runtime, self.handle.comm
+        runtime.finish_gradients()
+        first_replica = comm.mesh.axis("replicate").rank == 0
+        if self._norm_of is None:
+            owned = [g.own_grad for u in runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
+            self._norm_of = SquaredNorm(owned, self.handle.device)
+        self._norm_of.into(self._stats[0])
+        digest = comm.log.digest() & DIGEST_MASK
+        self._stats[1].fill_(digest)
+        self._stats[2].fill_(digest * digest)
+        self._stats[STATS_FIXED:].copy_(self._flags())
+        comm.control.wait(comm.control.all_reduce(self._stats, "(step)"))
+        self._measured = True
+
+    def _flags(self) -> torch.Tensor:
+        runtime = self.handle.runtime
+        fired = [flag for unit in runtime.units for group in runtime.gradients.fired(unit) for flag in group]
+        if all(fired):
+            return self._all_fired
+        host = torch.tensor(fired, dtype=torch.float64)
+        return host.pin_memory().to(self.handle.device, non_blocking=True) if self._landing.is_pinned() else host
+
+    def _agree(self) -> torch.Tensor:
+        return self._stats[2] * self.handle.comm.control.size == self._stats[1].square()
+
+    def _unscale(self) -> torch.Tensor:
+        factor = torch.full((), self._mean_factor(), dtype=torch.float64, device=self.handle.device)
+        return factor if self.scaler is None else factor / self.scaler.scale
+
+    def _send(self, norm: torch.Tensor, agree: torch.Tensor) -> None:
+        """Start the copy of the outcome to the host."""
+        self._landing.copy_(torch.stack([norm, agree.double()]), non_blocking=True)
+        if self._landing.is_pinned():
+            self._landed = torch.cuda.Event()
+            self._landed.record()
+        else:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """The outcome has reached the host."""
+        norm, agree = self._landing.tolist()
+        if not agree:
+            self.handle.comm.watchdog.explain_mismatch()
+        if math.isfinite(norm):
+            self._done(norm)
+        else:
+            self._skipped(norm, "a parameter that can't be told any more", None)
+
+    def _update_units(
+        self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        runtime = self.handle.runtime
+        runtime.parameters.before_write()
+        regions: dict[int, list[int]] = {}
+        position = 0
+        for unit in runtime.units:
+            regions[unit.index] = list(range(position, position + len(unit.trainable)))
+            position += len(unit.trainable)
+        with torch.no_grad():
+            self._adam.prepare(coefficient, active, groups)
+            for index in dict.fromkeys(runtime.plan.order):
+                for number in regions[index]:
+                    self._adam.apply(number)
+                runtime.parameters.unit_written(index)
+        runtime.parameters.invalidate()

@@ -1,0 +1,97 @@
+"""Adam whose decisions stay on the device: skipping, clipping, bias correction by steps that were really taken.
+
+The host launches the same kernels whatever the gradients are. One table of scalars per segment, made by a handful of
+tiny operations per step, tells the update kernel what to do; see `kernels.adam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.optim.kernels.adam import adam_kernel, adam_twin
+from zeroshard.optim.kernels.tiles import tile_table
+from zeroshard.optim.regions import Region
+from zeroshard.optim.rules import Rule
+
+
+class DeviceAdam:
+    """The update of all regions of this rank.
+
+    Args:
+        rule: ADAM or ADAMW.
+        device: where the regions are; off a GPU the PyTorch twin computes the same.
+    """
+
+    def __init__(self, rule: Rule, regions: Sequence[Region], device: torch.device) -> None:
+        self.regions = regions
+        self._rule = rule
+        self._run = adam_kernel if device.type == "cuda" else adam_twin
+        self._state = [(torch.zeros_like(r.master), torch.zeros_like(r.master)) for r in regions]
+        self._tiles = [tile_table(region.pieces, device) for region in regions]
+        group_of = [group for region in regions for group in region.hyper]
+        self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
+        self._owned = self._group_of >= 0
+        self._steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
+        self._rows = torch.zeros(len(group_of), 9, dtype=torch.float32, device=device)
+
+    def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Fill the table for one step.
+
+        Args:
+            coefficient: float64 scalar on the device that unscales, averages and clips.
+            active: bool (segments,) on the device; all False skips the step.
+            groups: hyper-parameters of each optimizer group.
+        """
+        on = active & self._owned
+        self._steps += on
+        table: torch.Tensor | None = None
+        for index, hyper in enumerate(groups):
+            rows = self._table(on, coefficient, hyper)
+            table = rows if table is None else torch.where((self._group_of == index)[:, None], rows, table)
+        if table is not None:
+            self._rows.copy_(table)
+
+    def _table(self, on: torch.Tensor, coefficient: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Tensor:
+        (beta1, beta2), lr, decay = hyper["betas"], hyper["lr"], hyper["weight_decay"]
+        steps = self._steps.clamp(min=1.0)
+        if hyper["bias_correction"]:
+            step_size = lr / (1.0 - torch.pow(beta1, steps))
+            correction = (1.0 - torch.pow(beta2, steps)).rsqrt()
+        else:
+            step_size, correction = torch.full_like(steps, lr), torch.ones_like(steps)
+        decoupled = bool(hyper["decoupled"])
+        fixed = [1.0 - lr * decay if decoupled else decay, hyper["eps"], 1.0 - beta1, beta2, 1.0 - beta2]
+        shrink, eps, one_beta1, beta, one_beta2 = (torch.full_like(steps, value) for value in fixed)
+        columns = [on.double(), coefficient.expand_as(steps), shrink, step_size, correction]
+        return torch.stack([*columns, eps, one_beta1, beta, one_beta2], dim=1)
+
+    def apply(self, number: int) -> None:
+        """Update region `number` by the prepared table."""
+        region, (first, second) = self.regions[number], self._state[number]
+        rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
+        decoupled = bool(self._rule.defaults["decoupled"])
+        self._run(
+            region.master, region.param, region.grad, first, second, self._tiles[number], rows, decoupled=decoupled
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments by the names that the host's update uses too, and the steps taken per segment."""
+        moments = {
+            f"{index}.{name}": tensor
+            for index, pair in enumerate(self._state)
+            for name, tensor in zip(self._rule.state, pair, strict=True)
+        }
+        return {**moments, "steps": self._steps}
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    def counters(self) -> dict[str, Any]:
+        return {}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        assert not counters

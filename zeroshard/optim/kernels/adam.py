@@ -1,0 +1,89 @@
+"""Adam and AdamW on a flat region in one pass: unscale, clip, decay, moments, master weights, compute-dtype copy.
+
+Bytes per parameter with bf16 compute: gradient 2 (4 in float32), master 8, moments 16, parameter 2: 28 (30). Scalars
+come from a table on the device, so the host never learns whether the step was skipped:
+
+    row of a segment: [ on | coefficient | decay | step size | 1/sqrt(correction 2) | eps | 1-beta1 | beta2 | 1-beta2 ]
+
+`decay` is 1 - lr * weight_decay where it is decoupled (arXiv:1711.05101), else weight_decay itself, added to the
+gradient. Rejected: hyper-parameters as kernel arguments, which needs a launch per parameter group and a host decision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zeroshard.optim.kernels.tiles import TILE
+
+COLUMNS = 9
+
+
+def adam_twin(
+    master: torch.Tensor,
+    param: torch.Tensor | None,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    decoupled: bool,
+) -> None:
+    """The same update in plain PyTorch: the kernel's oracle.
+
+    Args:
+        master, first, second: float32, shape (n,); `param` (n,) in compute dtype or None; `grad` (n,) in any dtype.
+        tiles: int64 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
+    """
+    for start, end, segment in tiles.tolist():
+        on, coefficient, decay, step_size, correction, eps, one_beta1, beta2, one_beta2 = rows[segment]
+        if not bool(on):
+            continue
+        cut = slice(start, end)
+        g, p = grad[cut].float() * coefficient, master[cut]
+        if decoupled:
+            p = p * decay
+        else:
+            g = g + p * decay
+        first[cut] += (g - first[cut]) * one_beta1
+        second[cut] = second[cut] * beta2 + g * g * one_beta2
+        master[cut] = p - step_size * first[cut] / (second[cut].sqrt() * correction + eps)
+        if param is not None:
+            param[cut] = master[cut].to(param.dtype)
+
+
+def adam_kernel(
+    master: torch.Tensor,
+    param: torch.Tensor | None,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    tiles: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    decoupled: bool,
+) -> None:
+    """The update as one Triton launch; arguments as `adam_twin`."""
+    if tiles.shape[0]:
+        _compiled()[(tiles.shape[0],)](
+            master,
+            param if param is not None else master,
+            grad,
+            first,
+            second,
+            tiles,
+            rows,
+            DECOUPLED=decoupled,
+            COPY=param is not None,
+            COLUMNS=COLUMNS,
+            TILE=TILE,
+            num_warps=8,
+        )
+
+
+def _compiled() -> Any:
+    from zeroshard.optim.kernels.adam_triton import adam_step
+
+    return adam_step

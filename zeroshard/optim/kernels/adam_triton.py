@@ -1,0 +1,53 @@
+"""The Triton kernel of `kernels.adam`; imported only where Triton is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def adam_step(
+    master,
+    param,
+    grad,
+    first,
+    second,
+    tiles,
+    rows,
+    DECOUPLED: tl.constexpr,
+    COPY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    start = tl.multiple_of(tl.load(tiles + tile * 3), 64)
+    end = tl.load(tiles + tile * 3 + 1)
+    row = rows + tl.load(tiles + tile * 3 + 2) * COLUMNS
+    if tl.load(row) != 0.0:
+        coefficient = tl.load(row + 1)
+        decay = tl.load(row + 2)
+        step_size = tl.load(row + 3)
+        correction = tl.load(row + 4)
+        eps = tl.load(row + 5)
+        one_beta1 = tl.load(row + 6)
+        beta2 = tl.load(row + 7)
+        one_beta2 = tl.load(row + 8)
+        index = start + tl.arange(0, TILE)
+        inside = index < end
+        g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32) * coefficient
+        p = tl.load(master + index, mask=inside, other=0.0)
+        m = tl.load(first + index, mask=inside, other=0.0)
+        v = tl.load(second + index, mask=inside, other=0.0)
+        if DECOUPLED:
+            p = p * decay
+        else:
+            g = g + p * decay
+        m = m + (g - m) * one_beta1
+        v = v * beta2 + g * g * one_beta2
+        p = p - step_size * m / (tl.sqrt_rn(v) * correction + eps)
+        tl.store(first + index, m, mask=inside)
+        tl.store(second + index, v, mask=inside)
+        tl.store(master + index, p, mask=inside)
+        if COPY:
+            tl.store(param + index, p.to(param.dtype.element_ty), mask=inside)
