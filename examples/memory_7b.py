@@ -2,8 +2,8 @@
 
     python examples/memory_7b.py [--ranks 8]
 
-The model is built on the meta device, so any other module can stand in its place. "2-byte gradients" is one backward
-per step; "fp32 accumulator" is what gradient accumulation holds unless `data_types.grad_accum_dtype` says otherwise.
+The model is built on the meta device, so any other module can stand in its place. "state" is with gradients of 2 bytes,
+one backward per step; "accumulating" is the state where gradients of several micro-batches are summed in fp32.
 GB are 1e9 bytes. Padding is counted, which is why the last digit can differ from the formulas of the papers.
 """
 
@@ -13,7 +13,6 @@ import argparse
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import zeroshard
@@ -53,17 +52,17 @@ def plan_for(model: nn.Module, stage: int, ranks: int, *, accumulate: bool) -> z
     return zeroshard.build_plan(find_units(model), recipe, dp=ranks)
 
 
-def stage_table(model: nn.Module, ranks: int) -> Table:
-    """GB of state per rank: one row per stage."""
-    table = Table(title=f"7B in bf16 with AdamW on {ranks} ranks: GB per rank")
-    for name in ("stage", "parameters", "gradients", "master", "moments", "state", "slots", "state, fp32 accumulator"):
-        table.add_column(name, justify="right")
+def stage_lines(model: nn.Module, ranks: int) -> list[str]:
+    """GB of state per rank: a heading, then a line per stage."""
+    lines = ["stage  param   grad  master  moments   state  slots  accumulating"]
     for stage in zeroshard.STAGES:
         held = state_bytes(plan_for(model, stage, ranks, accumulate=False))
         more = state_bytes(plan_for(model, stage, ranks, accumulate=True))
         sizes = (held.param, held.grad, held.master, held.moments, held.state, held.gather_slots + held.reduce_slots)
-        table.add_row(str(stage), *(f"{size / 1e9:.2f}" for size in (*sizes, more.state)))
-    return table
+        widths = (6, 6, 7, 8, 7, 6, 13)
+        cells = (f"{size / 1e9:{width}.2f}" for size, width in zip((*sizes, more.state), widths, strict=True))
+        lines.append(f"{stage:5} " + " ".join(cells))
+    return lines
 
 
 def main() -> None:
@@ -72,9 +71,8 @@ def main() -> None:
     args = parser.parse_args()
     with torch.device("meta"):
         model = Model()
-    console = Console()
-    console.print(stage_table(model, args.ranks))
-    console.print(memory_table(plan_for(model, 3, args.ranks, accumulate=False)))
+    print("\n".join(stage_lines(model, args.ranks)), end="\n\n")
+    Console().print(memory_table(plan_for(model, 3, args.ranks, accumulate=False)))
 
 
 if __name__ == "__main__":
