@@ -10,7 +10,7 @@ itself, so any number of models, submodels built by other code, and models built
 
 Rejected: patching `nn.Module.__init__` as others do (recursion in composite models, and whoever else patches it), and
 calling `reset_parameters` on a meta model (not what the constructor of most models does). The latter remains as the
-way out for a plain meta model without a tape. See docs/decisions/deferred-init.md.
+way out for a plain meta model without a tape. See docs/decisions/0009-deferred-init.md.
 """
 
 from __future__ import annotations

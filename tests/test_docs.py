@@ -1,0 +1,119 @@
+"""What the pages show runs: the README's examples and table, the blocks of the guides, the decisions' evidence."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    """The fenced blocks of a language ("" for none)."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for found, text in fenced if found == language]
+
+
+def run(*arguments: str) -> str:
+    """Run Python with these arguments as a user would in a checkout; its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def on_two_ranks(script: str | Path, tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(script if isinstance(script, str) else script.read_text())
+    return run("-m", "zeroshard", "run", "--nproc", "2", str(path))
+
+
+def without_docstring(text: str) -> str:
+    first = ast.parse(text).body[0]
+    assert first.end_lineno is not None
+    return "\n".join(text.splitlines()[first.end_lineno :]).strip()
+
+
+def test_the_two_commands_stand_at_the_top() -> None:
+    lines = README.read_text().splitlines()
+    assert lines[1].startswith("make demo")
+    assert lines[2].startswith("make test")
+
+
+@pytest.mark.parametrize(("place", "name", "most_lines"), [(0, "engine", 15), (1, "native", 12)])
+def test_the_readmes_example_is_the_file_in_examples_and_is_short(place: int, name: str, most_lines: int) -> None:
+    block = blocks(README)[place]
+    assert block.strip() == without_docstring((ROOT / "examples" / f"readme_{name}.py").read_text())
+    assert len([line for line in block.splitlines() if line.strip()]) <= most_lines
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_readmes_example_runs_on_two_ranks_that_agree(place: int, tmp_path: Path) -> None:
+    norms = re.findall(r"gradient norm ([\d.]+)", on_two_ranks(blocks(README)[place], tmp_path))
+    assert len(norms) == 2
+    assert norms[0] == norms[1]
+
+
+def test_the_readmes_memory_table_is_what_the_command_prints() -> None:
+    printed = run("examples/memory_7b.py")
+    shown = next(block for block in blocks(README, "") if block.startswith("stage"))
+    assert printed.startswith(shown)
+
+
+def test_the_readmes_claims_are_measured() -> None:
+    printed = run("-m", "zeroshard", "run", "--nproc", "2", "examples/check_claims.py")
+    rows = [line.split() for line in printed.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert len({row[1] for row in rows}) == 1, "stages differ"
+    assert all(row[2] == row[3] and row[4] == row[5] for row in rows), "the plan is not what was measured"
+
+
+@pytest.mark.parametrize("page", ["native", "engine"])
+def test_the_guides_blocks_are_a_script_that_runs(page: str, tmp_path: Path) -> None:
+    on_two_ranks("\n".join(blocks(ROOT / "docs" / f"{page}.md")), tmp_path)
+
+
+def test_the_native_guide_shows_every_public_function() -> None:
+    import zeroshard
+
+    text = "\n".join(blocks(ROOT / "docs" / "native.md"))
+    missing = [name for name in zeroshard.__all__ if name != "initialize" and f"zeroshard.{name}" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("page", "ranks"),
+    [
+        ("0002-completeness-by-creation-order", 1),
+        ("0003-slots-and-static-addresses", 1),
+        ("0005-cursor-over-flat-lists", 2),
+        ("0007-gradient-stand-in", 1),
+    ],
+)
+def test_the_evidence_of_a_decision_holds(page: str, ranks: int, tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "docs" / "decisions" / f"{page}.md")
+    if ranks == 2:
+        norms = re.findall(r"gradient norm ([\d.]+)", on_two_ranks(block, tmp_path))
+        assert len(norms) == 2
+        assert norms[0] == norms[1]
+        return
+    expected = re.search(r"print\(.*\)  # (.*)", block)
+    assert expected is not None
+    path = tmp_path / "evidence.py"
+    path.write_text(block)
+    assert run(str(path)).strip() == expected[1].partition(": ")[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), target
