@@ -70,6 +70,8 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy the communicators that the mesh made; the default process group stays."""
+        if not dist.is_initialized():
+            return  # they went with it
         groups = {id(g): g for a in self.axes for g in (a.groups.gather, a.groups.reduce, a.groups.control) if g}
         for group in groups.values():
             dist.destroy_process_group(group)

@@ -5,6 +5,7 @@ It is kept on the model itself, so several models live side by side in one proce
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,11 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.runtime import Runtime
 from zeroshard.engine.statistics import Statistics
 from zeroshard.engine.storage import Group, Unit
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.plan import Plan
 
 _ATTRIBUTE = "_zeroshard_handle"
+_LOGGER = logging.getLogger("zeroshard")
 
 
 @dataclass
@@ -72,12 +74,28 @@ class Handle:
         }
 
     def close(self) -> None:
-        """Take the hooks off the model and stop the watchdog; the parameters stay sharded."""
+        """Take the hooks off the model, stop the watchdog, destroy the communicators; the parameters stay sharded."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
-        self.comm.watchdog.close()
         self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
+        idle = self._settle()
+        self.comm.watchdog.close()
+        if idle:
+            self.comm.mesh.destroy()
+
+    def _settle(self) -> bool:
+        """Finish what is in flight; False where that can't be, for a communicator in use must not be destroyed."""
+        if self.comm.watchdog.error is not None:
+            return False
+        try:
+            self.runtime.drain()
+        except ZeroShardError as error:
+            _LOGGER.warning("closing, what was in flight could not be finished: %s", error)
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return True
 
 
 def attach(model: nn.Module, handle: Handle) -> None:

@@ -80,7 +80,7 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
         PlanError: it is not known to be element-wise, and `allow_untested` is False.
     """
     kind, groups = type(optimizer), optimizer.param_groups
-    if any(optimizer.state.values()):
+    if any(_stepped(state) for state in optimizer.state.values()):
         raise UsageError(f"the {kind.__name__} has stepped already and its state would be lost: shard before stepping")
     rule = flat_rule(optimizer)
     if rule is not None:
@@ -93,6 +93,11 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
     return Source(
         kind.__name__, groups, defaults, moments, lambda regions: TorchUpdate(kind, defaults, regions, groups)
     )
+
+
+def _stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state is more than what Adagrad's constructor already makes."""
+    return bool(state) and float(state.get("step", 1)) > 0
 
 
 def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:

@@ -5,6 +5,7 @@ Both take gradients as they rest (any dtype, summed over ranks) and one coeffici
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -106,7 +107,7 @@ class TorchUpdate:
                     members[region.hyper[index]].append(part)
         self._groups = [index for index, parts in enumerate(members) if parts]
         options = [{"params": members[index], **_options(hyper[index])} for index in self._groups]
-        self._inner = optimizer(options, **defaults) if options else None
+        self._inner = optimizer(options, **_accepted(optimizer, defaults)) if options else None
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         if self._inner is None:
@@ -153,6 +154,15 @@ def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
     if grad.dtype != torch.float32:
         grad = grad.float()
     return grad if coefficient == 1.0 else grad.mul_(coefficient)
+
+
+def _accepted(optimizer: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that the constructor takes; AdamW, for one, records some that only its base class does."""
+    names = inspect.signature(optimizer).parameters.values()
+    if any(name.kind is inspect.Parameter.VAR_KEYWORD for name in names):
+        return dict(defaults)
+    taken = {name.name for name in names}
+    return {key: value for key, value in defaults.items() if key in taken}
 
 
 def _options(hyper: Mapping[str, Any]) -> dict[str, Any]:

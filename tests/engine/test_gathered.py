@@ -1,0 +1,212 @@
+"""Whole parameters outside of a forward: read, changed by one rank, streamed, and as a state dict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.models import TIED_TRANSFORMER, WIDTH, Batch, Task, square_loss
+from tests.support.training import (
+    Setting,
+    adamw,
+    assert_close,
+    assert_same,
+    build,
+    full_parameters,
+    shard_task,
+    train_reference,
+)
+from tests.support.zoo import STRUCTURES, Stack
+from zeroshard.errors import UsageError
+
+STAGES = (0, 1, 2, 3)
+TASK = Task(Stack, square_loss)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = 1) -> None:
+    for step in range(steps):
+        square_loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _read(rank: int, world: int) -> None:
+    reference = train_reference(TASK, Setting(steps=2), world).parameters
+    for stage in STAGES:
+        model, optimizer = shard_task(TASK, Setting(plan=stage))
+        _train(model, optimizer, rank, steps=2)
+        named = dict(model.named_parameters())
+        sharded = [name for name, parameter in named.items() if parameter.numel() == 0]
+        assert bool(sharded) == (stage == 3)
+        for which in (model, list(named.values()), (p for p in named.values()), model.parameters()):
+            with zeroshard.GatheredParameters(which):
+                assert_same({name: p.detach() for name, p in named.items()}, reference, f"stage {stage}")
+            assert [name for name, parameter in named.items() if parameter.numel() == 0] == sharded
+        with zeroshard.GatheredParameters(named["outer.weight"]):
+            assert torch.equal(named["outer.weight"], reference["outer.weight"])
+        with zeroshard.GatheredParameters(None), zeroshard.GatheredParameters([], modifier_rank=0):
+            pass
+        with zeroshard.GatheredParameters([torch.ones(3), nn.Parameter(torch.ones(2)), *named.values()]):
+            assert all(parameter.numel() for parameter in named.values())
+        with zeroshard.GatheredParameters(model, enabled=False):
+            assert [name for name, parameter in named.items() if parameter.numel() == 0] == sharded
+        _train(model, optimizer, rank)  # and training goes on
+
+
+def test_reads_a_list_a_generator_a_module_a_parameter_and_nothing() -> None:
+    run_ranks(2, _read)
+
+
+def _nested(rank: int, world: int) -> None:
+    model, _ = shard_task(TASK, Setting())
+    assert isinstance(model, Stack)
+    outer, inner = model.outer.weight, model.inner.weight
+    with zeroshard.GatheredParameters(outer):
+        kept = outer.data_ptr()
+        with zeroshard.GatheredParameters([outer, inner], modifier_rank=1):
+            assert outer.data_ptr() == kept, "gathered already, so left where it is"
+            with torch.no_grad():
+                inner.fill_(rank)
+        assert outer.numel() == WIDTH * WIDTH, "still inside of the outer block"
+        assert inner.numel() == 0
+    assert outer.numel() == 0
+    assert bool((full_parameters(model)["inner.weight"] == 1).all())
+
+
+def test_nests() -> None:
+    run_ranks(2, _nested)
+
+
+def _modify(rank: int, world: int) -> None:
+    for stage in STAGES:
+        model, optimizer = shard_task(TASK, Setting(plan=stage))
+        assert isinstance(model, Stack)
+        plain = build(TASK)
+        assert isinstance(plain, Stack)
+        for changed in (model, plain):
+            expected_rank = rank if changed is model else world - 1
+            with zeroshard.GatheredParameters(changed, modifier_rank=world - 1), torch.no_grad():
+                changed.blocks[1].get_submodule("up").weight.add_(0.25 * expected_rank)  # type: ignore[operator]
+                changed.outer.bias.copy_(torch.full((WIDTH,), float(expected_rank)))
+        assert_same(full_parameters(model), dict(plain.named_parameters()), f"stage {stage}: the last rank's values")
+        plain_optimizer = adamw(plain)
+        for step in range(2):
+            square_loss(model, Batch(step, 0, rank)).backward()
+            optimizer.step()
+            for member in range(world):
+                (square_loss(plain, Batch(step, 0, member)) / world).backward()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        assert_close(full_parameters(model), dict(plain.named_parameters()), what=f"stage {stage}: trained on")
+
+
+def test_changes_of_the_modifier_rank_reach_all_ranks_and_the_training() -> None:
+    run_ranks(3, _modify)
+
+
+def _modify_bf16(rank: int, world: int) -> None:
+    """A master keeps its precision where nothing was changed."""
+    task = Task(lambda: Stack().bfloat16(), lambda m, b: m(b.normal(3, WIDTH).bfloat16()).float().square().mean())
+    for stage in STAGES:
+        model, optimizer = shard_task(task, Setting(plan=stage))
+        task.loss(model, Batch(0, 0, rank)).backward()
+        optimizer.step()
+        before = full_parameters(model)
+        parameter = dict(model.named_parameters())["outer.weight"]
+        with zeroshard.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            assert parameter.dtype is torch.bfloat16
+            parameter[0] = 3.0
+        after = full_parameters(model)
+        assert bool((after["outer.weight"][0] == 3.0).all())
+        after["outer.weight"][0] = before["outer.weight"][0]
+        assert_same(after, before, f"stage {stage}")
+
+
+def test_a_change_in_bf16_keeps_the_untouched_master() -> None:
+    run_ranks(2, _modify_bf16)
+
+
+def _fail_inside(model: Stack) -> None:
+    with zeroshard.GatheredParameters(model, modifier_rank=0), torch.no_grad():
+        model.inner.weight.zero_()
+        raise ZeroDivisionError
+
+
+def _refused(rank: int, world: int) -> None:
+    for stage in (2, 3):
+        model, optimizer = shard_task(TASK, Setting(plan=stage))
+        assert isinstance(model, Stack)
+        with pytest.raises(UsageError, match=r"'outer\.weight' was changed.*modifier_rank"):
+            with zeroshard.GatheredParameters(model), torch.no_grad():
+                model.outer.weight.add_(1.0)
+        with pytest.raises(UsageError, match="modifier_rank 2 is not one of the 2 ranks"):
+            with zeroshard.GatheredParameters(model, modifier_rank=2):
+                pass
+        with pytest.raises(ZeroDivisionError):
+            _fail_inside(model)
+        if stage == 3:
+            assert all(parameter.numel() == 0 for parameter in model.parameters())
+            assert_same(full_parameters(model), dict(build(TASK).named_parameters()), "nothing was kept")
+        _train(model, optimizer, rank)
+
+
+def test_unkept_changes_are_refused_and_an_exception_leaves_the_parameters_sharded() -> None:
+    run_ranks(2, _refused)
+
+
+class _Buffered(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+def _buffers(rank: int, world: int) -> None:
+    model = _Buffered()
+    model, _ = zeroshard.shard(model, plan=3)
+    assert isinstance(model, _Buffered)
+    with zeroshard.GatheredParameters([*model.parameters(), *model.buffers()], modifier_rank=0):
+        model.steps += 1
+    assert int(model.steps) == 4
+
+
+def test_buffers_are_left_alone() -> None:
+    run_ranks(2, _buffers)
+
+
+def _state_dicts(rank: int, world: int) -> None:
+    for name in ("embedding tied to head", "float32 norms in a bf16 model", "no element, one element, no dim"):
+        task = STRUCTURES[name]
+        plain = build(task)
+        for stage in STAGES:
+            model, _ = shard_task(task, Setting(plan=stage))
+            state = zeroshard.full_state_dict(model, master=False)
+            if rank:
+                assert state == {}
+                continue
+            assert_same(state, plain.state_dict(), name)
+            assert {key: value.dtype for key, value in state.items()} == {
+                key: value.dtype for key, value in plain.state_dict().items()
+            }
+            build(task).load_state_dict(state)
+    buffered = _Buffered()
+    state = zeroshard.full_state_dict(zeroshard.shard(buffered, plan=3)[0])
+    assert set(state) == (set() if rank else set(_Buffered().state_dict()))
+
+
+def test_full_state_dict_is_the_unsharded_one_on_rank_0() -> None:
+    run_ranks(2, _state_dicts)
+
+
+def test_tied_weights_are_streamed_once() -> None:
+    names = run_ranks(2, _names)[0]
+    assert len(names) == len(set(names))
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+
+
+def _names(rank: int, world: int) -> list[str]:
+    return [name for name, _ in zeroshard.iterate_full_parameters(shard_task(TIED_TRANSFORMER, Setting())[0])]

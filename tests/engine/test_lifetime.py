@@ -1,0 +1,178 @@
+"""What a sharded model leaves behind, and that compiled code never runs without its gathers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.models import Batch, Task, square_loss
+from tests.support.training import Setting, adamw, assert_close, build, full_parameters, shard_task, train_reference
+from tests.support.zoo import Checkpointed, Stack
+from zeroshard.engine.handle import handle_of
+from zeroshard.errors import UsageError
+
+TASK = Task(Stack, square_loss)
+
+
+def _live() -> tuple[int, int]:
+    """Live tensors of this process and their bytes."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    return len(tensors), sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _engine_once(rank: int, stage: int, close: bool) -> None:
+    model, optimizer = shard_task(TASK, Setting(plan=stage))
+    for step in range(2):
+        square_loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if close:
+        zeroshard.close(model)
+
+
+def _five_engines(rank: int, world: int, close: bool) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    counts, watchdogs, native = [], [], []
+    for stage in (3, 0, 1, 2, 3, 3):  # the first one fills what libraries cache on first use
+        _engine_once(rank, stage, close)
+        counts.append(_live())
+        torch.distributed.barrier()
+        watchdogs.append(_watchdogs())
+        native.append(len(os.listdir("/proc/self/task")))
+    return counts, watchdogs, native
+
+
+def _watchdogs() -> int:
+    return sum(thread.name == "zeroshard-watchdog" and thread.is_alive() for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
+def test_five_engines_in_one_process_leave_nothing(close: bool) -> None:
+    for counts, watchdogs, native in run_ranks(2, _five_engines, close):
+        assert len(set(counts)) == 1, counts
+        assert watchdogs == [0] * 6
+        if close:  # a model that is merely dropped can't tell when its communicators are idle
+            assert len(set(native)) == 1, native
+
+
+def _closed(rank: int, world: int) -> None:
+    model, _ = shard_task(TASK, Setting())
+    square_loss(model, Batch(0, 0, rank)).backward()
+    zeroshard.close(model)
+    zeroshard.close(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(UsageError, match="not sharded"):
+        full_parameters(model)
+
+
+def test_close_takes_the_hooks_off_and_may_be_repeated() -> None:
+    run_ranks(2, _closed)
+
+
+def _after_the_group(rank: int, world: int) -> None:
+    model, optimizer = shard_task(TASK, Setting())
+    square_loss(model, Batch(0, 0, rank)).backward()
+    optimizer.step()
+    torch.distributed.destroy_process_group()
+    zeroshard.close(model)
+
+
+def test_close_after_the_process_group_is_gone() -> None:
+    run_ranks(2, _after_the_group)
+
+
+def _twice(rank: int, world: int) -> None:
+    model, _ = shard_task(TASK, Setting())
+    with pytest.raises(UsageError, match="sharded already"):
+        zeroshard.shard(model, adamw(model))
+    square_loss(model, Batch(0, 0, rank)).backward()
+
+
+def test_sharding_twice_is_refused() -> None:
+    run_ranks(2, _twice)
+
+
+def _compile_blocks(model: nn.Module) -> None:
+    assert isinstance(model, Stack)
+    for block in model.blocks:
+        block.compile(backend="eager")
+
+
+def _compile_blocks_aot(model: nn.Module) -> None:
+    assert isinstance(model, Stack)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def _compile_whole(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+def _gathers(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, task: Task) -> tuple[int, int]:
+    """All-gathers of one training step, and of one inference, after two steps of training."""
+    log = handle_of(model).comm.log
+    for step in range(3):
+        log.reset_totals()
+        task.loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = log.totals()["all-gather"][0]
+    log.reset_totals()
+    with torch.no_grad():
+        task.loss(model, Batch(9, 0, rank))
+    return trained, log.totals().get("all-gather", (0, 0))[0]
+
+
+def _compile_orders(rank: int, world: int, compile_: Callable[[nn.Module], None], task: Task) -> None:
+    reference = train_reference(task, Setting(steps=3), world, rank)
+    plain_model, plain_optimizer = shard_task(task, Setting())
+    expected = _gathers(plain_model, plain_optimizer, rank, task)
+    for before in (True, False):
+        model = build(task)
+        if before:
+            compile_(model)
+            task.loss(model, Batch(0, 0, rank)).backward()  # compiled code exists by now, without any hook
+            model.zero_grad()
+        model, optimizer = zeroshard.shard(model, adamw(model), plan=3)
+        if not before:
+            compile_(model)
+        assert optimizer is not None
+        assert _gathers(model, optimizer, rank, task) == expected, f"compiled before: {before}"
+        assert_close(full_parameters(model), reference.parameters, what=f"compiled before: {before}")
+
+
+@pytest.mark.parametrize("compile_", [_compile_blocks, _compile_blocks_aot, _compile_whole], ids=lambda f: f.__name__)
+def test_compiling_before_or_after_sharding_gathers_the_same(compile_: Callable[[nn.Module], None]) -> None:
+    run_ranks(2, _compile_orders, compile_, TASK)
+
+
+def _checkpointed() -> nn.Module:
+    return Checkpointed(reentrant=False, segment=1)
+
+
+def test_compiled_blocks_under_checkpointing() -> None:
+    run_ranks(2, _compile_orders, _compile_blocks, Task(_checkpointed, square_loss))
+
+
+def _wrapped(rank: int, world: int) -> None:
+    """torch.compile(model) makes a wrapper: the loop calls the wrapper, zeroshard has the model."""
+    reference = train_reference(TASK, Setting(steps=3), world, rank)
+    model, optimizer = shard_task(TASK, Setting())
+    compiled = torch.compile(model, backend="eager")
+    for step in range(3):
+        square_loss(compiled, Batch(step, 0, rank)).backward()  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(full_parameters(model), reference.parameters)
+
+
+def test_the_wrapper_of_torch_compile_trains() -> None:
+    run_ranks(2, _wrapped)
