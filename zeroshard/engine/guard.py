@@ -32,8 +32,9 @@ class ShardedGradient(torch.Tensor):
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _METHODS or (name == "__get__" and owner in _READABLE):
             return super().__torch_function__(func, types, args, dict(kwargs or {}))
+        called = owner if owner.isidentifier() else name
         raise UsageError(
-            f"{owner or name}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
+            f"torch's {called}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
             "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
             "zeroshard.clip_grad_norm_(model, max_norm); to read the norm, zeroshard.get_global_grad_norm(model)"
         )

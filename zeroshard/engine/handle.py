@@ -101,7 +101,7 @@ class Handle:
 def attach(model: nn.Module, handle: Handle) -> None:
     """Remember the handle on the model. Raises UsageError when it is sharded already."""
     if _ATTRIBUTE in model.__dict__:
-        raise UsageError("this model is sharded already; build a new one, or close the first: zeroshard.unshard_hooks")
+        raise UsageError("this model is sharded already; build a new one, or call zeroshard.close(model) first")
     model.__dict__[_ATTRIBUTE] = handle
     weakref.finalize(model, handle.comm.watchdog.close)
 

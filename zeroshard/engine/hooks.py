@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -35,6 +37,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
             )
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
+    handles.append(model.register_forward_hook(_explain_failure, always_call=True))
     return handles
 
 
@@ -57,6 +60,24 @@ def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None
         runtime.post_forward(index, output)
 
     return hook
+
+
+def _explain_failure(_module: nn.Module, _args: Any, output: Any) -> None:
+    """Say in a size mismatch against an empty tensor that the parameter may be sharded just then.
+
+    torch calls this while it handles the exception of a forward; nothing else sees it before the user does.
+    """
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, (RuntimeError, IndexError)) and _mentions_nothing(str(error)):
+        error.args = (
+            f"{error}\nzeroshard: a parameter that is read outside of its unit's forward is empty. Name the module "
+            "that reads it as the unit (shard(..., units=[...])), or read it inside zeroshard.GatheredParameters",
+        )
+
+
+def _mentions_nothing(message: str) -> bool:
+    """Whether a message of torch speaks of a dim of size 0."""
+    return re.search(r"(?<![\d.])0(?![\d.])", message) is not None and "zeroshard" not in message
 
 
 def _cast_inputs(

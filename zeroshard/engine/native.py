@@ -13,11 +13,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.device_stepper import DeviceStepper
@@ -39,7 +40,33 @@ from zeroshard.plan.plan import Plan
 from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
-OptimizerSource = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerSource = OptimizerLike | None
+
+
+class ShardOptions(TypedDict, total=False):
+    """The keyword arguments of `shard`, for its overloads."""
+
+    plan: Plan | Recipe | int
+    units: Sequence[str] | None
+    shard_size: int | None
+    accumulate: bool | None
+    clip_norm: float | None
+    scaler: LossScaler | None
+    allow_untested: bool
+    device: torch.device | None
+    sync_parameters: bool
+    streams: Streams | None
+
+
+@overload
+def shard(
+    model: nn.Module, optimizer: OptimizerLike, **options: Unpack[ShardOptions]
+) -> tuple[nn.Module, ShardedOptimizer]: ...
+
+
+@overload
+def shard(model: nn.Module, optimizer: None = None, **options: Unpack[ShardOptions]) -> tuple[nn.Module, None]: ...
 
 
 def shard(
