@@ -130,7 +130,12 @@ def recipe_of(config: Config, model: nn.Module) -> Recipe:
         kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     return Recipe(
         sharding=STAGES[zero.stage],
-        precision=Precision(precision.compute if low else None, precision.communication, precision.grad_accum, kept),
+        precision=Precision(
+            param=precision.compute if low else None,
+            wire=precision.communication,
+            accumulate=precision.grad_accum,
+            keep_fp32=kept,
+        ),
         policy=policy,
         persistence_threshold=zero.param_persistence_threshold,
         persistence_budget=zero.model_persistence_threshold,
@@ -164,7 +169,7 @@ def _shard(
 ) -> ShardedOptimizer | None:
     trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     source = _source(config, client, trained)
-    plan = make_plan(model, recipe_of(config, model), None, None, source.moments if source is not None else 0)
+    plan = make_plan(model, recipe_of(config, model), source, device)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 
 

@@ -21,7 +21,7 @@ from zeroshard.engine.handle import Handle
 from zeroshard.engine.statistics import DIGEST_MASK
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.optim.device_adam import DeviceAdam
-from zeroshard.optim.kernels.norm import SquaredNorm
+from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
@@ -39,7 +39,7 @@ class DeviceStepper(StepperBase):
         self._norm_of: SquaredNorm | None = None
         self._measured = False
         pinned = device.type == "cuda"
-        self._landing = torch.zeros(2, dtype=torch.float64, pin_memory=pinned)
+        self._landing = torch.zeros(3, dtype=torch.float64, pin_memory=pinned)
         self._landed: torch.cuda.Event | None = None
 
     def step(self, optimizer: ShardedOptimizer) -> None:
@@ -94,10 +94,11 @@ class DeviceStepper(StepperBase):
         runtime, comm = self.handle.runtime, self.handle.comm
         runtime.finish_gradients()
         first_replica = comm.mesh.axis("replicate").rank == 0
+        owned = [g for u in runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
         if self._norm_of is None:
-            owned = [g.own_grad for u in runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
-            self._norm_of = SquaredNorm(owned, self.handle.device)
-        self._norm_of.into(self._stats[0])
+            shapes = [(group.own_grad.dtype, group.own_grad.numel()) for group in owned]
+            self._norm_of = SquaredNorm(shapes, self.handle.device)
+        self._norm_of.into(self._stats[0], [group.own_grad for group in owned])
         digest = comm.log.digest() & DIGEST_MASK
         self._stats[1].fill_(digest)
         self._stats[2].fill_(digest * digest)
@@ -122,7 +123,9 @@ class DeviceStepper(StepperBase):
 
     def _send(self, norm: torch.Tensor, agree: torch.Tensor) -> None:
         """Start the copy of the outcome to the host."""
-        self._landing.copy_(torch.stack([norm, agree.double()]), non_blocking=True)
+        assert self._norm_of is not None
+        outcome = torch.stack([norm, agree.double(), self._norm_of.first_bad.double()])
+        self._landing.copy_(outcome, non_blocking=True)
         if self._landing.is_pinned():
             self._landed = torch.cuda.Event()
             self._landed.record()
@@ -131,13 +134,27 @@ class DeviceStepper(StepperBase):
 
     def _conclude(self) -> None:
         """The outcome has reached the host."""
-        norm, agree = self._landing.tolist()
+        norm, agree, tile = self._landing.tolist()
         if not agree:
             self.handle.comm.watchdog.explain_mismatch()
         if math.isfinite(norm):
             self._done(norm)
         else:
-            self._skipped(norm, "a parameter that can't be told any more", None)
+            self._skipped(norm, self._culprit(int(tile)), None)
+
+    def _culprit(self, tile: int) -> str:
+        """The parameters in the first tile of gradients that is not finite, if it is on this rank."""
+        if tile >= FINITE or self._norm_of is None:
+            return "a parameter of another rank's part"
+        number, low = self._norm_of.place_of(tile)
+        group = [group for unit in self.handle.runtime.units for group in unit.trainable][number]
+        start, end = group.plan.layout.shard_range(group.rank)
+        within = [
+            group.plan.layout.segments[index].name
+            for index, piece_low, piece_end in group.plan.layout.pieces(start, end)
+            if piece_low < low + NORM_TILE and piece_end > low
+        ]
+        return " or ".join(within[:3])
 
     def _update_units(
         self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]

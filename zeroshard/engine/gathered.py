@@ -151,7 +151,7 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
     handle.runtime.drain()
     for unit in handle.runtime.units:
         for group in unit.groups:
-            part = group.master if master and group.master is not None else group.update_param
+            part = group.master_values() if master else group.update_param
             whole = part
             if group.plan.trainable and group.plan.update_axis is not None:
                 whole = gather_whole(handle, unit, group, part)

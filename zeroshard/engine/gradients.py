@@ -64,6 +64,9 @@ class Gradients:
         for unit in self._fired:
             for group in unit:
                 group[:] = [False] * len(group)
+        for unit in self._storage.units:
+            for group in unit.trainable:
+                group.drop_grad()
 
     @property
     def present(self) -> bool:
@@ -135,14 +138,14 @@ class Gradients:
     def _whole(self, group: Group) -> torch.Tensor:
         """Where whole local gradients are kept: the resting gradient, or a buffer taken when no_sync first needs it."""
         assert group.plan.grad is not None
-        assert group.grad is not None
         if group.plan.grad.axis is None:
+            assert group.grad is not None
             return group.grad
         if group.local is None:
             # Never narrower than the wire, so that no_sync is no less exact than reducing each micro-batch.
             kept, wire = torch_dtype(group.plan.grad.dtype), torch_dtype(group.plan.wire)
             dtype = kept if kept.itemsize >= wire.itemsize else wire
-            group.local = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.grad.device)
+            group.local = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.shard.device)
         return group.local
 
     def _wait_for_slot(self, unit: Unit) -> None:
@@ -183,7 +186,7 @@ class Gradients:
         # Read after write: the slot belongs to compute until the collect has run.
         self._streams.touch(writes=(("wire", slot),))
         self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE))
-        landing = group.staging if group.staging is not None else group.own_grad
+        landing = group.staging if group.staging is not None else group.take_grad()
         buffers = (("wire", slot), ("grad", unit.index))
         launch, follow = self._streams.launch, self._streams.follow
         launch(Stream.REDUCE, lambda: collectives.reduce_scatter(landing, wire, label), (buffers[0],), buffers)

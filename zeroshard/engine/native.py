@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypedDict, overload
 
@@ -20,12 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from zeroshard.engine.build import build_handle
+from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
 from zeroshard.engine.handle import Handle, find_handle, handle_of
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.stepper import HostStepper
+from zeroshard.engine.storage import Group
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.device_adam import DeviceAdam
@@ -34,6 +36,7 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW
 from zeroshard.optim.sources import Source, check_parameters, torch_source
+from zeroshard.optim.split import REMAINDER
 from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
@@ -104,9 +107,8 @@ def shard(
     if optimizer is not None:
         built = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
         source = torch_source(built, allow_untested=allow_untested)
-    made = make_plan(
-        model, plan, units, shard_size, source.moments if source else 0, accumulate=accumulate, clip_norm=clip_norm
-    )
+    device = default_device() if device is None else device
+    made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
         model, made, source, scaler=scaler, device=device, sync_parameters=sync_parameters, streams=streams
     )
@@ -137,7 +139,7 @@ def build_optimized(
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
     """On a GPU Adam runs without the host waiting; everything else is told by the host what to do."""
     regions = make_regions(handle, source.groups)
-    if handle.device.type == "cuda" and source.rule in (ADAM, ADAMW) and find_spec("triton") is not None:
+    if handle.device.type == "cuda" and _runs_on_device(source):
         assert source.rule is not None
         return DeviceStepper(handle, DeviceAdam(source.rule, regions, handle.device), scaler)
     return HostStepper(handle, source.update(regions), scaler)
@@ -146,9 +148,10 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
 def make_plan(
     model: nn.Module,
     plan: Plan | Recipe | int,
-    units: Sequence[str] | None,
-    shard_size: int | None,
-    moments: int,
+    source: Source | None,
+    device: torch.device,
+    units: Sequence[str] | None = None,
+    shard_size: int | None = None,
     *,
     accumulate: bool | None = None,
     clip_norm: float | None = None,
@@ -167,9 +170,27 @@ def make_plan(
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
         plan = Recipe(sharding=STAGES[plan])
-    recipe = dataclasses.replace(plan, moments=moments, policy=dataclasses.replace(plan.policy, **changes))
+    recipe = dataclasses.replace(
+        plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
+    )
+    if device.type == "cuda":
+        recipe = _for_device(recipe, source)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
+
+
+def _for_device(recipe: Recipe, source: Source | None) -> Recipe:
+    """On a GPU what the recipe leaves open is decided for memory: split master weights, gradients only when there."""
+    precision = recipe.precision
+    if precision.master is None and _runs_on_device(source):
+        precision = dataclasses.replace(precision, master=REMAINDER)
+    transient = True if recipe.transient_gradients is None else recipe.transient_gradients
+    return dataclasses.replace(recipe, precision=precision, transient_gradients=transient)
+
+
+def _runs_on_device(source: Source | None) -> bool:
+    """Whether the device's own Adam can run the optimizer."""
+    return source is not None and source.rule in (ADAM, ADAMW) and find_spec("triton") is not None
 
 
 def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
@@ -186,13 +207,17 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     start=group.update_range[0],
                     master=group.update_master,
                     param=group.update_param if group.master is not None else None,
-                    grad=group.update_grad,
+                    grad=partial(_update_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
                 )
             )
             first_flag += len(group.parameters)
     return regions
+
+
+def _update_grad(group: Group) -> torch.Tensor:
+    return group.update_grad
 
 
 def stepper_of(model: nn.Module) -> StepperBase:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import Residency
 from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
@@ -56,8 +57,19 @@ class Group:
 
     @property
     def update_master(self) -> torch.Tensor:
-        """The float32 parameters that this rank's optimizer step reads and writes."""
+        """What the optimizer step keeps beside (or as) the parameters: float32, or the remainder of split masters."""
         return self.update_param if self.master is None else self.master
+
+    @property
+    def split(self) -> bool:
+        """Whether master weights are the parameters and a 16-bit remainder."""
+        return self.master is not None and self.master.dtype == torch.int16
+
+    def master_values(self) -> torch.Tensor:
+        """The parameters that this rank updates, in float32 where there are master weights."""
+        if self.master is None:
+            return self.update_param
+        return join(self.update_param, self.master) if self.split else self.master
 
     @property
     def own_grad(self) -> torch.Tensor:
@@ -68,6 +80,19 @@ class Group:
             return self.grad
         start, end = self.plan.layout.shard_range(self.rank)
         return self.grad[start:end]
+
+    def take_grad(self) -> torch.Tensor:
+        """This rank's reduced gradients; allocated now where they are there between backward and step only."""
+        if self.grad is None:
+            assert self.plan.grad is not None
+            numel, dtype = self.plan.numel_per_rank(self.plan.grad), torch_dtype(self.plan.grad.dtype)
+            self.grad = torch.empty(numel, dtype=dtype, device=self.shard.device)
+        return self.own_grad
+
+    def drop_grad(self) -> None:
+        """The step has read the gradients: give back what was taken for them."""
+        if self.plan.grad is not None and self.plan.grad.residency is Residency.AROUND_USE:
+            self.grad = None
 
     @property
     def update_grad(self) -> torch.Tensor:
@@ -80,19 +105,26 @@ class Group:
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
         if self.master is not None:
             own, of_value = self._overlap(segment, *self.update_range)
-            self.master[own].copy_(flat[of_value])
+            self._write_master(own, flat[of_value].float())
         self._write_param(segment, flat)
+
+    def _write_master(self, own: slice, values: torch.Tensor) -> None:
+        assert self.master is not None
+        self.master[own].copy_(split(values.to(self.master.device))[1] if self.split else values)
 
     def write_changed(self, index: int, value: torch.Tensor) -> None:
         """As `write` from a compute-dtype value, but master weights keep their precision where nothing changed."""
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
         if self.master is not None:
             own, of_value = self._overlap(segment, *self.update_range)
-            master, new = self.master[own], flat[of_value]
-            master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+            old, new = self.master_values()[own], flat[of_value]
+            kept = torch.where(self.update_param[own] == new, old, new.float())
+            self._write_master(own, kept)
         self._write_param(segment, flat)
 
     def _write_param(self, segment: Segment, flat: torch.Tensor) -> None:
+        if self.split and flat.dtype != self.whole.dtype:
+            flat = split(flat.float())[0]  # rounded as its master weights are
         if self.plan.param.axis is None:
             self.whole[segment.offset : segment.end].copy_(flat)
         else:
@@ -168,7 +200,7 @@ class Storage:
         if plan.master is not None:
             start, end = group.update_range
             group.master = torch.zeros(end - start, dtype=torch_dtype(plan.master.dtype), device=self.device)
-        if plan.grad is not None:
+        if plan.grad is not None and plan.grad.residency is Residency.RESIDENT:
             numel = plan.numel_per_rank(plan.grad)
             group.grad = torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
         for index, parameter in enumerate(members):

@@ -29,7 +29,9 @@ class DeviceAdam:
         self.regions = regions
         self._rule = rule
         self._run = adam_kernel if device.type == "cuda" else adam_twin
-        self._state = [(torch.zeros_like(r.master), torch.zeros_like(r.master)) for r in regions]
+        self._state = [
+            tuple(torch.zeros_like(region.master, dtype=torch.float32) for _ in rule.state) for region in regions
+        ]
         self._tiles = [tile_table(region.pieces, device) for region in regions]
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
@@ -74,7 +76,7 @@ class DeviceAdam:
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
         decoupled = bool(self._rule.defaults["decoupled"])
         self._run(
-            region.master, region.param, region.grad, first, second, self._tiles[number], rows, decoupled=decoupled
+            region.master, region.param, region.grad(), first, second, self._tiles[number], rows, decoupled=decoupled
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ Padding inside a run is updated along: its gradients are zero and its values sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,9 @@ class Region:
     Attributes:
         label: unit and dtype, for messages.
         layout, start: the group's layout and the element at which this region begins.
-        master: float32 parameters; `param` the compute-dtype copy to refresh, None where they are the same.
+        master: float32 parameters, or the int16 remainder of split ones; `param` the compute-dtype parameters to
+            refresh, None where they are the master themselves.
+        grad: gives the reduced gradients; they may be at another place in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
     """
@@ -42,7 +44,7 @@ class Region:
     start: int
     master: torch.Tensor
     param: torch.Tensor | None
-    grad: torch.Tensor
+    grad: Callable[[], torch.Tensor]
     first_flag: int
     hyper: Sequence[int]
 

@@ -47,7 +47,7 @@ class FlatUpdate:
     def __init__(self, rule: Rule, regions: Sequence[Region]) -> None:
         self._rule = rule
         self._regions = regions
-        self._state = [[torch.zeros_like(region.master) for _ in rule.state] for region in regions]
+        self._state = [[torch.zeros_like(region.master, dtype=torch.float32) for _ in rule.state] for region in regions]
         self._steps = [[0] * len(region.layout.segments) for region in regions]
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
@@ -56,7 +56,7 @@ class FlatUpdate:
             runs = region.runs(on, steps)
             for run in runs:
                 cut = slice(run.start, run.end)
-                grad = scaled(region.grad[cut], coefficient)
+                grad = scaled(region.grad()[cut], coefficient)
                 pieces = [moment[cut] for moment in state]
                 self._rule.update(region.master[cut], grad, pieces, hyper[run.hyper], run.step)
                 if region.param is not None:
@@ -116,7 +116,7 @@ class TorchUpdate:
             group.update(_options(hyper[index]))
         for region, index, low, high, part in self._slices:
             on = active[region.first_flag + index]
-            part.grad = scaled(region.grad[low:high], coefficient) if on else None
+            part.grad = scaled(region.grad()[low:high], coefficient) if on else None
         self._inner.step()
         for region, _, low, high, part in self._slices:
             if region.param is not None and part.grad is not None:

@@ -30,12 +30,15 @@ class Precision:
         param: compute dtype of floating parameters; None keeps each parameter's own.
         wire: dtype of gradients on the wire; None takes the compute dtype.
         accumulate: dtype of gradients between micro-batches; None means float32.
+        master: dtype of master weights: 'float32', or 'int16' for the remainder beside bfloat16 parameters (see
+            optim.split); None lets the caller choose, and is float32 here.
         keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
     """
 
     param: str | None = None
     wire: str | None = None
     accumulate: str | None = None
+    master: str | None = None
     keep_fp32: tuple[str, ...] = ()
 
 
@@ -51,6 +54,8 @@ class Recipe:
         moments: optimizer state tensors per parameter (Adam 2, SGD with momentum 1).
         persistence_threshold: a sharded unit whose parameters all have at most this many elements stays gathered.
         persistence_budget: elements that may stay gathered for that reason.
+        transient_gradients: sharded gradients of one micro-batch take memory from backward to step only; None lets the
+            caller choose, and is False here.
         prefetch_numel, live_numel: elements gathered ahead of use, and gathered at any time.
     """
 
@@ -61,6 +66,7 @@ class Recipe:
     moments: int = 2
     persistence_threshold: int = 0
     persistence_budget: int = 2**63 - 1
+    transient_gradients: bool | None = None
     prefetch_numel: int | None = None
     live_numel: int | None = None
 
@@ -156,6 +162,13 @@ def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> Un
     return UnitPlan(unit.name, row.axis, groups, unit.aliases)
 
 
+def _master_dtype(dtype: str, precision: Precision) -> str:
+    kept = precision.master or "float32"
+    if kept not in ("float32", "int16"):
+        raise PlanError(f"master weights in {kept}: use 'float32', or 'int16' (the remainder beside bfloat16)")
+    return kept if dtype == "bfloat16" else "float32"
+
+
 def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
     if not parameter.dtype.is_floating_point:
         raise PlanError(
@@ -184,10 +197,11 @@ def _group_plan(
     # A group that computes in float32 is never rounded on the wire unless the recipe says so.
     wire = dtype_name(precision.wire) if precision.wire else dtype
     kept = dtype_name(precision.accumulate or "float32") if recipe.policy.accumulate else wire
-    grad = Placement(row.placed(row.grad), kept)
+    transient = bool(recipe.transient_gradients) and row.grad and not recipe.policy.accumulate and kept == wire
+    grad = Placement(row.placed(row.grad), kept, residency=Residency.AROUND_USE if transient else Residency.RESIDENT)
     state_axis = row.placed(row.state)
     needs_slot = row.grad or kept != wire
-    master = Placement(state_axis, "float32") if dtype in LOW_PRECISION else None
+    master = Placement(state_axis, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
     moments = Placement(state_axis, "float32", copies=recipe.moments) if recipe.moments else None
     return GroupPlan(
         layout,

@@ -13,6 +13,10 @@ _DTYPES = {
 }
 
 
+_STORED = {**_DTYPES, "int16": torch.int16}
+"""Dtypes of stored state: also the remainder of split master weights."""
+
+
 def dtype_name(dtype: torch.dtype | str) -> str:
     """The plan's name of a dtype ('float32', 'bfloat16', ...); short forms such as 'bf16' are accepted."""
     name = str(dtype).removeprefix("torch.")
@@ -24,9 +28,9 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a plan's dtype name."""
-    return _DTYPES[name]
+    return _STORED[name]
 
 
 def itemsize(name: str) -> int:
     """Bytes per element."""
-    return _DTYPES[name].itemsize
+    return _STORED[name].itemsize

@@ -1,7 +1,8 @@
 """Adam and AdamW on a flat region in one pass: unscale, clip, decay, moments, master weights, compute-dtype copy.
 
-Bytes per parameter with bf16 compute: gradient 2 (4 in float32), master 8, moments 16, parameter 2: 28 (30). Scalars
-come from a table on the device, so the host never learns whether the step was skipped:
+Bytes per parameter with bf16 compute: gradient 2 (4 in float32), master 8, moments 16, parameter 2: 28 (30); with
+split master weights parameter 4 and remainder 4 instead: 26 (28). Scalars come from a table on the device, so the host
+never learns whether the step was skipped:
 
     row of a segment: [ on | coefficient | decay | step size | 1/sqrt(correction 2) | eps | 1-beta1 | beta2 | 1-beta2 ]
 
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 
 from zeroshard.optim.kernels.tiles import TILE
+from zeroshard.optim.split import join, split
 
 COLUMNS = 9
+WARPS = 8
 
 
 def adam_twin(
@@ -34,24 +37,30 @@ def adam_twin(
     """The same update in plain PyTorch: the kernel's oracle.
 
     Args:
-        master, first, second: float32, shape (n,); `param` (n,) in compute dtype or None; `grad` (n,) in any dtype.
+        master: float32 (n,), or int16 (n,) where it is the remainder beside a bfloat16 `param`.
+        first, second: float32, shape (n,); `param` (n,) in compute dtype or None; `grad` (n,) in any dtype.
         tiles: int64 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
     """
+    values = join(param, master) if master.dtype == torch.int16 and param is not None else master
     for start, end, segment in tiles.tolist():
         on, coefficient, decay, step_size, correction, eps, one_beta1, beta2, one_beta2 = rows[segment]
         if not bool(on):
             continue
         cut = slice(start, end)
-        g, p = grad[cut].float() * coefficient, master[cut]
+        g, p = grad[cut].float() * coefficient, values[cut]
         if decoupled:
             p = p * decay
         else:
             g = g + p * decay
         first[cut] += (g - first[cut]) * one_beta1
         second[cut] = second[cut] * beta2 + g * g * one_beta2
-        master[cut] = p - step_size * first[cut] / (second[cut].sqrt() * correction + eps)
+        p = p - step_size * first[cut] / (second[cut].sqrt() * correction + eps)
+        if param is not None and master.dtype == torch.int16:
+            param[cut], master[cut] = split(p)
+            continue
+        master[cut] = p
         if param is not None:
-            param[cut] = master[cut].to(param.dtype)
+            param[cut] = p.to(param.dtype)
 
 
 def adam_kernel(
@@ -77,9 +86,10 @@ def adam_kernel(
             rows,
             DECOUPLED=decoupled,
             COPY=param is not None,
+            SPLIT=master.dtype == torch.int16,
             COLUMNS=COLUMNS,
             TILE=TILE,
-            num_warps=8,
+            num_warps=WARPS,
         )
 
 

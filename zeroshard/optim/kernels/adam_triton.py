@@ -17,6 +17,7 @@ def adam_step(
     rows,
     DECOUPLED: tl.constexpr,
     COPY: tl.constexpr,
+    SPLIT: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -36,7 +37,12 @@ def adam_step(
         index = start + tl.arange(0, TILE)
         inside = index < end
         g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32) * coefficient
-        p = tl.load(master + index, mask=inside, other=0.0)
+        if SPLIT:
+            upper = tl.load(param + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+            remainder = tl.load(master + index, mask=inside, other=0).to(tl.int32)
+            p = ((upper << 16) + remainder).to(tl.float32, bitcast=True)
+        else:
+            p = tl.load(master + index, mask=inside, other=0.0)
         m = tl.load(first + index, mask=inside, other=0.0)
         v = tl.load(second + index, mask=inside, other=0.0)
         if DECOUPLED:
@@ -48,6 +54,12 @@ def adam_step(
         p = p - step_size * m / (tl.sqrt_rn(v) * correction + eps)
         tl.store(first + index, m, mask=inside)
         tl.store(second + index, v, mask=inside)
-        tl.store(master + index, p, mask=inside)
-        if COPY:
+        if SPLIT:
+            bits = p.to(tl.int32, bitcast=True)
+            high = (bits + 0x8000) >> 16
+            tl.store(param + index, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+            tl.store(master + index, (bits - (high << 16)).to(tl.int16), mask=inside)
+        else:
+            tl.store(master + index, p, mask=inside)
+        if COPY and not SPLIT:
             tl.store(param + index, p.to(param.dtype.element_ty), mask=inside)

@@ -1,9 +1,8 @@
-"""Sum of squares over many flat tensors in one launch, in float64.
+"""Sum of squares over many flat tensors in one launch per dtype, in float64.
 
-    table, a row per tile:   [ address of its first element | elements ]        one launch per dtype
-    partial sums (tiles,)  --sum-->  one float64
-
-The addresses are static (gradients rest where the plan put them), so the table is made once.
+tiles, a row each:  [ number of the tensor | first element | elements ]    static
+pointers:           [ address of each tensor ]                             sent when an address has changed
+partial sums (tiles,)  --sum-->  one float64;  the first that is not finite tells where the trouble is
 """
 
 from __future__ import annotations
@@ -15,53 +14,83 @@ from typing import Any
 import torch
 
 NORM_TILE = 16_384
+FINITE = 2**62
+"""Number of the first non-finite tile where there is none."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Launch:
-    like: torch.Tensor
-    table: torch.Tensor
+    members: list[int]
+    tiles: torch.Tensor
+    pointers: torch.Tensor
     partial: torch.Tensor
+    numbers: torch.Tensor
+    addresses: tuple[int, ...] = ()
 
 
 class SquaredNorm:
-    """The sum of squares of `tensors`, which must stay where they are.
+    """The sum of squares of tensors of fixed sizes and dtypes, wherever they are in each call.
 
     Args:
-        tensors: contiguous, on one device; float32, bfloat16 or float16.
+        shapes: dtype and number of elements of each tensor; float32, bfloat16 or float16.
+
+    Attributes:
+        first_bad: int64 scalar on the device: number of the first tile of the last call that was not finite, or FINITE.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._tensors = list(tensors)
+    def __init__(self, shapes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
         self._device = device
-        self._launches = [
-            self._plan(dtype) for dtype in dict.fromkeys(t.dtype for t in tensors) if device.type == "cuda"
-        ]
+        self._where: list[tuple[int, int]] = []
+        self._launches = [self._plan(shapes, dtype) for dtype in dict.fromkeys(dtype for dtype, _ in shapes)]
+        self.first_bad = torch.full((), FINITE, dtype=torch.int64, device=device)
 
-    def _plan(self, dtype: torch.dtype) -> _Launch:
+    def _plan(self, shapes: Sequence[tuple[torch.dtype, int]], dtype: torch.dtype) -> _Launch:
+        members = [number for number, (kind, _) in enumerate(shapes) if kind == dtype]
         rows = [
-            (tensor.data_ptr() + low * tensor.element_size(), min(NORM_TILE, tensor.numel() - low))
-            for tensor in self._tensors
-            if tensor.dtype == dtype
-            for low in range(0, tensor.numel(), NORM_TILE)
+            (place, low, min(NORM_TILE, shapes[number][1] - low))
+            for place, number in enumerate(members)
+            for low in range(0, shapes[number][1], NORM_TILE)
         ]
-        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2).to(self._device)
-        like = next(tensor for tensor in self._tensors if tensor.dtype == dtype)
-        return _Launch(like, table, torch.empty(len(rows), dtype=torch.float64, device=self._device))
+        first = len(self._where)
+        self._where += [(members[place], low) for place, low, _ in rows]
+        device = self._device
+        return _Launch(
+            members,
+            torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device),
+            torch.zeros(len(members), dtype=torch.int64, device=device),
+            torch.zeros(len(rows), dtype=torch.float64, device=device),
+            torch.arange(first, first + len(rows), device=device),
+        )
 
-    def into(self, total: torch.Tensor) -> None:
+    def place_of(self, tile: int) -> tuple[int, int]:
+        """Tensor number and first element of a tile."""
+        return self._where[tile]
+
+    def into(self, total: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Write the sum into `total`, a float64 scalar; nothing waits for the device."""
-        if self._device.type != "cuda":
-            parts = [torch.linalg.vector_norm(tensor.double()).square() for tensor in self._tensors]
-            total.copy_(torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64))
-            return
         total.zero_()
+        self.first_bad.fill_(FINITE)
         for launch in self._launches:
-            if launch.table.shape[0]:
-                _compiled()[(launch.table.shape[0],)](
-                    launch.table, launch.partial, launch.like, TILE=NORM_TILE, num_warps=8
-                )
-                total.add_(launch.partial.sum())
+            if not launch.partial.numel():
+                continue
+            self._sum_tiles(launch, [tensors[number] for number in launch.members])
+            total.add_(launch.partial.sum())
+            bad = torch.where(launch.partial.isfinite(), FINITE, launch.numbers).min()
+            torch.minimum(self.first_bad, bad, out=self.first_bad)
+
+    def _sum_tiles(self, launch: _Launch, tensors: Sequence[torch.Tensor]) -> None:
+        if self._device.type != "cuda":
+            for row, (place, low, count) in enumerate(launch.tiles.tolist()):
+                launch.partial[row] = tensors[place][low : low + count].double().square().sum()
+            return
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if addresses != launch.addresses:
+            # A fresh pinned tensor: its memory is not reused before the copy has run.
+            launch.pointers.copy_(torch.tensor(addresses, dtype=torch.int64).pin_memory(), non_blocking=True)
+            launch.addresses = addresses
+        _compiled()[(launch.tiles.shape[0],)](
+            launch.tiles, launch.pointers, launch.partial, tensors[0], TILE=NORM_TILE, num_warps=8
+        )
 
 
 def _compiled() -> Any:
