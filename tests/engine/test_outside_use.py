@@ -1,0 +1,115 @@
+"""A parameter that is read outside of its unit's forward: the right numbers, or an error that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.models import VOCABULARY, WIDTH, Batch, Task, language_loss, square_loss
+from tests.support.training import Setting, assert_same, shard_task, train_reference, train_sharded
+from tests.support.zoo import Mlp, Stack
+from zeroshard.errors import PlanError
+
+STAGES = (0, 1, 2, 3)
+
+
+class _ReadsAfter(Stack):
+    """Its own forward reads a weight of a block that has run."""
+
+    def forward(self, x: torch.Tensor, select: tuple[int, ...] | None = None) -> torch.Tensor:
+        x = super().forward(x, select)
+        block = self.blocks[1]
+        assert isinstance(block, Mlp)
+        return functional.linear(x, block.up.weight)
+
+
+class _ReadsBefore(Stack):
+    """Its own forward reads a weight of a block before the blocks run, so that gradients come late."""
+
+    def forward(self, x: torch.Tensor, select: tuple[int, ...] | None = None) -> torch.Tensor:
+        block = self.blocks[1]
+        assert isinstance(block, Mlp)
+        return super().forward(functional.linear(x, block.up.weight[:WIDTH]), select)
+
+
+class _FunctionalHead(nn.Module):
+    """Logits from the embedding's weight, as in many language models, without a module for the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Mlp(), Mlp(), Mlp()])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(x, self.embedding.weight)
+
+
+TASKS = {
+    "after": Task(_ReadsAfter, square_loss),
+    "before": Task(_ReadsBefore, square_loss),
+    "functional head": Task(_FunctionalHead, language_loss),
+}
+
+
+def _by_name(rank: int, world: int, name: str) -> None:
+    task = TASKS[name]
+    units = ("blocks.0", "blocks.2") if name != "functional head" else ("blocks.0", "blocks.1", "blocks.2")
+    for setting in (Setting(units=()), Setting(units=units)):
+        reference = train_reference(task, setting, world, rank)
+        for stage in STAGES:
+            assert_same(train_sharded(task, setting.at(stage), rank).parameters, reference.parameters, f"{stage}")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_named_units_make_it_right(name: str) -> None:
+    run_ranks(2, _by_name, name)
+
+
+def _by_default(rank: int, world: int, name: str) -> list[str]:
+    """How each stage ends with the units that are found: 'right', or the error's text."""
+    task = TASKS[name]
+    reference = train_reference(task, Setting(), world, rank)
+    endings = []
+    for stage in STAGES:
+        try:
+            outcome = train_sharded(task, Setting(plan=stage), rank)
+        except (PlanError, RuntimeError) as error:
+            endings.append(str(error))
+            continue
+        assert_same(outcome.parameters, reference.parameters, f"stage {stage}")
+        endings.append("right")
+    return endings
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_otherwise_it_is_right_or_the_error_says_what_to_do(name: str) -> None:
+    for endings in run_ranks(2, _by_default, name):
+        for ending in endings:
+            assert ending == "right" or "units=" in ending, endings
+        assert "whole only inside its unit's forward" in endings[3]
+
+
+def _other_errors(rank: int, world: int) -> None:
+    model, _ = shard_task(TASKS["after"], Setting())
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH + 1))
+    assert "zeroshard" not in str(caught.value)
+    plain, _ = zeroshard.shard(Stack(), plan=3)
+    stranger = RuntimeError("of somebody else (0)")
+    try:
+        raise stranger
+    except RuntimeError:
+        with torch.no_grad():
+            plain(Batch(0, 0, rank).normal(2, WIDTH))
+    assert str(stranger) == "of somebody else (0)"
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    run_ranks(2, _other_errors)
