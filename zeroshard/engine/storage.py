@@ -241,9 +241,13 @@ class Storage:
     def _place_reduced(self, unit: Unit, slot: int | None) -> None:
         offset = 0
         for group in unit.trainable:
-            if slot is None or not group.plan.needs_reduce_slot:
+            if not group.plan.needs_reduce_slot:
                 continue
             dtype = torch_dtype(group.plan.wire)
+            if slot is None:  # parameters without elements: there is nothing to send
+                group.wire = torch.empty(0, dtype=dtype, device=self.device)
+                group.staging = torch.empty(0, dtype=dtype, device=self.device) if group.plan.staged else None
+                continue
             nbytes, staging = group.plan.wire_nbytes, group.plan.staging_nbytes
             group.wire = self.reduce_slots[slot][offset : offset + nbytes].view(dtype)
             offset += nbytes
