@@ -191,6 +191,27 @@ def test_random_models_train_as_unsharded(world: int) -> None:
     run_ranks(world, _check_all, [1000 * world + index for index in range(count)], timeout=200)
 
 
+def test_a_unit_whose_only_trainable_parameters_have_no_element() -> None:
+    run_ranks(2, _check_empty)
+
+
+def _check_empty(rank: int, world: int) -> None:
+    for micro in (1, 2):
+        task = Task(_only_nothing_trains, lambda model, batch: model(batch.normal(2, 3)).square().mean())
+        setting = Setting(micro=micro)
+        reference = train_reference(task, setting, world)
+        for stage in range(4):
+            outcome = train_sharded(task, setting.at(stage), rank)
+            assert_close(outcome.parameters, reference.parameters, what=f"stage {stage}")
+
+
+def _only_nothing_trains() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(_Odd(3), _Odd(3)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("0.") or name.endswith("nothing"))
+    return model
+
+
 def _plan(seed: int, stage: int, world: int) -> tuple[Example, Plan]:
     example = Example.draw(seed)
     torch.manual_seed(0)
