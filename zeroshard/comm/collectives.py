@@ -26,6 +26,8 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import ZeroShardError
 
 _SHORT = timedelta(seconds=0.2)
+_LEAST = timedelta(milliseconds=1)
+"""c10d cuts limits to whole milliseconds and takes 0 for no limit at all."""
 
 if TorchVersion(torch.__version__) >= "2.13":
     # The old names still work but warn on each call, which costs 40 microseconds.
@@ -74,7 +76,7 @@ class Pending:
         """Wait at most `limit`; True when done. RuntimeError if the operation failed."""
         assert self._work is not None, "nothing is outstanding"
         try:
-            self._work.wait(limit)
+            self._work.wait(max(limit, _LEAST))
         except RuntimeError:
             # Either the limit (the operation itself is unharmed) or a failure: then it is completed, and the second
             # wait raises it again. Telling them apart by the text would tie us to a torch version.
