@@ -132,9 +132,11 @@ class Parameters:
     def invalidate(self) -> None:
         """What was gathered before is stale."""
         for unit in self._storage.units:
-            if self._streams.poisons and self._slots[unit.index] is not None:
+            slot = self._slots[unit.index]
+            if self._streams.poisons and slot is not None:
                 self._streams.touch(writes=(self._buffer(unit.index),))
                 self._poison(unit.index)
+                self._free[slot] = self._streams.record(Stream.COMPUTE)
         self._ledger.invalidate()
 
     def settle(self) -> None:
