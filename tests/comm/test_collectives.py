@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,3 +96,23 @@ def test_a_single_rank_sends_and_logs_nothing() -> None:
     assert (out.tolist(), shard.tolist()) == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])
     assert log.count == 0
     watchdog.close()
+
+
+def _short_limit(rank: int, world_size: int) -> float:
+    comm, _, watchdog = _collectives(world_size, rank)
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(2.0)
+    pending = comm.all_reduce(torch.ones(4), "late")
+    if rank == 0:
+        while not pending.finish_within(timedelta(microseconds=500)):
+            if time.monotonic() - start > 0.5:
+                break
+    seconds = time.monotonic() - start
+    comm.wait(pending)
+    watchdog.close()
+    return seconds
+
+
+def test_a_limit_below_a_millisecond_is_a_limit() -> None:
+    assert run_ranks(2, _short_limit)[0] < 1.5
