@@ -2,10 +2,12 @@
 
     DIR/latest                      name of the newest complete checkpoint
     DIR/TAG/rank-0003.safetensors   this rank's shards, master weights and optimizer state, by group
-    DIR/TAG/state.json              plan, counters, what the caller adds
+    DIR/TAG/state.json              plan, counters, what the caller adds, and a checksum of all that
 
 A checkpoint is written into a temporary folder and renamed when every rank has finished, so a reader sees a whole one
-or none. Only safetensors and JSON: loading runs no code.
+or none; one that takes the place of another is renamed after that has become DIR/.TAG.old, where it is found too. Every
+tensor has a checksum. A rank that fails makes all ranks fail, before anything is changed. Only safetensors and JSON:
+loading runs no code.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +31,11 @@ from zeroshard.optim.updates import StatefulUpdate
 from zeroshard.plan.plan import Plan
 
 LATEST = "latest"
+STATE = "state.json"
+FORMAT = 2
+_CHECKSUMS = "crc32"
+_OPTIMIZER = "optimizer."
+T = TypeVar("T")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -40,64 +48,92 @@ def save(
         CheckpointError: the tag is no plain name, or `extra` can't be written as JSON.
     """
     check_tag(tag)
-    base = Path(directory)
+    base, rank = Path(directory), handle.comm.mesh.rank
     final, partial = base / tag, base / f".{tag}.partial"
-    try:
-        text = json.dumps(
-            {
-                "format": 1,
-                "plan": json.loads(handle.plan.to_json()),
-                "counters": {} if update is None else update.counters(),
-                "extra": extra,
-            }
-        )
-    except TypeError as error:
-        raise CheckpointError(f"checkpoint {final}: client state holds something that JSON can't: {error}") from error
     handle.runtime.drain()
-    rank = handle.comm.mesh.rank
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _meet(handle)
-    save_file(
-        {name: value.contiguous().cpu() for name, value in _tensors(handle, update).items()}, _file(partial, rank)
-    )
-    if rank == 0:
-        (partial / "state.json").write_text(text)
-    _meet(handle)
-    if rank == 0:
-        _publish(base, partial, final)
-    _meet(handle)
+
+    def begin() -> str:
+        text = _state_text(handle, update, extra, final)
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        return text
+
+    def write(text: str) -> None:
+        tensors = {name: value.detach().contiguous().cpu() for name, value in _tensors(handle, update).items()}
+        checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+        save_file(tensors, _file(partial, rank), metadata={_CHECKSUMS: json.dumps(checksums)})
+        if rank == 0:
+            (partial / STATE).write_text(text)
+
+    text = _together(handle, begin, final)
+    _together(handle, lambda: write(text), final)
+    _together(handle, lambda: _publish(base, partial, final) if rank == 0 else None, final)
     return final
 
 
+def _state_text(handle: Handle, update: StatefulUpdate | None, extra: Mapping[str, Any], final: Path) -> str:
+    state = {
+        "format": FORMAT,
+        "plan": json.loads(handle.plan.to_json()),
+        "update": type(update).__name__,
+        "counters": {} if update is None else update.counters(),
+        "extra": extra,
+    }
+    try:
+        state = json.loads(json.dumps(state))  # as it will be read: lists for tuples, strings for keys
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {final}: client state holds something that JSON can't: {error}") from error
+    return json.dumps({"checksum": _text_checksum(state), **state}, indent=1)
+
+
+Check = Callable[[Mapping[str, Any]], None]
+
+
 def load(
-    handle: Handle, update: StatefulUpdate | None, directory: str | os.PathLike[str], tag: str | None
+    handle: Handle,
+    update: StatefulUpdate | None,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    check: Check = lambda extra: None,
 ) -> tuple[Path, dict[str, Any]]:
     """Read a checkpoint into the running state; called by all ranks. Returns its folder and `extra`.
 
     Args:
         tag: None for the newest.
+        check: looks at `extra` before anything is changed; raises CheckpointError where it does not fit.
 
     Raises:
-        CheckpointError: it is not there, damaged, or of another plan; nothing was changed then.
+        CheckpointError: it is not there, damaged, or of another plan, on this rank or on another; nothing was changed.
     """
-    folder = find(directory, tag)
-    state = _read_state(folder)
-    _check_plan(handle.plan, state["plan"], folder)
-    saved = _read_tensors(_file(folder, handle.comm.mesh.rank))
-    own = _own_tensors(handle)
-    for name, tensor in own.items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            raise CheckpointError(f"{folder}: tensor {name!r} is missing or of another shape")
+
+    def read() -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+        folder = find(directory, tag)
+        state = _read_state(folder)
+        _check_plan(handle.plan, state["plan"], folder)
+        if state["update"] != type(update).__name__:
+            raise CheckpointError(
+                f"{folder} holds the optimizer state of a {state['update']}, this run needs that of a "
+                f"{type(update).__name__}: it was saved with another optimizer, or on another kind of device"
+            )
+        check(state["extra"])
+        file = _file(folder, handle.comm.mesh.rank)
+        saved = _read_tensors(file)
+        for name, tensor in _tensors(handle, update).items():
+            optional = update is not None and update.lazy and name.startswith(_OPTIMIZER)
+            if not (name in saved or optional) or saved.get(name, tensor).shape != tensor.shape:
+                raise CheckpointError(f"{file}: tensor {name!r} is missing or of another shape")
+        return folder, state, saved
+
+    folder, state, saved = _together(handle, read, Path(directory))
     handle.runtime.parameters.before_write()
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in _own_tensors(handle).items():
             tensor.copy_(saved[name])
     if update is not None:
         update.load_counters(state["counters"])
         update.load_tensors(
-            {key.removeprefix("optimizer."): v for key, v in saved.items() if key.startswith("optimizer.")}
+            {key.removeprefix(_OPTIMIZER): value for key, value in saved.items() if key.startswith(_OPTIMIZER)}
         )
     handle.runtime.clear_gradients()
     handle.runtime.parameters.written()
@@ -113,10 +149,15 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
             raise CheckpointError(f"{base} holds no finished checkpoint (there is no file {LATEST!r} in it)")
         tag = latest.read_text().strip()
     check_tag(tag)
-    folder = base / tag
-    if not (folder / "state.json").is_file():
-        raise CheckpointError(f"there is no checkpoint {tag!r} in {base}")
-    return folder
+    for folder in (base / tag, _old(base, tag)):
+        if (folder / STATE).is_file():
+            return folder
+    raise CheckpointError(f"there is no checkpoint {tag!r} in {base} (no file {base / tag / STATE})")
+
+
+def _old(base: Path, tag: str) -> Path:
+    """Where a checkpoint is while another takes its place; it stays there if the process is killed just then."""
+    return base / f".{tag}.old"
 
 
 def check_tag(tag: str) -> None:
@@ -126,23 +167,49 @@ def check_tag(tag: str) -> None:
 
 
 def _publish(base: Path, partial: Path, final: Path) -> None:
+    old = _old(base, final.name)
     if final.exists():
-        old = base / f".{final.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(final)
+    partial.rename(final)
     pointer = base / f".{LATEST}.partial"
     pointer.write_text(final.name)
     pointer.replace(base / LATEST)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _meet(handle: Handle) -> None:
-    """A barrier on the control communicator."""
+def _together(handle: Handle, work: Callable[[], T], where: Path) -> T:
+    """Run `work` on all ranks; returns what it gave here if it succeeded everywhere, so it is a barrier too.
+
+    Raises:
+        CheckpointError: it failed here, or on another rank.
+    """
+    done: list[T] = []
+    problem: Exception | None = None
+    try:
+        done.append(work())
+    except (CheckpointError, OSError, SafetensorError) as error:
+        problem = error
     control = handle.comm.control
-    control.wait(control.all_reduce(torch.zeros(1, device=handle.device), "(checkpoint)"))
+    failed = torch.tensor([control.size if done else control.rank], dtype=torch.int64, device=handle.device)
+    control.wait(control.all_reduce(failed, "(checkpoint)", op=torch.distributed.ReduceOp.MIN))
+    if isinstance(problem, CheckpointError):
+        raise problem
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {where}: {problem}") from problem
+    if int(failed) < control.size:
+        raise CheckpointError(
+            f"checkpoint {where}: rank {int(failed)} failed, its own error says why; nothing was changed here"
+        )
+    return done[0]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _text_checksum(state: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -164,31 +231,41 @@ def _own_tensors(handle: Handle) -> dict[str, torch.Tensor]:
 
 def _tensors(handle: Handle, update: StatefulUpdate | None) -> dict[str, torch.Tensor]:
     optimizer = {} if update is None else update.tensors()
-    return {**_own_tensors(handle), **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
+    return {**_own_tensors(handle), **{f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer.items()}}
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
+    file = folder / STATE
     try:
-        state = json.loads((folder / "state.json").read_text())
-        return {
-            "plan": Plan.from_json(json.dumps(state["plan"])),
-            "counters": state["counters"],
-            "extra": state["extra"],
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / 'state.json'} is damaged: {error}") from error
+        state = json.loads(file.read_text())
+        if state.pop("checksum") != _text_checksum(state):
+            raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
+        if state["format"] != FORMAT:
+            raise CheckpointError(f"{file} has format {state['format']}; this version of zeroshard reads {FORMAT}")
+        return {**state, "plan": Plan.from_json(json.dumps(state["plan"]))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(file, framework="pt") as reader:
-            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
+            checksums = json.loads((reader.metadata() or {})[_CHECKSUMS])
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} can't be read: {error}") from error
+    if set(checksums) != set(tensors):
+        raise CheckpointError(f"{file} is damaged: it does not hold the tensors that it lists")
+    for name, tensor in tensors.items():
+        if checksums[name] != _checksum(tensor):
+            raise CheckpointError(f"{file} is damaged: tensor {name!r} does not match its checksum")
+    return tensors
 
 
 def _check_plan(plan: Plan, saved: Plan, folder: Path) -> None:
     if plan.dp != saved.dp:
         raise CheckpointError(f"{folder} was saved by {saved.dp} ranks; this format loads at the same number only")
     if plan.units != saved.units:
-        raise CheckpointError(f"{folder} is of another model, stage or precision than the one that is running")
+        raise CheckpointError(f"{folder} is of another model, stage, precision or optimizer than the run")

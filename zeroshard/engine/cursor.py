@@ -41,11 +41,14 @@ class Cursor:
         return True
 
     def run_release(self, unit: int) -> bool:
-        """Run the RELEASE of `unit` if it comes next; returns whether it did."""
+        """Run the RELEASE of `unit` if it comes next; False when the list has something else there.
+
+        True, and nothing run, when `unit` is used again next: it stays whole in between.
+        """
         if self._next < len(self._ops) and self._ops[self._next] == Op(OpKind.RELEASE, unit):
             self._run_until(self._next + 1)
             return True
-        return False
+        return self._next < len(self._ops) and self._ops[self._next] == Op(OpKind.USE, unit)
 
     def run_to_end(self) -> None:
         self._run_until(len(self._ops))

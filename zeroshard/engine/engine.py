@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,6 +212,7 @@ class Engine(nn.Module):
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
+            **self._kinds(),
             "scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
             "groups": [] if self.optimizer is None else _hyper_parameters(self.optimizer),
             "scaler": self._scaler_state(),
@@ -239,15 +239,29 @@ class Engine(nn.Module):
         """
         if not (load_module_strict and load_optimizer_states and load_lr_scheduler_states) or load_module_only:
             raise UsageError("load_checkpoint loads everything; loading a part is not built yet")
-        folder, extra = basic.load(self._handle, self._update(), load_dir, tag)
+        if self.optimizer is not None:
+            self._close_outcome(self._stepper("load_checkpoint"))
+        folder, extra = basic.load(self._handle, self._update(), load_dir, tag, self._check_rest)
         self.micro_steps, self.global_steps = extra["micro_steps"], extra["global_steps"]
         self.skipped_steps = extra["skipped_steps"]
-        self._load_rest(extra, folder)
+        self._load_rest(extra)
         return str(folder), extra["client_state"]
 
-    def _load_rest(self, extra: Mapping[str, Any], folder: Path) -> None:
-        if (extra["scheduler"] is None) != (self.lr_scheduler is None):
-            raise CheckpointError(f"{folder}: a learning-rate schedule is in one of checkpoint and run, not in both")
+    def _kinds(self) -> dict[str, Any]:
+        """What must be the same in a checkpoint and in the run that loads it."""
+        return {
+            "optimizer_type": None if self.optimizer is None else self.optimizer.name,
+            "optimizer_groups": 0 if self.optimizer is None else len(self.optimizer.param_groups),
+            "scheduler_type": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
+            "loss_scale": self._scaler_state() is not None,
+        }
+
+    def _check_rest(self, extra: Mapping[str, Any]) -> None:
+        for what, own in self._kinds().items():
+            if extra[what] != own:
+                raise CheckpointError(f"the checkpoint has {what} {extra[what]}, the run {own}; make them the same")
+
+    def _load_rest(self, extra: Mapping[str, Any]) -> None:
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         if self.optimizer is not None:

@@ -133,7 +133,7 @@ def build_optimized(
         return model, None
     stepper = _stepper(handle, source, scaler)
     model.__dict__[_STEPPER] = stepper
-    return model, ShardedOptimizer(source.groups, source.defaults, stepper, source.name)
+    return model, ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
 
 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:

@@ -25,6 +25,8 @@ class DeviceAdam:
         device: where the regions are; off a GPU the PyTorch twin computes the same.
     """
 
+    lazy = False
+
     def __init__(self, rule: Rule, regions: Sequence[Region], device: torch.device) -> None:
         self.regions = regions
         self._rule = rule

@@ -29,10 +29,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Differences to other optimizers: `step` consumes the gradients, `state` is empty (the state is flat and sharded),
     and parameters can't be added later.
+
+    Args:
+        client: the optimizer that the user built, whose groups these are.
     """
 
-    def __init__(self, groups: ParamGroups, defaults: Mapping[str, Any], handler: StepHandler, name: str) -> None:
+    def __init__(
+        self,
+        groups: ParamGroups,
+        defaults: Mapping[str, Any],
+        handler: StepHandler,
+        name: str,
+        client: torch.optim.Optimizer | None = None,
+    ) -> None:
         self._handler = handler
+        self._client = client
         self._sealed = False
         self.name = name
         super().__init__(groups, dict(defaults))
@@ -43,6 +54,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
         self._handler.step(self)
+        if self._client is not None:
+            # A torch scheduler that was built over the client's optimizer looks there whether a step came before its
+            # own, and warns of a wrong order otherwise.
+            self._client.__dict__["_opt_called"] = True
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -45,6 +45,7 @@ class Source:
         moments: state tensors per parameter.
         update: makes the update for the regions of this rank.
         rule: our rule that computes it, None for a torch optimizer that has none.
+        client: the user's optimizer, None where the config names one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Source:
     moments: int
     update: Callable[[Sequence[Region]], UpdateMethod]
     rule: Rule | None = None
+    client: torch.optim.Optimizer | None = None
 
 
 def rule_source(rule: Rule, parameters: Iterable[Any], hyper: Mapping[str, Any]) -> Source:
@@ -86,12 +88,24 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
     if rule is not None:
         for group in groups:
             _fill(group, rule.defaults, rule)
-        moments = len(rule.state)
-        return Source(kind.__name__, groups, rule.defaults, moments, lambda regions: FlatUpdate(rule, regions), rule)
+        return Source(
+            kind.__name__,
+            groups,
+            rule.defaults,
+            len(rule.state),
+            lambda regions: FlatUpdate(rule, regions),
+            rule,
+            optimizer,
+        )
     moments = check_elementwise(optimizer, allow_untested=allow_untested)
     defaults = optimizer.defaults
     return Source(
-        kind.__name__, groups, defaults, moments, lambda regions: TorchUpdate(kind, defaults, regions, groups)
+        kind.__name__,
+        groups,
+        defaults,
+        moments,
+        lambda regions: TorchUpdate(kind, defaults, regions, groups),
+        client=optimizer,
     )
 
 

@@ -16,7 +16,13 @@ from zeroshard.optim.rules import Rule
 
 
 class StatefulUpdate(Protocol):
-    """An optimizer's state on this rank, as checkpoints see it."""
+    """An optimizer's state on this rank, as checkpoints see it.
+
+    Attributes:
+        lazy: whether a parameter has no state before its first update.
+    """
+
+    lazy: bool
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """State of this rank by a stable name, for saving."""
@@ -43,6 +49,8 @@ class UpdateMethod(StatefulUpdate, Protocol):
 
 class FlatUpdate:
     """A rule on flat regions, with its state in one flat float32 tensor per region and kind."""
+
+    lazy = False
 
     def __init__(self, rule: Rule, regions: Sequence[Region]) -> None:
         self._rule = rule
@@ -89,6 +97,8 @@ class TorchUpdate:
         optimizer: builds the optimizer over (hyper-parameter group -> slices).
     """
 
+    lazy = True
+
     def __init__(
         self,
         optimizer: type[torch.optim.Optimizer],
@@ -133,20 +143,25 @@ class TorchUpdate:
         return found
 
     def counters(self) -> dict[str, Any]:
-        return {"slices": len(self._slices)}
+        return {}  # torch counts in its state; and counters are saved once for all ranks, whose slices differ
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        assert counters["slices"] == len(self._slices)
+        assert not counters
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the inner optimizer's state from saved tensors; torch itself makes it only at the first step."""
         for number, (*_, part) in enumerate(self._slices):
             prefix = f"{number}."
+            # Torch keeps its step counts, scalars, on the CPU.
             state = {
-                key.removeprefix(prefix): value.clone() for key, value in tensors.items() if key.startswith(prefix)
+                key.removeprefix(prefix): value.to(part.device) if value.dim() else value.clone()
+                for key, value in tensors.items()
+                if key.startswith(prefix)
             }
-            if state and self._inner is not None:
-                self._inner.state[part] = state
+            if self._inner is not None:
+                self._inner.state.pop(part, None)
+                if state:
+                    self._inner.state[part] = state
 
 
 def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from zeroshard.plan.plan import Plan
 
@@ -85,13 +86,13 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
     """One pass over the units: gathers as early as slots and prefetch distance allow, each use, each release."""
     slots, units = plan.gather_slots.of_unit, plan.units
     root = {index for index, unit in enumerate(units) if unit.name == ""}
-    sequence = [unit for index, unit in enumerate(order) if index == 0 or unit != order[index - 1]]
-    body = [unit for unit in sequence if unit not in root]
+    calls = [(unit, len(list(group))) for unit, group in groupby(unit for unit in order if unit not in root)]
+    body = [unit for unit, _ in calls]
     last_use = {unit: index for index, unit in enumerate(body)}
     live: set[int] = set()
     ops: list[Op] = [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.GATHER, OpKind.USE)]
     issued = 0
-    for index, unit in enumerate(body):
+    for index, (unit, times) in enumerate(calls):
         while issued < len(body) and issued <= index + plan.policy.prefetch:
             ahead = body[issued]
             slot = slots[ahead]
@@ -103,7 +104,7 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
                 live.add(slot)
             ops.append(Op(OpKind.GATHER, ahead))
             issued += 1
-        ops.append(Op(OpKind.USE, unit))
+        ops += [Op(OpKind.USE, unit)] * times  # called again at once: nothing is released in between
         if reduce and last_use[unit] == index:
             ops.append(Op(OpKind.REDUCE, unit))
         ops.append(Op(OpKind.RELEASE, unit))

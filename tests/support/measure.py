@@ -1,0 +1,73 @@
+"""Measures what a sharded model really holds and sends, to be compared with what its plan says."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zeroshard.engine.handle import handle_of
+from zeroshard.engine.native import stepper_of
+from zeroshard.plan.memory import StateBytes
+from zeroshard.plan.traffic import Traffic
+
+
+def held_bytes(model: nn.Module) -> StateBytes:
+    """Bytes of the distinct storages behind each kind of state of `model` on this rank."""
+    runtime = handle_of(model).runtime
+    groups = [group for unit in runtime.units for group in unit.groups]
+    return StateBytes(
+        param=_nbytes(group.whole if group.plan.param.axis is None else group.shard for group in groups),
+        grad=_nbytes(group.grad for group in groups),
+        master=_nbytes(group.master for group in groups),
+        moments=_nbytes(t for t in stepper_of(model).update.tensors().values() if t.dim()),
+        gather_slots=_nbytes(runtime.storage.gather_slots),
+        reduce_slots=_nbytes(runtime.storage.reduce_slots),
+        no_sync=_nbytes(group.local for group in groups),
+    )
+
+
+def live_bytes(expected: int) -> int:
+    """Bytes of the distinct storages behind all tensors in this process that came after `gc.freeze()`.
+
+    A gloo thread lets go of a tensor a moment after its collective has completed, so more than `expected` is measured
+    again for two seconds.
+    """
+    deadline = time.monotonic() + 2.0
+    while (found := _live_bytes()) > expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def _live_bytes() -> int:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return _nbytes(tensor for tensor in tensors if not tensor.is_meta and tensor.layout is torch.strided)
+
+
+def sent(model: nn.Module) -> Traffic:
+    """What the process groups were given since the last `forget_sent`."""
+    handle_of(model).runtime.drain()
+    totals = handle_of(model).comm.sent.totals()
+    return Traffic(
+        {kind: calls for kind, (calls, _) in totals.items()}, {kind: nbytes for kind, (_, nbytes) in totals.items()}
+    )
+
+
+def forget_sent(model: nn.Module) -> None:
+    """Count from here on."""
+    handle_of(model).runtime.drain()
+    handle_of(model).comm.sent.reset_totals()
+
+
+def _nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    return sum(_storages(tensor for tensor in tensors if tensor is not None).values())
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    with torch._C.DisableTorchFunctionSubclass():  # stand-ins for sharded gradients refuse to be looked at
+        storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
