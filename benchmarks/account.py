@@ -2,12 +2,12 @@
 
     python -m benchmarks.account TRACE.json[.gz]
 
-The trace holds several steps that followed each other without a pause, each inside an annotation "step"; a middle one
-is accounted for. Its window on the GPU runs from the first compute kernel that it launched to the first one of the step
-after it, so what the host still did for it, and what the GPU did late, are both inside:
+The trace holds several steps that followed each other without a pause, each inside an annotation "step"; the last but
+one is accounted for. Its window on the GPU runs from the first compute kernel that it launched to the first one of the
+step after it, so what the host still did for it, and what the GPU did late, are both inside:
 
-    host   |--- step 0 ---|--- step 1 ---|--- step 2 ---|
-    GPU        |--- step 0 ---|=== window ===|--- step 2 ---|
+    host   |--- step 1 ---|--- step 2 ---|--- step 3 ---|
+    GPU        |--- step 1 ---|=== window ===|--- step 3 ---|
 
 Times on the GPU are lengths of unions of intervals: two kernels at once count once. Kernels go by their name, except
 that what was launched inside the annotation "optimizer" (and torch's own around `Optimizer.step`) is the optimizer's;
@@ -117,29 +117,31 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def account(events: Sequence[Mapping[str, Any]]) -> Account | None:
-    """The account of the middle step; None where the trace has no GPU work, as on a machine without one.
+    """The account of the last step but one; None where the trace has no GPU work, as on a machine without one.
 
     Raises:
         ValueError: fewer than two steps, so that no window can be closed.
     """
     spans = [event for event in events if event.get("ph") == "X"]
-    steps = sorted(_interval(event) for event in spans if event["name"] == STEP and event["cat"] == "user_annotation")
+    steps = sorted(
+        _interval(event) for event in spans if event["name"] == STEP and event.get("cat") == "user_annotation"
+    )
     if len(steps) < 2:
         raise ValueError(f"the trace has {len(steps)} annotations {STEP!r}; an account needs two or more")
     works = _works(spans)
     if not works:
         return None
-    # The last step has no successor to end its window, and the first one starts on an empty queue.
-    middle = (len(steps) - 1) // 2
-    begin, end = (_first_compute(works, steps[index]) for index in (middle, middle + 1))
+    # The last step has no successor to end its window, and the first ones start on an empty queue and a cold profiler.
+    step = steps[-2]
+    begin, end = _first_compute(works, step), _first_compute(works, steps[-1])
     if begin is None or end is None:
         return None
     window = [(max(w.start, begin), min(w.end, end), w.kind) for w in works if w.start < end and w.end > begin]
     by_class = {name: _length(_union((a, b) for a, b, kind in window if kind == name)) for name in CLASSES}
     busy = _length(_union((a, b) for a, b, _ in window))
     without_nccl = _length(_union((a, b) for a, b, kind in window if kind != "nccl"))
-    calls = [event for event in spans if event["cat"] in RUNTIME and event["name"] in SYNCHRONIZING]
-    waits = [event for event in calls if steps[middle][0] <= event["ts"] < steps[middle][1]]
+    calls = [event for event in spans if event.get("cat") in RUNTIME and event["name"] in SYNCHRONIZING]
+    waits = [event for event in calls if step[0] <= event["ts"] < step[1]]
     return Account(
         window=(end - begin) / 1000,
         busy=busy / 1000,
@@ -147,7 +149,7 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account | None:
         by_class={name: value / 1000 for name, value in by_class.items()},
         exposed_nccl=(busy - without_nccl) / 1000,
         kernels=len(window),
-        host=(steps[middle][1] - steps[middle][0]) / 1000,
+        host=(step[1] - step[0]) / 1000,
         waiting=_length(_union(_interval(event) for event in waits)) / 1000,
         synchronizing=dict(Counter(event["name"] for event in waits)),
     )
@@ -168,16 +170,17 @@ def _works(spans: Sequence[Mapping[str, Any]]) -> list[_Work]:
     launches = {
         event["args"]["correlation"]: event["ts"]
         for event in spans
-        if event["cat"] in RUNTIME and "correlation" in event.get("args", {})
+        if event.get("cat") in RUNTIME and "correlation" in event.get("args", {})
     }
     optimizer = _union(_interval(event) for event in spans if _is_optimizer(event))
     works: list[_Work] = []
     for event in spans:
-        if event["cat"] not in GPU:
+        category = event.get("cat", "")
+        if category not in GPU:
             continue
         start, end = _interval(event)
         launched = launches.get(event.get("args", {}).get("correlation"), start)
-        kind = kernel_class(event["name"], event["cat"])
+        kind = kernel_class(event["name"], category)
         if kind != "nccl" and _inside(launched, optimizer):
             kind = "optimizer"
         works.append(_Work(start, end, launched, kind))
@@ -186,7 +189,7 @@ def _works(spans: Sequence[Mapping[str, Any]]) -> list[_Work]:
 
 def _is_optimizer(event: Mapping[str, Any]) -> bool:
     name = event["name"]
-    return event["cat"] == "user_annotation" and (name == "optimizer" or name.startswith("Optimizer.step"))
+    return event.get("cat") == "user_annotation" and (name == "optimizer" or name.startswith("Optimizer.step"))
 
 
 def _first_compute(works: Sequence[_Work], step: Interval) -> float | None:

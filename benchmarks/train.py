@@ -42,7 +42,7 @@ from benchmarks.llama import SIZES, Shape
 GIB = 2**30
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 peaks by a part of the card's name, in flop/s; the first that fits."""
-PROFILED_STEPS = 3
+PROFILED_STEPS = 4
 CHECKED_STEPS = 2
 BATCHES = 4
 
@@ -125,7 +125,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
         "loss": round(timing.loss, 4),
     }
     if args.profile is not None:
-        row["account"] = profiled(step, setting.device, args.profile)
+        row["account"] = profiled(step, setting.device, args.profile, statistics.median(timing.steps))
     failed = False
     if args.sync_error:
         row["sync_error"] = synchronizes(step, setting.device)
@@ -205,8 +205,14 @@ def utilization(shape: Shape, tokens: float, length: int, device: torch.device) 
     return None if peak is None else round(tokens * shape.flops_per_token(length) / peak, 4)
 
 
-def profiled(step: Callable[[int], torch.Tensor], device: torch.device, path: Path) -> dict[str, Any] | None:
-    """Trace a few steps; rank 0 writes the trace and prints its account. The account, or None without a GPU."""
+def profiled(
+    step: Callable[[int], torch.Tensor], device: torch.device, path: Path, step_s: float
+) -> dict[str, Any] | None:
+    """Trace a few steps; rank 0 writes the trace and prints its account. The account, or None without a GPU.
+
+    The profiler slows the host, so what it shows as idle may be its own doing: the time of an unobserved step,
+    `step_s`, less the busy time is what is really idle.
+    """
     synchronize(device)
     dist.barrier()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -219,9 +225,13 @@ def profiled(step: Callable[[int], torch.Tensor], device: torch.device, path: Pa
         return None
     recorded.export_chrome_trace(str(path))
     found = account(read_trace(path))
-    text = found.lines() if found is not None else ["no account: nothing ran on a GPU"]
+    if found is None:
+        print("no account: nothing ran on a GPU", file=sys.stderr, flush=True)
+        return None
+    unobserved = max(0.0, 1000 * step_s - found.busy)
+    text = [*found.lines(), f"idle without the profiler: {unobserved:.3f} ms of {1000 * step_s:.3f}"]
     print("\n".join(text), file=sys.stderr, flush=True)
-    return None if found is None else found.as_dict()
+    return {**found.as_dict(), "idle_unobserved": unobserved}
 
 
 def synchronizes(step: Callable[[int], torch.Tensor], device: torch.device) -> str | None:
