@@ -1,4 +1,4 @@
-"""`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME ...` runs one, `all` those that need no GPU."""
+"""`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME ...` runs one, `all` what needs no GPU."""
 
 from __future__ import annotations
 

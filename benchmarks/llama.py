@@ -97,7 +97,7 @@ class Attention(nn.Module):
         key = rotate(self._split(self.key(x), self.kv_heads), cos, sin)
         value = self._split(self.value(x), self.kv_heads)
         mixed = functional.scaled_dot_product_attention(
-            query, key, value.to(query.dtype), is_causal=True, enable_gqa=self.heads != self.kv_heads
+            query, key, value, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -171,6 +171,7 @@ def rotary_table(length: int, head_dim: int, like: torch.Tensor) -> tuple[torch.
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn the pairs (i, i + head_dim / 2) of the last dim of (batch, heads, length, head_dim) by their angles."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)  # they differ under autocast, where the table follows the embedding
     low, high = x.chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
