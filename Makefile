@@ -33,7 +33,7 @@ format: dev
 	.venv/bin/ruff format .
 
 bench: dev
-	.venv/bin/python -m benchmarks
+	.venv/bin/python -m benchmarks all
 
 dev:
 	@tools/venv base demo dev

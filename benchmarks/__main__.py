@@ -1,4 +1,4 @@
-"""`python -m benchmarks` (or `make bench`): every benchmark, each as a command of its own, one after the other."""
+"""`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME ...` runs one, `all` what needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_GPU = {
+    "host_overhead": "a step with nearly nothing to compute, against FSDP2: what Python costs",
+    "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
+}
+FOR_GPUS = {
+    "compare": "speed and memory of all engines on a model of Llama's shape, beside the floor; presets",
+    "train": "one measurement of it: one engine, one setting; traces and checks for synchronizing calls",
+    "account": "where the time of a step went, from a trace that train has written",
+    "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
+}
+
 
 def main() -> int:
-    worst = 0
-    for script in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        print(f"\n== {script.stem}", flush=True)
-        worst = max(worst, abs(subprocess.run([sys.executable, str(script), *sys.argv[1:]]).returncode))
-    return worst
+    names = sys.argv[1:2]
+    if not names:
+        for title, group in (("without a GPU", WITHOUT_GPU), ("made for GPUs, runs on a CPU too", FOR_GPUS)):
+            print(f"{title}:")
+            print("\n".join(f"  {name:14} {text}" for name, text in group.items()))
+        print("\npython -m benchmarks NAME --help says more; figures and methods are in benchmarks/README.md")
+        return 0
+    if names == ["all"]:
+        return max(run(name, sys.argv[2:]) for name in WITHOUT_GPU)
+    if names[0] not in {**WITHOUT_GPU, **FOR_GPUS}:
+        print(f"there is no benchmark {names[0]!r}; python -m benchmarks lists them", file=sys.stderr)
+        return 2
+    return run(names[0], sys.argv[2:])
+
+
+def run(name: str, arguments: list[str]) -> int:
+    print(f"== {name}", file=sys.stderr, flush=True)
+    return abs(subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *arguments], cwd=ROOT).returncode)
 
 
 if __name__ == "__main__":

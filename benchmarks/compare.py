@@ -1,0 +1,246 @@
+"""Measures a list of engines and settings on this machine, one after the other, and puts them beside the floor.
+
+    python -m benchmarks.compare --preset quick-1b [--nproc 2] [--budget 300] [--output FOLDER]
+    python -m benchmarks.compare --run "floor" --run "zeroshard3 --batch 2" --run "fsdp2 --batch 2 --tuned"
+
+Every row is a measurement of benchmarks.train in processes of its own, so that no engine inherits another's memory or
+streams. A row that has no time left is left out and said so; a row that fails or is not installed leaves the others
+alone. The ratio is to the floor of the same run with the same setting: the same machine, minutes apart.
+
+    quick-1b   floor, FSDP2 and zeroshard at stages 3, 2, 1; then the first three compiled
+    mb1        one sequence a GPU, where the host decides: floor, FSDP2 plain and tuned, zeroshard at stages 3, 2, 1
+    7b         activation checkpointing: floor, FSDP2 plain and tuned, zeroshard 3, eager; then compiled
+    peers      DDP, FSDP2 in three forms, DeepSpeed plain and tuned at stages 3, 2, 1, zeroshard at stages 3, 2, 1
+
+Options after the preset apply to each of its rows: `--size tiny --length 64` tries a preset on a CPU. The output folder
+gets compare.json with everything and compare.md with the rows of benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ranks import ROOT, run_ranks
+
+STAGES = ("zeroshard3", "zeroshard2", "zeroshard1")
+DEEPSPEED = ("deepspeed3", "deepspeed2", "deepspeed1")
+PRESETS: dict[str, Sequence[str]] = {
+    "quick-1b": ["floor", "fsdp2", *STAGES, *(f"{name} --compile" for name in ("floor", "fsdp2", "zeroshard3"))],
+    "mb1": [f"{name} --batch 1" for name in ("floor", "fsdp2", "fsdp2 --tuned", *STAGES)],
+    "7b": [
+        f"{name} --size 7b --checkpointing --steps 4 --warmup 3"
+        for name in (
+            *("floor", "fsdp2", "fsdp2 --tuned", "zeroshard3"),
+            *("floor --compile", "fsdp2 --compile", "zeroshard3 --compile"),
+        )
+    ],
+    "peers": [
+        *("floor", "ddp", "fsdp2", "fsdp2 --tuned", "fsdp2-z2", *DEEPSPEED),
+        *(f"{name} --tuned" for name in DEEPSPEED),
+        *STAGES,
+    ],
+}
+SETTING = ("size", "batch", "accumulation", "checkpointing", "compiled", "length")
+"""What two rows must share for their ratio to mean something."""
+MARKDOWN = ("engine", "setting", "s/step", "x floor", "tokens/s/GPU", "MFU", "GiB", "reserved", "init s", "host s")
+
+
+@dataclass
+class Outcome:
+    """One row: what was asked for, and what came out of it (None where nothing did, for the reason in `error`)."""
+
+    request: str
+    row: dict[str, Any] | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    log: str = field(default="", repr=False)
+
+
+def run(requests: Sequence[str], args: argparse.Namespace, say: Console) -> list[Outcome]:
+    """Measure each of `requests` ("engine --option ..."), as long as the budget lasts."""
+    deadline = time.monotonic() + args.budget
+    outcomes: list[Outcome] = []
+    for request in requests:
+        left = deadline - time.monotonic()
+        if left < args.least:
+            outcomes.append(Outcome(request, error="left out: no time left in the budget"))
+            continue
+        arguments = ["--engine", *shlex.split(request), *args.options]
+        done = run_ranks("benchmarks.train", arguments, nproc=args.nproc, timeout=min(args.timeout, left))
+        outcome = Outcome(request, _last_json(done.output), done.error, round(done.seconds, 1), done.log)
+        if outcome.row is not None and "step_s" not in outcome.row:
+            outcome.error, outcome.row = outcome.row.get("error", "no figure"), None
+        outcomes.append(outcome)
+        shown = "failed" if outcome.row is None else f"{outcome.row['step_s']:.4f} s/step"
+        say.print(f"{request}: {shown} ({outcome.seconds} s in all)", highlight=False)
+        if outcome.error is not None:
+            say.print(f"{outcome.error}\n{outcome.log}", markup=False, highlight=False)
+        elif outcome.row is not None and outcome.row.get("account"):
+            say.print(outcome.log, markup=False, highlight=False)
+        if outcome.row is not None and outcome.row.get("sync_error"):
+            say.print(f"a step synchronizes: {outcome.row['sync_error']}", markup=False, highlight=False)
+    return outcomes
+
+
+def _last_json(output: str) -> dict[str, Any] | None:
+    """The last line of `output` that is a JSON object; libraries print lines of their own."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                continue
+    return None
+
+
+def add_ratios(outcomes: Sequence[Outcome]) -> None:
+    """Give every row its ratio to the floor of the same setting; None where that was not measured."""
+    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
+    floors = {_setting(row): row["step_s"] for row in rows if row["engine"] == "floor"}
+    for row in rows:
+        floor = floors.get(_setting(row))
+        row["ratio"] = None if floor is None else round(row["step_s"] / floor, 3)
+
+
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in SETTING)
+
+
+def cells(outcome: Outcome) -> list[str]:
+    """A row of the table, in the order of MARKDOWN."""
+    row = outcome.row
+    if row is None:
+        engine, *options = outcome.request.split()
+        return [engine, " ".join(options), outcome.error or "no result", *[""] * (len(MARKDOWN) - 3)]
+    engine = row["engine"] + (" tuned" if row["tuned"] else "")
+    numbers = [
+        _number(row["step_s"], 4),
+        _number(row["ratio"], 3),
+        _number(row["tokens_s"], 0),
+        "" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
+        _number(row["allocated_gib"], 2),
+        _number(row["reserved_gib"], 2),
+        _number(row["init_s"], 1),
+        _number(row["host_s"], 4),
+    ]
+    return [engine, _describe(row), *numbers]
+
+
+def _describe(row: dict[str, Any]) -> str:
+    parts = [row["size"], f"{row['batch']} x {row['length']}"]
+    parts += [f"{row['accumulation']} micro-batches"] if row["accumulation"] > 1 else []
+    parts += ["checkpointing"] if row["checkpointing"] else []
+    return ", ".join([*parts, "compiled" if row["compiled"] else "eager"])
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def provenance(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Commit, torch, card, date and command: without them a figure can't be checked."""
+    row = next((outcome.row for outcome in outcomes if outcome.row is not None), {})
+    return {
+        "commit": args.commit or _commit(),
+        "torch": row.get("torch", ""),
+        "card": row.get("card", ""),
+        "world": args.nproc,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
+    }
+
+
+def _commit() -> str:
+    """The commit that is checked out, with a mark if files differ from it; 'unknown' outside of a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        changes = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    if commit.returncode != 0:
+        return "unknown"
+    return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")
+
+
+def markdown(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> str:
+    """The table of a run for benchmarks/README.md, with where it comes from below it."""
+    lines = ["| " + " | ".join(MARKDOWN) + " |", "|" + " --- |" * 2 + " ---: |" * (len(MARKDOWN) - 2)]
+    lines += ["| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes]
+    card = f"{origin['world']} x {origin['card']}, torch {origin['torch']}"
+    return "\n".join([*lines, "", f"Commit {origin['commit']}, {card}, {origin['date']}: `{origin['command']}`", ""])
+
+
+def table(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> Table:
+    made = Table(title=f"{origin['world']} x {origin['card']}, torch {origin['torch']}, commit {origin['commit']}")
+    for index, name in enumerate(MARKDOWN):
+        made.add_column(name, justify="left" if index < 2 else "right", no_wrap=index != 1)
+    for outcome in outcomes:
+        made.add_row(*cells(outcome))
+    return made
+
+
+def device_count() -> int:
+    """The GPUs of this machine, or two ranks on the CPU; asked in a process of its own, to leave no context behind."""
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout.strip() or 0) or 2
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, action="append", default=[], help="may be repeated")
+    parser.add_argument("--run", action="append", default=[], metavar="ROW", help='"ENGINE [options of train]"')
+    parser.add_argument("--only", help="only rows whose text contains this, and the floors")
+    parser.add_argument("--nproc", type=int, help="ranks; by default one for each GPU")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all rows")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one row")
+    parser.add_argument("--least", type=float, default=15.0, help="seconds that must be left to begin a row")
+    parser.add_argument("--output", type=Path, help="folder for compare.json and compare.md")
+    parser.add_argument("--commit", help="what to write as the commit where there is no repository")
+    args, args.options = parser.parse_known_args(argv)
+    if not args.preset and not args.run:
+        parser.error("give --preset or --run")
+    return args
+
+
+def requests_of(args: argparse.Namespace) -> list[str]:
+    """The rows to measure, each once, in the order given."""
+    rows = [row for preset in args.preset for row in PRESETS[preset]] + args.run
+    kept = [row for row in rows if args.only is None or args.only in row or row.startswith("floor")]
+    return list(dict.fromkeys(kept))
+
+
+def main() -> int:
+    args = parse()
+    args.nproc = device_count() if args.nproc is None else args.nproc
+    console = Console(width=150)
+    outcomes = run(requests_of(args), args, console)
+    add_ratios(outcomes)
+    origin = provenance(args, outcomes)
+    console.print(table(outcomes, origin))
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"request": o.request, "seconds": o.seconds, "error": o.error, "result": o.row, "log": o.log}
+            for o in outcomes
+        ]
+        (args.output / "compare.json").write_text(json.dumps({**origin, "rows": rows}, indent=1) + "\n")
+        (args.output / "compare.md").write_text(markdown(outcomes, origin))
+    return 0 if any(outcome.row is not None for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

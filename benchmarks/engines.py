@@ -1,0 +1,338 @@
+"""One builder per engine, all with the same face: what is timed is `Trainer.step`, whoever is behind it.
+
+    floor               forward and backward in bf16 alone, on each GPU for itself: no optimizer, no communication
+    ddp                 DistributedDataParallel, bf16 by autocast over fp32 parameters, one fused AdamW
+    fsdp2               fully_shard on every block and the root, bf16 parameters and reduction
+    fsdp2-z2            the same, parameters kept after the forward (reshard_after_forward=False)
+    deepspeed1..3       ZeRO stage 1, 2 or 3
+    zeroshard1..3       ZeRO stage 1, 2 or 3
+
+`tuned` is what a user who reads the manual adds. FSDP2: the norm is taken on local tensors, blocks are prefetched by
+explicit lists, embedding and head are units of their own, and on torch 2.13 and newer reductions get a communicator of
+their own and two buffers. DeepSpeed: the throughput timer, which synchronises, is off, and blocks are leaf modules.
+
+All train with AdamW, clip the global norm to 1 and keep the master state in fp32. An engine is imported by its builder
+only, so that one that is missing takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+from benchmarks.llama import SIZES, Block, Llama, Shape, initialize
+
+BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+SEED = 0
+DEEPSPEED_BUCKET = 200_000_000
+OPTIMIZER = "optimizer"
+"""Annotation around clipping and update, by which a trace's kernels are told apart."""
+
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+"""Ids and targets, int64 (batch, length)."""
+
+
+class NotInstalled(Exception):
+    """The engine is not there; the measurement is left out, not failed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an engine needs to know to build the model and its step.
+
+    Attributes:
+        batch: sequences per micro-batch on each rank.
+        accumulation: micro-batches per step.
+        checkpointing: recompute activations, block by block.
+        compiled: compile every block.
+        tuned: see the module's text.
+        exact: start from the very values that the other engines start from, at the price of a whole model on each GPU.
+        rate: learning rate.
+    """
+
+    engine: str
+    device: torch.device
+    size: str = "1b"
+    batch: int = 4
+    accumulation: int = 1
+    checkpointing: bool = False
+    compiled: bool = False
+    tuned: bool = False
+    exact: bool = False
+    rate: float = 1e-4
+
+    @property
+    def shape(self) -> Shape:
+        return SIZES[self.size]
+
+    @property
+    def stage(self) -> int:
+        """The number at the end of the engine's name."""
+        return int(self.engine[-1])
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model that is ready: `step` takes the micro-batches of one step and gives the loss of the last one.
+
+    `step` never waits for the device by itself; whether the engine does is what is measured.
+    """
+
+    step: Callable[[Sequence[MicroBatch]], torch.Tensor]
+    numel: int
+    close: Callable[[], None] = lambda: None
+
+
+def build(setting: Setting) -> Trainer:
+    """Build the engine that `setting` names, on all ranks. The same values everywhere, by the same seed.
+
+    Raises:
+        NotInstalled: its package is missing.
+    """
+    torch.manual_seed(SEED)
+    return ENGINES[setting.engine](setting)
+
+
+def _model(setting: Setting) -> Llama:
+    """The model, built under whatever context the caller has opened."""
+    return Llama(setting.shape, checkpointing=setting.checkpointing)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], setting: Setting, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=setting.rate, betas=BETAS, weight_decay=DECAY, fused=fused)
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# The floor and DDP
+
+
+def build_floor(setting: Setting) -> Trainer:
+    with setting.device:
+        model = _model(setting).to(torch.bfloat16)
+    if setting.compiled:
+        model.compile_blocks()
+
+    def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        return _backward(model, micro_batches)
+
+    return Trainer(step, _numel(model))
+
+
+def build_ddp(setting: Setting) -> Trainer:
+    with setting.device:
+        model = _model(setting)
+    if setting.compiled:
+        model.compile_blocks()
+    ids = [setting.device.index] if setting.device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    optimizer = _adamw(model.parameters(), setting, fused=True)
+
+    def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        with ddp.no_sync() if len(micro_batches) > 1 else nullcontext():
+            _backward(ddp, micro_batches[:-1], len(micro_batches), autocast=setting.device.type)
+        loss = _backward(ddp, micro_batches[-1:], len(micro_batches), autocast=setting.device.type)
+        with record_function(OPTIMIZER):
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return Trainer(step, _numel(model))
+
+
+def _backward(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], divisor: int = 1, autocast: str | None = None
+) -> torch.Tensor:
+    """Forward and backward of every micro-batch; the last loss, undivided."""
+    loss = torch.zeros(())
+    for ids, targets in micro_batches:
+        with torch.autocast(autocast, torch.bfloat16) if autocast else nullcontext():
+            loss = model(ids, targets)
+        (loss if divisor == 1 else loss / divisor).backward()
+    return loss.detach()
+
+
+# FSDP2
+
+
+def build_fsdp2(setting: Setting) -> Trainer:
+    # A DTensor draws other random numbers than a plain tensor, so exact values have to be there before it is sharded.
+    with setting.device if setting.exact else torch.device("meta"):
+        model = _model(setting)
+    numel = _numel(model)
+    if setting.compiled:
+        model.compile_blocks()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    options: dict[str, Any] = {"mp_policy": policy}
+    if setting.engine == "fsdp2-z2":
+        options["reshard_after_forward"] = False
+    if dist.get_world_size() == 1 or setting.device.type == "cpu":
+        options["mesh"] = dist.init_device_mesh(setting.device.type, (dist.get_world_size(),))
+    units: list[nn.Module | list[nn.Module]] = [*model.blocks]
+    if setting.tuned:
+        units = [model.embed, *units, [model.norm, model.head]]
+    for unit in units:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    if setting.tuned:
+        tune_fsdp2(model)
+    if not setting.exact:
+        model.to_empty(device=setting.device)
+        initialize(model)
+    # On CPU fused AdamW does not know DTensors; foreach is the fastest there.
+    optimizer = _adamw(model.parameters(), setting, fused=setting.device.type == "cuda")
+
+    def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        loss = _backward(model, micro_batches, len(micro_batches))
+        with record_function(OPTIMIZER):
+            if setting.tuned:
+                clip_local_(model.parameters(), CLIP)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return Trainer(step, numel)
+
+
+def tune_fsdp2(model: Llama) -> None:
+    """Explicit prefetch one block ahead, both ways, and on newer torch concurrent reductions."""
+    blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    if isinstance(model, FSDPModule) and _torch_version() >= (2, 13):
+        model.set_separate_reduce_scatter_group(True)
+        model.set_reduce_scatter_max_input_buffers(2)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+@torch.no_grad()
+def clip_local_(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Scale sharded gradients to a global norm of at most `limit`, without DTensor dispatch and without a host sync."""
+    parts: list[torch.Tensor] = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            parts.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    squared = torch.stack(torch._foreach_norm(parts)).float().square().sum()
+    dist.all_reduce(squared)
+    torch._foreach_mul_(parts, (limit / (squared.sqrt() + 1e-6)).clamp(max=1.0))
+
+
+# DeepSpeed
+
+
+def build_deepspeed(setting: Setting) -> Trainer:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotInstalled("deepspeed is not installed")
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = deepspeed_config(setting)
+    if setting.stage == 3:
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            model = _model(setting)
+    else:
+        with setting.device:
+            model = _model(setting).to(torch.bfloat16)
+    if setting.compiled:
+        model.compile_blocks()
+    if setting.tuned and setting.stage == 3:
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    optimizer = _adamw(model.parameters(), setting, fused=True)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        loss = torch.zeros(())
+        for index, (ids, targets) in enumerate(micro_batches):
+            loss = engine(ids, targets)
+            engine.backward(loss)
+            with record_function(OPTIMIZER) if index == len(micro_batches) - 1 else nullcontext():
+                engine.step()
+        return loss.detach()
+
+    return Trainer(step, setting.shape.numel)
+
+
+def deepspeed_config(setting: Setting) -> dict[str, Any]:
+    """The JSON that DeepSpeed is given."""
+    zero: dict[str, Any] = {"stage": setting.stage, "overlap_comm": True, "contiguous_gradients": True}
+    if setting.stage < 3:
+        zero.update(reduce_bucket_size=DEEPSPEED_BUCKET, allgather_bucket_size=DEEPSPEED_BUCKET)
+    config: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": CLIP,
+        "gradient_accumulation_steps": setting.accumulation,
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "steps_per_print": 10**9,
+    }
+    if setting.tuned:
+        config["timers"] = {"throughput": {"enabled": False, "synchronized": False}}
+    return config
+
+
+# zeroshard
+
+
+def build_zeroshard(setting: Setting) -> Trainer:
+    import zeroshard
+
+    # Deferred, so that no rank ever holds the whole model: each tensor is made, cut and forgotten.
+    with zeroshard.Init(device=setting.device):
+        model = _model(setting)
+    numel = _numel(model)
+    if setting.compiled:
+        model.compile_blocks()
+    recipe = zeroshard.Recipe(
+        sharding=zeroshard.STAGES[setting.stage],
+        precision=zeroshard.Precision(param="bf16"),
+        policy=zeroshard.ExecutionPolicy(clip_norm=CLIP, accumulate=setting.accumulation > 1, cast_inputs=None),
+    )
+    sharded, optimizer = zeroshard.shard(
+        model, _adamw(model.parameters(), setting, fused=False), plan=recipe, device=setting.device
+    )
+    assert optimizer is not None
+
+    def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        loss = _backward(sharded, micro_batches, len(micro_batches))
+        with record_function(OPTIMIZER):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return Trainer(step, numel, lambda: zeroshard.close(sharded))
+
+
+ENGINES: dict[str, Callable[[Setting], Trainer]] = {
+    "floor": build_floor,
+    "ddp": build_ddp,
+    "fsdp2": build_fsdp2,
+    "fsdp2-z2": build_fsdp2,
+    **{f"deepspeed{stage}": build_deepspeed for stage in (1, 2, 3)},
+    **{f"zeroshard{stage}": build_zeroshard for stage in (1, 2, 3)},
+}
