@@ -15,6 +15,7 @@ The layout and the reduce are the same in every stage, so the sums are too. Wher
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,6 +27,14 @@ from zeroshard.engine.streams import Event, Stream, Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """A gradient buffer as one view per parameter, and what lies between them."""
+
+    views: list[torch.Tensor]
+    gaps: list[torch.Tensor]
 
 
 class Gradients:
@@ -51,6 +60,7 @@ class Gradients:
         """Start anew under a plan with other slots; nothing may be in flight."""
         self._slots = plan.reduce_slots.of_unit
         self._free: dict[int, Event] = {}
+        self._cuts: dict[tuple[int, int], _Cuts] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -156,25 +166,34 @@ class Gradients:
 
     def _collect(self, group: Group, fired: list[bool], target: torch.Tensor, *, fresh: bool) -> None:
         """Move the gradients of a group into `target`: over what is there when fresh, else added to it."""
-        layout = group.plan.layout
+        cuts = self._cuts_of(group, target)
         views, grads, empty = [], [], []
-        for index, (segment, parameter) in enumerate(zip(layout.segments, group.parameters, strict=True)):
-            view = target[segment.offset : segment.end].view(segment.shape)
+        for index, (view, parameter) in enumerate(zip(cuts.views, group.parameters, strict=True)):
             if parameter.grad is None:
                 empty.append(view)
                 continue
             views.append(view)
-            grads.append(_dense(parameter, segment.name))
+            grads.append(_dense(parameter, group, index))
             parameter.grad = None
             fired[index] = True
         if fresh:
-            empty += [target[start:end] for start, end in layout.gaps()]
+            empty += cuts.gaps
             if empty:
                 torch._foreach_zero_(empty)  # a slot is dirty: what got no gradient must not keep another unit's
             if grads:
                 torch._foreach_copy_(views, grads)
         elif grads:
             torch._foreach_add_(views, grads)
+
+    def _cuts_of(self, group: Group, target: torch.Tensor) -> _Cuts:
+        """The views of a group's gradient buffer; made once, for the buffers stay where they are."""
+        key = (id(group), target.data_ptr())
+        found = self._cuts.get(key)
+        if found is None:
+            layout = group.plan.layout
+            views = [target[segment.offset : segment.end].view(segment.shape) for segment in layout.segments]
+            found = self._cuts[key] = _Cuts(views, [target[start:end] for start, end in layout.gaps()])
+        return found
 
     def _reduce_slot(self, unit: Unit, group: Group) -> None:
         """Reduce what lies in the wire slot into this rank's resting gradient."""
@@ -238,9 +257,10 @@ def _land(grad: torch.Tensor, reduced: torch.Tensor, *, add: bool) -> None:
         grad.copy_(reduced)
 
 
-def _dense(parameter: nn.Parameter, name: str) -> torch.Tensor:
+def _dense(parameter: nn.Parameter, group: Group, index: int) -> torch.Tensor:
     grad = parameter.grad
     assert grad is not None
     if grad.is_sparse:
+        name = group.plan.layout.segments[index].name
         raise PlanError(f"parameter {name!r} got a sparse gradient; build its nn.Embedding with sparse=False")
     return grad

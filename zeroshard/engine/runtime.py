@@ -21,7 +21,6 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.cursor import Cursor
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.guard import sharded_gradient
 from zeroshard.engine.parameters import Parameters
 from zeroshard.engine.passes import CallTracker, ForwardPass
 from zeroshard.engine.storage import Storage, Unit
@@ -186,13 +185,14 @@ class Runtime:
         self._backward_running = False
         for unit in self.units:
             for group in unit.trainable:
-                for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
+                for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
                     if parameter.grad is not None:
+                        name = group.plan.layout.segments[index].name
                         raise PlanError(
-                            f"parameter {segment.name!r} got a gradient after unit {unit.label!r} was reduced: it is "
+                            f"parameter {name!r} got a gradient after unit {unit.label!r} was reduced: it is "
                             "used outside of its unit's forward. Name the module that uses it as the unit (units=...)"
                         )
-                    parameter.grad = sharded_gradient(parameter)
+                    parameter.grad = stand_in
 
     # Both.
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zeroshard.engine.guard import sharded_gradient
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import Residency
@@ -42,6 +43,8 @@ class Group:
     staging: torch.Tensor | None = None
     local: torch.Tensor | None = None
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
+    _stand_ins: list[torch.Tensor] = field(default_factory=list)
+    _stand_in_shapes: list[torch.Size] = field(default_factory=list)
 
     @property
     def update_range(self) -> tuple[int, int]:
@@ -80,6 +83,14 @@ class Group:
             return self.grad
         start, end = self.plan.layout.shard_range(self.rank)
         return self.grad[start:end]
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """What each parameter's `grad` is while its gradients are in the engine's buffers."""
+        shapes = [parameter.shape for parameter in self.parameters]
+        if shapes != self._stand_in_shapes:
+            self._stand_ins = [sharded_gradient(parameter) for parameter in self.parameters]
+            self._stand_in_shapes = shapes
+        return self._stand_ins
 
     def take_grad(self) -> torch.Tensor:
         """This rank's reduced gradients; allocated now where they are there between backward and step only."""

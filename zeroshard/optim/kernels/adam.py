@@ -20,7 +20,7 @@ from zeroshard.optim.kernels.tiles import TILE
 from zeroshard.optim.split import join, split
 
 COLUMNS = 9
-WARPS = 8
+WARPS = 4
 
 
 def adam_twin(
@@ -39,7 +39,7 @@ def adam_twin(
     Args:
         master: float32 (n,), or int16 (n,) where it is the remainder beside a bfloat16 `param`.
         first, second: float32, shape (n,); `param` (n,) in compute dtype or None; `grad` (n,) in any dtype.
-        tiles: int64 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
+        tiles: int32 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
     """
     values = join(param, master) if master.dtype == torch.int16 and param is not None else master
     for start, end, segment in tiles.tolist():

@@ -22,7 +22,7 @@ def adam_step(
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    start = tl.multiple_of(tl.load(tiles + tile * 3), 64)
+    start = tl.multiple_of(tl.load(tiles + tile * 3).to(tl.int64), 64)
     end = tl.load(tiles + tile * 3 + 1)
     row = rows + tl.load(tiles + tile * 3 + 2) * COLUMNS
     if tl.load(row) != 0.0:

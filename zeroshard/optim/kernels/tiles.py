@@ -10,11 +10,15 @@ from collections.abc import Iterable
 
 import torch
 
-TILE = 4096
-"""Elements per tile; a multiple of every segment's alignment."""
+TILE = 512
+"""Elements per tile; a multiple of every segment's alignment. Measured on an H100: 512 keeps HBM busiest."""
 
 
 def tile_table(pieces: Iterable[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """Tiles of (segment, start, end) pieces as int64 of shape (tiles, 3): start, end, segment."""
-    rows = [(low, min(low + TILE, end), segment) for segment, start, end in pieces for low in range(start, end, TILE)]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+    """Tiles of (segment, start, end) pieces as int32 of shape (tiles, 3): start, end, segment."""
+    parts = [torch.zeros(0, 3, dtype=torch.int32)]
+    for segment, start, end in pieces:
+        low = torch.arange(start, end, TILE, dtype=torch.int64)
+        rows = [low, (low + TILE).clamp(max=end), torch.full_like(low, segment)]
+        parts.append(torch.stack(rows, dim=1).to(torch.int32))
+    return torch.cat(parts).to(device)
