@@ -17,7 +17,7 @@ only, so that one that is missing takes nothing else with it.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -40,6 +40,8 @@ SEED = 0
 DEEPSPEED_BUCKET = 200_000_000
 OPTIMIZER = "optimizer"
 """Annotation around clipping and update, by which a trace's kernels are told apart."""
+
+PACKAGES = {"deepspeed": ("deepspeed",), "zeroshard": ("zeroshard.engine.native", "zeroshard.sharding.deferred")}
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Ids and targets, int64 (batch, length)."""
@@ -96,12 +98,32 @@ class Trainer:
     close: Callable[[], None] = lambda: None
 
 
+def load(engine: str) -> None:
+    """Import what `engine` needs, so that its building can be timed without that.
+
+    torch's own compiler front end is loaded for all of them: who touches it first would pay seconds for everybody.
+
+    Raises:
+        NotInstalled: its package is missing.
+    """
+    importlib.import_module("torch._dynamo")
+    package = engine.rstrip("123")
+    for module in PACKAGES.get(package, ()):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != package:
+                raise
+            raise NotInstalled(f"{package} is not installed") from error
+
+
 def build(setting: Setting) -> Trainer:
     """Build the engine that `setting` names, on all ranks. The same values everywhere, by the same seed.
 
     Raises:
         NotInstalled: its package is missing.
     """
+    load(setting.engine)
     torch.manual_seed(SEED)
     return ENGINES[setting.engine](setting)
 
@@ -245,8 +267,6 @@ def clip_local_(parameters: Iterable[nn.Parameter], limit: float) -> None:
 
 
 def build_deepspeed(setting: Setting) -> Trainer:
-    if importlib.util.find_spec("deepspeed") is None:
-        raise NotInstalled("deepspeed is not installed")
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ the peak of the timed steps, also on the worst rank. Tokens are random and the s
     host_s        seconds in which the host issues a step that starts on an empty queue, the smallest of the repetitions
     mfu           model flops per second over the card's dense bf16 peak; null for a card that is not in PEAKS
     allocated_gib, reserved_gib     peaks of torch's allocator; null without a GPU
-    init_s, init_gib                until the engine could take a step, and what it then holds
+    init_s, init_gib                to build model and engine until it could take a step, and what it then holds
 
 `--profile FILE` also writes a chrome trace of a few steady steps of rank 0 and prints its account (benchmarks.account).
 `--sync-error` takes steps during which any synchronizing torch call is an error, and reports the first one. Without a
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.account import STEP, account, read_trace
-from benchmarks.engines import ENGINES, MicroBatch, NotInstalled, Setting, Trainer, build
+from benchmarks.engines import ENGINES, MicroBatch, NotInstalled, Setting, Trainer, build, load
 from benchmarks.llama import SIZES, Shape
 
 GIB = 2**30
@@ -100,6 +100,7 @@ def start() -> torch.device:
 
 def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Build, warm up, time, and what else was asked for; the JSON row and whether a step was broken off."""
+    load(setting.engine)
     began = time.perf_counter()
     trainer = build(setting)
     synchronize(setting.device)

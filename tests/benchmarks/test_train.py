@@ -84,7 +84,7 @@ def test_options_after_a_preset_apply_to_its_rows_and_only_keeps_the_floors() ->
 
 
 def test_a_missing_engine_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(NotInstalled, match="deepspeed is not installed"):
         build(Setting("deepspeed3", CPU, size="tiny"))
 
