@@ -87,7 +87,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_config_is_a_dict_a_path_json_text_or_in_args(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    for given in (
+    ways: list[dict[str, Any]] = [
         {"config": CONFIG},
         {"config": file},
         {"config": str(file)},
@@ -95,7 +95,8 @@ def test_a_config_is_a_dict_a_path_json_text_or_in_args(tmp_path: Path) -> None:
         {"config_params": CONFIG},
         {"args": Namespace(deepspeed_config=str(file))},
         {"args": Namespace(deepspeed_config=str(file)), "config": CONFIG},
-    ):
+    ]
+    for given in ways:
         engine, optimizer, loader, scheduler = zeroshard.initialize(model=build(), **given)
         assert engine.train_micro_batch_size_per_gpu() == 4
         assert isinstance(optimizer, ShardedOptimizer)

@@ -87,7 +87,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "parameters": values,
         "moments": tensors,
         "counters": json.dumps(update.counters() if update is not None else None),
-        "buffer": engine.module.seen.clone(),
+        "buffer": dict(engine.module.named_buffers())["seen"].clone(),
         "rates": engine.get_lr(),
         "scale": engine.loss_scale,
         "steps": (engine.micro_steps, engine.global_steps, engine.skipped_steps),
@@ -99,7 +99,7 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     """Where two states differ, bit for bit."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [found for key in one for found in differences(one[key], other[key], f"{path}/{key}")]
-    if isinstance(one, torch.Tensor):
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return [] if torch.equal(one, other) else [path]
     return [] if one == other else [path]
 

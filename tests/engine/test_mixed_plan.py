@@ -12,17 +12,18 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.measure import forget_sent, held_bytes, sent
-from zeroshard.engine.native import make_plan
-from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, Plan
 from zeroshard.plan.traffic import step_traffic
+from zeroshard.sharding.units import find_units
 
 WHOLE, ALL_RANKS = STAGES[0], STAGES[3]
 SUBGROUP = Sharding(param=True, grad=True, state=True, axis="shard")
@@ -80,9 +81,10 @@ def _reference(world_size: int, micro_batches: int) -> dict[str, torch.Tensor]:
         for rank in range(world_size):
             for micro in range(micro_batches):
                 (_loss(model, step, micro, rank) / (micro_batches * world_size)).backward()
-        squares = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters())
-        for parameter in model.parameters():
-            parameter.grad.mul_(min(1.0, CLIP / (math.sqrt(squares) + 1e-6)))
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+        for gradient in gradients:
+            gradient.mul_(min(1.0, CLIP / (math.sqrt(squares) + 1e-6)))
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -103,7 +105,7 @@ def _train(plan: Plan, rank: int, micro_batches: int) -> tuple[dict[str, torch.T
 def _plan(shard_size: int, rows: dict[str, Sharding], *, accumulate: bool, low: bool = False) -> Plan:
     policy = ExecutionPolicy(accumulate=accumulate, clip_norm=CLIP, cast_inputs="bfloat16" if low else None)
     recipe = Recipe(overrides=rows, precision=Precision("bfloat16" if low else None), policy=policy)
-    return make_plan(_Model(), recipe, None, shard_size, 2)
+    return build_plan(find_units(_Model()), recipe, dp=dist.get_world_size(), shard=shard_size)
 
 
 def _mixed(rank: int, world_size: int, shard_size: int) -> float:
@@ -128,8 +130,8 @@ def _placed_in_turn(rank: int, world_size: int) -> list[str]:
     different: list[str] = []
     for low in (False, True):
         expected: dict[str, torch.Tensor] = {}
-        for name, row in {"all ranks": ALL_RANKS, "mixed": None, "whole": WHOLE}.items():
-            rows = ROWS if row is None else dict.fromkeys(ROWS, row)
+        everywhere = {"all ranks": dict.fromkeys(ROWS, ALL_RANKS), "mixed": ROWS, "whole": dict.fromkeys(ROWS, WHOLE)}
+        for name, rows in everywhere.items():
             values, model = _train(_plan(world_size, rows, accumulate=False, low=low), rank, 1)
             zeroshard.close(model)
             expected = expected or values

@@ -70,8 +70,9 @@ def test_tied_weights_belong_to_the_root_and_keep_their_other_name() -> None:
 
 
 def test_a_parameter_shared_by_two_blocks_belongs_to_the_root() -> None:
-    model = nn.Sequential(_Block(), _Block())
-    model[1].up.weight = model[0].up.weight
+    one, other = _Block(), _Block()
+    other.up.weight = one.up.weight
+    model = nn.Sequential(one, other)
     root, first, second = find_units(model)
     assert [parameter.name for parameter in root.parameters] == ["0.up.weight"]
     assert root.aliases == (("1.up.weight", "0.up.weight"),)
@@ -79,8 +80,9 @@ def test_a_parameter_shared_by_two_blocks_belongs_to_the_root() -> None:
 
 
 def test_a_parameter_tied_inside_one_block_stays_in_it() -> None:
-    model = nn.Sequential(_Block(), _Block())
-    model[0].up.weight = model[0].down.weight
+    block = _Block()
+    block.up.weight = block.down.weight
+    model = nn.Sequential(block, _Block())
     first = find_units(model)[1]
     assert first.aliases == (("0.down.weight", "0.up.weight"),)
 

@@ -205,7 +205,7 @@ def _together(handle: Handle, work: Callable[[], T], where: Path) -> T:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _text_checksum(state: Mapping[str, Any]) -> int:
