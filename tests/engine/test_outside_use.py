@@ -93,7 +93,7 @@ def test_otherwise_it_is_right_or_the_error_says_what_to_do(name: str) -> None:
     for endings in run_ranks(2, _by_default, name):
         for ending in endings:
             assert ending == "right" or "units=" in ending, endings
-        assert "whole only inside its unit's forward" in endings[3]
+        assert "read outside of its unit's forward is empty" in endings[3]
 
 
 def _other_errors(rank: int, world: int) -> None:

@@ -62,6 +62,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._gathered: list[tuple[torch.Tensor, Group, int]] = []
         self._versions: list[int] = []
+        self._before: list[torch.Tensor | None] = []
 
     def __enter__(self) -> GatheredParameters:
         handles = {id(place[0]): place[0] for _, place in self._places}
@@ -80,6 +81,12 @@ class GatheredParameters:
             parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
             self._gathered.append((parameter, group, index))
         self._versions = [parameter._version for parameter, _ in self._places]
+        # A change of a parameter that rests whole overwrites what its master weights are compared with.
+        keeps = self._modifier is not None
+        self._before = [
+            parameter.detach().clone() if keeps and group.master is not None and group.plan.param.axis is None else None
+            for parameter, (_, _, group, _) in self._places
+        ]
         return self
 
     def __exit__(
@@ -103,13 +110,14 @@ class GatheredParameters:
             for parameter, group, index in self._gathered:
                 parameter.data = group.empties[index]
             self._gathered.clear()
+            self._before.clear()
 
     def _keep_changes(self, source: int) -> None:
         handles: dict[int, Handle] = {}
-        for parameter, (handle, _, group, index) in self._places:
+        for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
             value = parameter.detach().contiguous()
             handle.comm.control.wait(handle.comm.control.broadcast(value, source, _name(parameter)))
-            group.write_changed(index, value)
+            group.write_changed(index, value, before)
             handles[id(handle)] = handle
         for handle in handles.values():
             handle.runtime.parameters.before_write()

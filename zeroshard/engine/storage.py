@@ -123,13 +123,18 @@ class Group:
         assert self.master is not None
         self.master[own].copy_(split(values.to(self.master.device))[1] if self.split else values)
 
-    def write_changed(self, index: int, value: torch.Tensor) -> None:
-        """As `write` from a compute-dtype value, but master weights keep their precision where nothing changed."""
+    def write_changed(self, index: int, value: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """As `write` from a compute-dtype value, but master weights keep their precision where nothing changed.
+
+        Args:
+            before: the whole parameter as it was, where it has been changed in place; else it is read from its shard.
+        """
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
         if self.master is not None:
             own, of_value = self._overlap(segment, *self.update_range)
             old, new = self.master_values()[own], flat[of_value]
-            kept = torch.where(self.update_param[own] == new, old, new.float())
+            current = self.update_param[own] if before is None else before.reshape(-1)[of_value]
+            kept = torch.where(current == new, old, new.float())
             self._write_master(own, kept)
         self._write_param(segment, flat)
 
