@@ -45,6 +45,5 @@ class ShardedGradient(torch.Tensor):
 
 def sharded_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """A stand-in with the shape, dtype and device that `parameter.grad` must have, without memory of its own."""
-    # A scalar, since that expands to any shape: a parameter may have no dim, or a dim of size 0.
-    nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-    return nothing.expand(parameter.shape).as_subclass(ShardedGradient)
+    # It refuses to be computed with, so it may as well stand on the parameter's own memory.
+    return parameter.detach().as_subclass(ShardedGradient)
