@@ -39,7 +39,7 @@ else:
 class Pending:
     """A collective that was issued; `Collectives.wait` it before the data is used."""
 
-    __slots__ = ("_finish", "_on_device", "_work", "kind", "unit")
+    __slots__ = ("_event", "_finish", "_work", "kind", "unit")
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Pending:
         unit: str,
         work: dist.Work | None = None,
         finish: Callable[[], object] | None = None,
-        on_device: bool = False,
+        event: torch.cuda.Event | None = None,
     ) -> None:
         self.kind, self.unit = kind, unit
-        self._work, self._finish, self._on_device = work, finish, on_device
+        self._work, self._finish, self._event = work, finish, event
 
     @property
     def description(self) -> str:
@@ -59,12 +59,14 @@ class Pending:
 
     def is_completed(self) -> bool:
         """Whether the data has arrived; it is still to be waited for."""
+        if self._event is not None:
+            return self._event.query()
         work = self._work
         return work is None or work.is_completed()
 
     def blocks_host(self) -> bool:
         """Whether a wait would hold the host up."""
-        return not (self._on_device or self.is_completed())
+        return self._event is None and not self.is_completed()
 
     def finish(self) -> None:
         """Wait without a limit. RuntimeError if the operation failed."""
@@ -119,8 +121,8 @@ class Collectives:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return Pending("all-gather", unit)
-        self._before("all-gather", unit, out)
-        return self._issued("all-gather", unit, out, _all_gather(out, shard, group=self._group, async_op=True))
+        on_device = self._before("all-gather", unit, out)
+        return self._issued("all-gather", unit, out, _all_gather(out, shard, group=self._group, async_op=not on_device))
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -133,13 +135,13 @@ class Collectives:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return Pending("reduce-scatter", unit)
-        self._before("reduce-scatter", unit, full)
+        on_device = self._before("reduce-scatter", unit, full)
         if not self._is_gloo(full):
-            work = _reduce_scatter(shard, full, op=op, group=self._group, async_op=True)
+            work = _reduce_scatter(shard, full, op=op, group=self._group, async_op=not on_device)
             return self._issued("reduce-scatter", unit, full, work)
         n = shard.numel()
         mine = full.view(-1)[self.rank * n : (self.rank + 1) * n]
-        work = dist.all_reduce(full, op=op, group=self._group, async_op=True)
+        work = dist.all_reduce(full, op=op, group=self._group, async_op=not on_device)
         aliased = mine.data_ptr() == shard.data_ptr()
         return self._issued(
             "reduce-scatter", unit, full, work, None if aliased else lambda: shard.copy_(mine.view_as(shard))
@@ -149,18 +151,18 @@ class Collectives:
         """`tensor` becomes its reduction over the ranks, in place."""
         if self._group is None:
             return Pending("all-reduce", unit)
-        self._before("all-reduce", unit, tensor)
+        on_device = self._before("all-reduce", unit, tensor)
         return self._issued(
-            "all-reduce", unit, tensor, dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+            "all-reduce", unit, tensor, dist.all_reduce(tensor, op=op, group=self._group, async_op=not on_device)
         )
 
     def broadcast(self, tensor: torch.Tensor, src: int, unit: str) -> Pending:
         """`tensor` becomes that of rank `src` of this communicator."""
         if self._group is None:
             return Pending("broadcast", unit)
-        self._before("broadcast", unit, tensor)
+        on_device = self._before("broadcast", unit, tensor)
         return self._issued(
-            "broadcast", unit, tensor, dist.broadcast(tensor, group_src=src, group=self._group, async_op=True)
+            "broadcast", unit, tensor, dist.broadcast(tensor, group_src=src, group=self._group, async_op=not on_device)
         )
 
     def wait(self, pending: Pending) -> None:
@@ -185,10 +187,12 @@ class Collectives:
                 raise ZeroShardError(f"{pending.description} failed on {where}: {error}") from error
             raise watchdog.explain_failure(pending.description, error) from error
 
-    def _before(self, kind: str, unit: str, payload: torch.Tensor) -> None:
+    def _before(self, kind: str, unit: str, payload: torch.Tensor) -> bool:
+        """Log the operation; whether it runs on a device, in the order of the current stream."""
         if self._watchdog is not None and self._watchdog.error is not None:
             self._watchdog.raise_if_failed()
         self._log.record(kind, unit, payload.nbytes)
+        return payload.is_cuda
 
     def _issued(
         self,
@@ -198,11 +202,13 @@ class Collectives:
         work: dist.Work | None,
         finish: Callable[[], object] | None = None,
     ) -> Pending:
-        on_device = payload.device.type != "cpu"
-        pending = Pending(kind, unit, work, finish, on_device)
-        if on_device:
-            self._last = pending
-        return pending
+        if not payload.is_cuda:
+            return Pending(kind, unit, work, finish)
+        # c10d has run it on the current stream: there is no work to wait for, but the watchdog wants to know its end.
+        event = torch.cuda.Event()
+        event.record()
+        self._last = Pending(kind, unit, work, finish, event)
+        return self._last
 
     def _last_on_device(self) -> Pending | None:
         return self._last

@@ -84,6 +84,7 @@ class Runtime:
         if index == self._root:
             self._begin_pass()
         elif self._tracker.current is None and torch.is_grad_enabled():
+            self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
         if self._seen_order is not None and self._tracker.current is not None and index != self._root:
@@ -106,6 +107,7 @@ class Runtime:
             self.parameters.release(index)
 
     def _begin_pass(self) -> None:
+        self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
         if torch.is_grad_enabled():
@@ -162,6 +164,7 @@ class Runtime:
                 "use stage 2, or a recipe whose overrides keep the units concerned whole"
             )
         self._backward_running = True
+        self.streams.follow_caller()
         self._tracker.end_pass()
         self._backward.rewind()
         self._owed.clear()
@@ -211,6 +214,7 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """Reduce whatever no backward has reduced; compute then waits for all reduces."""
+        self.streams.follow_caller()
         for index in reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
@@ -270,6 +274,7 @@ class Runtime:
 
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""
+        self.streams.follow_caller()
         self.parameters.settle()
         self.streams.drain()
 

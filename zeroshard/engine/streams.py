@@ -62,6 +62,10 @@ class Streams(Protocol):
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
+    def follow_caller(self) -> None:
+        """A pass or step begins: compute is the stream that the caller runs on from here."""
+        ...
+
     def drain(self) -> None:
         """Compute, and on a CPU the host, waits for everything launched so far."""
         ...
@@ -74,14 +78,19 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._compute = torch.cuda.current_stream(device)
         self._side = {
             Stream.GATHER: torch.cuda.Stream(device, priority=-1),
             Stream.REDUCE: torch.cuda.Stream(device, priority=-1),
         }
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        # Compute is whatever stream the caller runs on: the user's own, and autograd's copy of it in the backward.
-        return torch.cuda.current_stream(self._device) if stream is Stream.COMPUTE else self._side[stream]
+        return self._compute if stream is Stream.COMPUTE else self._side[stream]
+
+    def follow_caller(self) -> None:
+        # Asked once per pass, for asking costs as much as a kernel launch. Autograd runs a backward on the stream of
+        # its forward.
+        self._compute = torch.cuda.current_stream(self._device)
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
         with torch.cuda.stream(self._stream(stream)):
@@ -187,6 +196,9 @@ class QueuedStreams:
             self._queues[stream].append(Entry(event=event))
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
+        pass
+
+    def follow_caller(self) -> None:
         pass
 
     def drain(self) -> None:
