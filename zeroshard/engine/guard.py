@@ -13,7 +13,10 @@ import torch
 
 from zeroshard.errors import UsageError
 
-_READABLE = frozenset({"shape", "dtype", "device", "requires_grad", "is_sparse", "layout", "grad_fn", "is_leaf"})
+_READABLE = frozenset(
+    {"shape", "dtype", "device", "requires_grad", "is_sparse", "layout", "grad_fn", "is_leaf"}
+    | {"is_meta", "is_cuda", "is_cpu", "ndim", "nbytes", "itemsize"}
+)
 _METHODS = frozenset({"size", "numel", "dim", "detach", "requires_grad_", "data_ptr", "untyped_storage"})
 
 
