@@ -6,7 +6,7 @@
 #   make bench    the benchmarks
 #
 # On a machine without a GPU the CPU build of torch is a tenth of the download:
-#   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   make test PIP_FLAGS="--extra-index-url URL"
 
 PYTHON ?= python3
 PIP_FLAGS ?=

@@ -34,7 +34,7 @@ class StageFailed(Exception):
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files (default: Python's own topics)")
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     parser.add_argument("--nproc", type=int, default=2, help="processes")
     parser.add_argument("--vocabulary", type=int, default=2048, help="tokens in the vocabulary, at most")
@@ -100,12 +100,14 @@ def demo(args: argparse.Namespace) -> None:
 
     say(f"training on {args.nproc} processes, ZeRO-{args.stage}, to step {half} of {args.steps}")
     launch(args, "--stop-at", str(half))
-    say(f"all processes have stopped; a new launch resumes at step {half} from {args.out / 'checkpoint'}")
+    say(f"saved to {args.out / 'checkpoint'}; all processes have stopped; a new launch resumes at step {half}")
     launch(args, "--resume")
 
     picture = args.out / "loss.png"
     first, last = draw_losses(args.out / "metrics.jsonl", picture, resumed_at=half)
-    say("what the model writes (the bold words are held-out text), loaded by transformers in a fresh process")
+    say(
+        "what the model writes (> marks the held-out text that it goes on from), loaded by transformers in a fresh process"
+    )
     prompts = [word for prompt in corpus.prompts for word in ("--prompt", prompt)]
     run([str(HERE / "sample.py"), str(args.out / "export"), *prompts])
 

@@ -26,11 +26,12 @@ class Display:
     Args:
         metrics: file of JSON lines; lines after step `start` are dropped (a resumed run writes them again).
         total: steps of the whole run.
+        last: the step at which this launch stops; the bar runs to there.
         start: steps that are done.
         quiet: show and write nothing.
     """
 
-    def __init__(self, metrics: Path, total: int, start: int, quiet: bool):
+    def __init__(self, metrics: Path, total: int, start: int, last: int, quiet: bool):
         self._quiet = quiet
         self._total = total
         self._smooth = Smooth()
@@ -38,15 +39,14 @@ class Display:
         self._console = Console(quiet=quiet, width=None if Console().is_terminal else 120)
         self._live = self._console.is_terminal and not os.environ.get("NO_COLOR") and not quiet
         self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12 if self._console.width < 100 else 24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._progress.add_task("training", total=total, completed=start, numbers="")
+        self._task = self._progress.add_task("training", total=last, completed=start, numbers="")
         self._file = None if quiet else _reopen(metrics, start)
 
     def __enter__(self) -> Display:
@@ -75,9 +75,9 @@ class Display:
         """
         self._write(step=step, loss=loss, tokens_per_second=tokens / seconds, seconds=seconds, lr=rate)
         self._smooth.add(loss)
-        held_out = "" if self._held_out is None else f"  held out {self._held_out:.3f}"
+        held_out = "" if self._held_out is None else f" held out {self._held_out:.2f}"
         numbers = (
-            f"loss {self._smooth.value:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s  {seconds * 1000:.0f} ms/step"
+            f"loss {self._smooth.value:5.3f}{held_out} {tokens / seconds:5,.0f} tokens/s {seconds * 1000:4.0f} ms/step"
         )
         if self._live:
             self._progress.update(self._task, completed=step, numbers=numbers)

@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder with corpus.json; everything is written there")
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "zero3.json")
-    parser.add_argument("--steps", type=int, default=700, help="optimizer steps in the whole run")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps in the whole run")
     parser.add_argument("--stop-at", type=int, help="save a checkpoint after this step and stop")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage, instead of the config's")
@@ -142,7 +142,8 @@ def main() -> None:
         _, client = engine.load_checkpoint(args.out / "checkpoint")
         position = (client or {})["position"]
     last = min(args.stop_at or args.steps, args.steps)
-    with Display(args.out / "metrics.jsonl", args.steps, engine.global_steps, quiet=dist.get_rank() != 0) as display:
+    metrics, quiet = args.out / "metrics.jsonl", dist.get_rank() != 0
+    with Display(metrics, args.steps, engine.global_steps, last, quiet) as display:
         if not args.resume:
             display.memory(memory_table(engine.plan))
         position = train(engine, windows, held_out, position, last, display)

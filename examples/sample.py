@@ -42,7 +42,7 @@ def main() -> None:
             pad_token_id=tokenizer.eos_token_id,
         )
         text = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
-        console.print(Text(prompt, style="bold"), Text(text.rstrip(), style="default"), Text("\n---"), sep="")
+        console.print(Text(f"> {prompt}", style="bold"), Text(text.rstrip(), style="default"), Text("\n---"), sep="")
 
 
 if __name__ == "__main__":
