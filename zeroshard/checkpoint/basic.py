@@ -51,6 +51,7 @@ def save(
     base, rank = Path(directory), handle.comm.mesh.rank
     final, partial = base / tag, base / f".{tag}.partial"
     handle.runtime.drain()
+    handle.check_members()
 
     def begin() -> str:
         text = _state_text(handle, update, extra, final)

@@ -12,6 +12,7 @@ from zeroshard.comm.mesh import Axis, Mesh, build_mesh
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.waiting import Waiter
 from zeroshard.comm.watchdog import Watchdog
+from zeroshard.engine.gathered import place_of
 from zeroshard.engine.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.hooks import install_hooks
 from zeroshard.engine.runtime import Runtime
@@ -45,6 +46,7 @@ def build_handle(
     """
     if find_handle(model) is not None:
         raise UsageError(f"this {type(model).__name__} is sharded already; build a new model for another engine")
+    _check_model(model)
     mesh = build_mesh(plan.shard)
     _check_plan(model, plan, mesh)
     device = default_device() if device is None else device
@@ -73,6 +75,25 @@ def default_device() -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def _check_model(model: nn.Module) -> None:
+    if torch.is_inference_mode_enabled():
+        raise UsageError("shard() inside torch.inference_mode(): what is made there can't be trained; leave it first")
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise UsageError(f"{path or 'the model'} is a {type(module).__name__}; pass the module that it wraps")
+    for name, parameter in model.named_parameters():
+        place = place_of(parameter)
+        if place is None:
+            continue
+        handle, _, group, index = place
+        empty = parameter.numel() != group.plan.layout.segments[index].numel
+        if empty or find_handle(handle.runtime.model) is handle:
+            raise UsageError(
+                f"parameter {name!r} belongs to a {type(handle.runtime.model).__name__} that was sharded before"
+                f"{', and is empty' if empty else ''}; build a new model, or shard the one that holds both parts"
+            )
 
 
 def _check_plan(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

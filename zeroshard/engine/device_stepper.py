@@ -46,7 +46,7 @@ class DeviceStepper(StepperBase):
         """One optimizer step; errors of the one before are raised here."""
         self.settle()
         runtime = self.handle.runtime
-        runtime.gradients.notice_dropped()
+        runtime.inspect()
         if not runtime.gradients.present:
             self._nothing_done()
             return

@@ -109,6 +109,8 @@ class GatheredParameters:
         finally:
             for parameter, group, index in self._gathered:
                 parameter.data = group.empties[index]
+            for parameter, (handle, *_) in self._places:
+                handle.runtime.inspection.accept(parameter)
             self._gathered.clear()
             self._before.clear()
 
@@ -157,6 +159,7 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
     """
     handle = handle_of(model)
     handle.runtime.drain()
+    handle.check_members()
     for unit in handle.runtime.units:
         for group in unit.groups:
             part = group.master_values() if master else group.update_param
@@ -184,6 +187,8 @@ def full_state_dict(model: nn.Module, *, master: bool = True) -> dict[str, Any]:
     for unit in handle.plan.units:
         for alias, name in unit.aliases:
             state[alias] = state[name]
-    persistent = model.state_dict().keys()
-    state.update({name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent})
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                state[f"{path}.{name}" if path else name] = buffer.cpu()
     return state

@@ -22,6 +22,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.inspection import refuse_leftover
 from zeroshard.engine.storage import Group, Storage, Unit
 from zeroshard.engine.streams import Event, Stream, Streams
 from zeroshard.errors import PlanError, UsageError
@@ -97,7 +98,8 @@ class Gradients:
         """Before a backward: parameters carry no gradient, so that autograd hands new ones over without adding."""
         for unit in self._storage.units:
             for group in unit.trainable:
-                for parameter in group.parameters:
+                for index, parameter in enumerate(group.parameters):
+                    refuse_leftover(group, index, parameter)
                     parameter.grad = None
 
     def finish_unit(self, unit: Unit, *, reduce_whole: bool, reduce_sharded: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -72,6 +72,23 @@ class Handle:
             for group in unit.groups
             for index, parameter in enumerate(group.parameters)
         }
+
+    def check_members(self) -> None:
+        """Raises UsageError for parameters of the model that were added or replaced since it was sharded."""
+        places = self.place_of
+        for name, parameter in self.runtime.model.named_parameters():
+            if id(parameter) not in places:
+                raise UsageError(
+                    f"parameter {name!r} was added or replaced after the model was sharded: it is neither trained nor "
+                    "saved; build the model as it is to be before shard(), and change values inside "
+                    "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+                )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "a sharded model can't be copied: its shards and communicators belong to it alone. Load "
+            "zeroshard.full_state_dict(model) into a model that is not sharded"
+        )
 
     def close(self) -> None:
         """Take the hooks off the model, stop the watchdog, destroy the communicators; the parameters stay sharded."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.runtime import Runtime
+from zeroshard.errors import UsageError
 from zeroshard.plan.dtypes import torch_dtype
 
 
@@ -38,7 +39,42 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
     handles.append(model.register_forward_hook(_explain_failure, always_call=True))
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            handles.append(module.register_state_dict_pre_hook(_before_saving(runtime)))
+            handles.append(module.register_load_state_dict_pre_hook(_before_loading(runtime)))
     return handles
+
+
+def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
+    """state_dict() sees whole and current parameters, or is refused: it would save empty tensors."""
+    cure = "use zeroshard.full_state_dict(model), or call it inside zeroshard.GatheredParameters(model.parameters())"
+
+    def hook(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        runtime.drain()
+        _refuse_empty(runtime, module, "state_dict()", cure)
+
+    return hook
+
+
+def _before_loading(runtime: Runtime) -> Callable[..., None]:
+    """load_state_dict() writes on whole parameters with nothing in flight, or is refused."""
+    cure = "load before shard(), or inside zeroshard.GatheredParameters(model.parameters(), modifier_rank=0)"
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        runtime.drain()
+        _refuse_empty(runtime, module, "load_state_dict()", cure)
+
+    return hook
+
+
+def _refuse_empty(runtime: Runtime, module: nn.Module, what: str, cure: str) -> None:
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    for unit in runtime.units:
+        for group in unit.groups:
+            for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
+                if id(parameter) in own and parameter.numel() != segment.numel:
+                    raise UsageError(f"{what}: parameter {segment.name!r} is sharded and empty here; {cure}")
 
 
 Hook = TypeVar("Hook", bound=Callable[..., None])

@@ -239,6 +239,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> float:
     """Clip the coming step to `max_norm`; returns the global gradient norm. Called by all ranks, after the backward."""
+    if not max_norm > 0:
+        raise UsageError(f"clip_grad_norm_: max_norm {max_norm} must be above 0; float('inf') only measures")
     stepper = stepper_of(model)
     norm = stepper.norm()
     stepper.clip_next(max_norm)

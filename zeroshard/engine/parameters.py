@@ -16,6 +16,7 @@ from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.storage import Group, Storage, Unit
 from zeroshard.engine.streams import Event, Stream, Streams
+from zeroshard.errors import UsageError
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
 
@@ -44,6 +45,7 @@ class Parameters:
         self._free: dict[int, Event] = {}
         self._gathered: dict[int, Event] = {}
         self._written: dict[int, Event] = {}
+        self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
         self._launches = [
             [self._launch(unit, group) for group in unit.groups if _travels(group)] for unit in self._storage.units
@@ -73,6 +75,8 @@ class Parameters:
             self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
             self._streams.launch(Stream.GATHER, launch, reads=(("shard", index),), writes=(self._buffer(index),))
         self._gathered[index] = self._streams.record(Stream.GATHER)
+        if slot is None:
+            self._versions[index] = _versions(self._storage.units[index])
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
@@ -80,7 +84,7 @@ class Parameters:
             self.gather(index)
         if index in self._gathered:
             # Read after write: the slot belongs to the gather until it has landed.
-            self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+            self._land(index)
         self._streams.touch(reads=(self._buffer(index),))
         unit = self._storage.units[index]
         if not unit.in_use:
@@ -146,7 +150,18 @@ class Parameters:
         forward need: afterwards resident parameters are whole and current.
         """
         for index in list(self._gathered):
-            self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+            self._land(index)
+
+    def _land(self, index: int) -> None:
+        """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""
+        self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+        unit = self._storage.units[index]
+        if self._versions.pop(index, None) not in (None, _versions(unit)):
+            raise UsageError(
+                f"parameters of unit {unit.label!r} were changed while their all-gather after the step was in flight, "
+                "which undoes a part of the change; call zeroshard.drain(model) first, or change them inside "
+                "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+            )
 
     def _poison(self, index: int) -> None:
         for group in self._storage.units[index].groups:
@@ -155,6 +170,10 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _versions(unit: Unit) -> list[int]:
+    return [parameter._version for group in unit.groups for parameter in group.parameters]
 
 
 def _travels(group: Group) -> bool:

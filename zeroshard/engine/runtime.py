@@ -21,6 +21,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.cursor import Cursor
 from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.inspection import Inspection
 from zeroshard.engine.parameters import Parameters
 from zeroshard.engine.passes import CallTracker, ForwardPass
 from zeroshard.engine.storage import Storage, Unit
@@ -54,6 +55,7 @@ class Runtime:
         self.streams = streams
         self.parameters = Parameters(plan, storage, streams, dict(gathers), log)
         self.gradients = Gradients(plan, storage, streams, dict(reduces), log)
+        self.inspection = Inspection(storage.units)
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
         self._no_sync = False
@@ -110,6 +112,9 @@ class Runtime:
         self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
+        self.inspection.before_pass()
+        if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+            torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
         if torch.is_grad_enabled():
             self._tracker.begin_pass()
 
@@ -128,7 +133,7 @@ class Runtime:
         if self._backward_running:
             self._backward_running = False
             self._owed.clear()
-            self.gradients.clear()
+            self.clear_gradients()
 
     # Backward.
 
@@ -168,6 +173,7 @@ class Runtime:
         self._tracker.end_pass()
         self._backward.rewind()
         self._owed.clear()
+        self.inspection.take_over()
         self.gradients.notice_dropped()
         self.gradients.discard_leftovers()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -211,6 +217,11 @@ class Runtime:
             self.parameters.release(op.unit)
 
     # Step.
+
+    def inspect(self) -> None:
+        """Before a step. Raises UsageError when parameters or gradients are not what the step would work on."""
+        self.gradients.notice_dropped()
+        self.inspection.before_step(present=self.gradients.present)
 
     def finish_gradients(self) -> None:
         """Reduce whatever no backward has reduced; compute then waits for all reduces."""
@@ -277,6 +288,7 @@ class Runtime:
         self.streams.follow_caller()
         self.parameters.settle()
         self.streams.drain()
+        self.inspection.take_over()
 
 
 def in_backward() -> bool:
@@ -301,3 +313,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
             yield from tensors_in(getattr(value, name))
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, nn.Module)):
+        for item in vars(value).values():  # an output class of the user's own; not what hangs on its members
+            if isinstance(item, (torch.Tensor, tuple, list, Mapping)):
+                yield from tensors_in(item)

@@ -33,7 +33,7 @@ class HostStepper(StepperBase):
     def step(self, optimizer: ShardedOptimizer) -> None:
         """See StepperBase."""
         runtime = self.handle.runtime
-        runtime.gradients.notice_dropped()
+        runtime.inspect()
         if not runtime.gradients.present:
             self.handle.last = None
             self._nothing_done()

@@ -138,6 +138,12 @@ class Group:
             self._write_master(own, kept)
         self._write_param(segment, flat)
 
+    def follow(self, index: int, value: torch.Tensor) -> None:
+        """Let master weights follow a whole parameter that was changed in place; unchanged elements keep precision."""
+        own, of_value = self._overlap(self.plan.layout.segments[index], *self.update_range)
+        old, new = self.master_values()[own], value.reshape(-1)[of_value]
+        self._write_master(own, torch.where(old.to(new.dtype) == new, old, new.float()))
+
     def _write_param(self, segment: Segment, flat: torch.Tensor) -> None:
         if self.split and flat.dtype != self.whole.dtype:
             flat = split(flat.float())[0]  # rounded as its master weights are
@@ -223,6 +229,7 @@ class Storage:
             if not parameter.is_meta:
                 group.write(index, parameter.data)
                 parameter.data = empties[index]
+            parameter.grad = None
         return group
 
     def place_slots(self, plan: Plan) -> None:

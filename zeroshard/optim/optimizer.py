@@ -6,6 +6,7 @@ arithmetic is done by an UpdateMethod on the regions of the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -48,11 +49,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.name = name
         super().__init__(groups, dict(defaults))
         self._sealed = True
+        self._members = [list(group["params"]) for group in self.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update from the gradients of the backwards since the last step."""
         if closure is not None:
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
+        self._check_groups()
         self._handler.step(self)
         if self._client is not None:
             # A torch scheduler that was built over the client's optimizer looks there whether a step came before its
@@ -63,6 +66,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all backwards since the last step."""
         self._handler.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state is sharded. Raises UsageError."""
+        raise UsageError(
+            "optimizer.state_dict(): the state is sharded and not in here; engine.save_checkpoint(directory) saves it"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refused: the state is sharded. Raises UsageError."""
+        raise UsageError(
+            "optimizer.load_state_dict(): the state is sharded and would not be loaded; "
+            "engine.load_checkpoint(directory) loads it"
+        )
+
+    def _check_groups(self) -> None:
+        """The groups may have other hyper-parameters than at the start, but the same parameters in the same order."""
+        same = len(self.param_groups) == len(self._members) and all(
+            len(group["params"]) == len(members) and all(a is b for a, b in zip(group["params"], members, strict=True))
+            for group, members in zip(self.param_groups, self._members, strict=True)
+        )
+        if not same:
+            raise UsageError(
+                "the optimizer's param_groups hold other parameters, or another order, than when the model was "
+                "sharded; to leave some out set their lr to 0 or freeze them with requires_grad_(False)"
+            )
+        for number, group in enumerate(self.param_groups):
+            lr = group.get("lr", 0.0)
+            if isinstance(lr, float) and not math.isfinite(lr):
+                raise UsageError(f"optimizer group {number} has lr {lr}: nothing was updated; look at the scheduler")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._sealed:

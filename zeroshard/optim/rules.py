@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, UsageError
 
 Update = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Mapping[str, Any], int], None]
 """(parameters, gradients, state, hyper-parameters, step counted from 1); gradients may be overwritten."""
@@ -62,7 +62,9 @@ def _sgd(
     if hyper["weight_decay"]:
         grad = grad.add_(param, alpha=hyper["weight_decay"])
     momentum = hyper["momentum"]
-    if state and momentum:
+    if momentum and not state:
+        raise UsageError("SGD momentum was 0 in all groups when the model was sharded, so there is no momentum buffer")
+    if momentum:
         buffer = state[0]
         if step == 1:
             buffer.copy_(grad)

@@ -11,8 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
+from zeroshard.errors import UsageError
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
+
+UNRULY = ("maximize", "differentiable", "amsgrad")
+"""Options of torch's optimizers that our rules don't have."""
 
 
 class StatefulUpdate(Protocol):
@@ -59,6 +63,13 @@ class FlatUpdate:
         self._steps = [[0] * len(region.layout.segments) for region in regions]
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        for number, group in enumerate(hyper):
+            late = [key for key in UNRULY if group.get(key)]
+            if late:
+                raise UsageError(
+                    f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a "
+                    f"{self._rule.name} that lacks it; set it before shard()"
+                )
         for region, state, steps in zip(self._regions, self._state, self._steps, strict=True):
             on = active[region.first_flag : region.first_flag + len(steps)]
             runs = region.runs(on, steps)

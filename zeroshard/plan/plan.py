@@ -15,6 +15,7 @@ between stages come from there, and nothing could be known before a GPU is rente
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -60,6 +61,12 @@ class ExecutionPolicy:
     clip_norm: float = 0.0
     on_nonfinite: OnNonFinite = OnNonFinite.RAISE
     cast_inputs: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.clip_norm >= 0:
+            raise PlanError(f"clip_norm {self.clip_norm} must be a number above 0, or 0 for no clipping")
+        if not 0 < self.predivide < math.inf:
+            raise PlanError(f"predivide {self.predivide} must be a finite number above 0")
 
 
 @dataclass(frozen=True)

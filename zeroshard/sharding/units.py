@@ -23,7 +23,7 @@ from zeroshard.errors import PlanError
 OWN_UNIT_NUMEL = 16_384
 """A leaf outside the blocks with at least this many elements is a unit of its own."""
 
-LISTS = (nn.ModuleList, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward: they can't be units."""
 CONTAINERS = (*LISTS, nn.Sequential)
 
@@ -104,7 +104,7 @@ def _repeated_children(module: nn.Module) -> frozenset[str]:
 
 
 def _is_large_leaf(module: nn.Module) -> bool:
-    if next(module.children(), None) is not None:
+    if next(module.children(), None) is not None or isinstance(module, LISTS):
         return False
     return sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= OWN_UNIT_NUMEL
 
