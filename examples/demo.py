@@ -105,9 +105,7 @@ def demo(args: argparse.Namespace) -> None:
 
     picture = args.out / "loss.png"
     first, last = draw_losses(args.out / "metrics.jsonl", picture, resumed_at=half)
-    say(
-        "what the model writes (> marks the held-out text that it goes on from), loaded by transformers in a fresh process"
-    )
+    say("what transformers writes with it in a fresh process (> marks the held-out text that it goes on from)")
     prompts = [word for prompt in corpus.prompts for word in ("--prompt", prompt)]
     run([str(HERE / "sample.py"), str(args.out / "export"), *prompts])
 
