@@ -15,7 +15,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_same, build, shard_task, train_reference, train_sharded
 from tests.support.zoo import Mlp, Stack
-from zeroshard.errors import PlanError, UsageError
+from zeroshard.errors import DivergenceError, PlanError, UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 
 STAGES = (0, 1, 2, 3)
@@ -246,3 +246,23 @@ def test_unfreezing_is_refused() -> None:
 def test_norm_limits_without_meaning_are_refused(norm: float) -> None:
     with pytest.raises(PlanError, match="clip_norm"):
         zeroshard.shard(Stack(), torch.optim.AdamW, plan=0, clip_norm=norm)
+
+
+def _alone(rank: int, world: int) -> None:
+    """One rank drops its gradients, so its step has nothing to exchange while the other waits for it."""
+    model, optimizer = shard_task(Task(Stack, square_loss), Setting())
+    with pytest.raises(DivergenceError, match=r"\(step\)"):
+        _train(model, optimizer, rank, dropped_on=0)
+
+
+def _train(model: nn.Module, optimizer: ShardedOptimizer, rank: int, dropped_on: int) -> None:
+    for _ in range(3):
+        _backward(model, rank)
+        if rank == dropped_on:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ranks_that_wait_for_each_other_in_different_places_get_an_error() -> None:
+    run_ranks(2, _alone, timeout=40)

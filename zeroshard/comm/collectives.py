@@ -99,17 +99,24 @@ class Collectives:
     """The collectives of one communicator. `group` is None on an axis of size 1: nothing is sent or logged then.
 
     Payload bytes as logged: all-gather its full output, reduce-scatter its full input, all-reduce and broadcast the
-    tensor. All ranks of the group call the same methods in the same order.
+    tensor. All ranks of the group call the same methods in the same order. What is issued outside of the lists is also
+    recorded in `order`, the log that ranks compare: else a rank that waits here and one that waits elsewhere would look
+    merely slow to each other, for ever.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, name: str, log: OperationLog, watchdog: Watchdog | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        name: str,
+        log: OperationLog,
+        watchdog: Watchdog | None = None,
+        order: OperationLog | None = None,
     ) -> None:
         self.name = name
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self._group = None if self.size == 1 else group
-        self._log, self._watchdog = log, watchdog
+        self._log, self._watchdog, self._order = log, watchdog, order
         self._backends = "" if self._group is None else dist.get_backend_config(self._group)
         self._last: Pending | None = None
         if watchdog is not None and self._group is not None:
@@ -192,6 +199,8 @@ class Collectives:
         if self._watchdog is not None and self._watchdog.error is not None:
             self._watchdog.raise_if_failed()
         self._log.record(kind, unit, payload.nbytes)
+        if self._order is not None:
+            self._order.record(kind, unit, payload.nbytes)
         return payload.is_cuda
 
     def _issued(

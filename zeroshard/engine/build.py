@@ -113,13 +113,13 @@ def _communicators(mesh: Mesh) -> Comm:
     log, counted = OperationLog(), OperationLog()
     watchdog = Watchdog(mesh.store(), mesh.rank, mesh.world_size, log)
 
-    def of(axis: Axis, purpose: str) -> Collectives:
+    def of(axis: Axis, purpose: str, order: OperationLog | None = None) -> Collectives:
         groups = {"gather": axis.groups.gather, "reduce": axis.groups.reduce, "control": axis.groups.control}
-        return Collectives(groups[purpose], f"{axis.name}/{purpose}", counted, watchdog)
+        return Collectives(groups[purpose], f"{axis.name}/{purpose}", counted, watchdog, order)
 
     gathers = {name: of(mesh.axis(name), "gather") for name in AXES}
     reduces = {name: of(mesh.axis(name), "reduce") for name in AXES}
-    return Comm(mesh, log, counted, watchdog, of(mesh.axis("dp"), "control"), gathers, reduces)
+    return Comm(mesh, log, counted, watchdog, of(mesh.axis("dp"), "control", log), gathers, reduces)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
