@@ -331,7 +331,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
     recipe = zeroshard.Recipe(
         sharding=zeroshard.STAGES[setting.stage],
         precision=zeroshard.Precision(param="bf16"),
-        policy=zeroshard.ExecutionPolicy(clip_norm=CLIP, accumulate=setting.accumulation > 1, cast_inputs=None),
+        policy=zeroshard.ExecutionPolicy(clip_norm=CLIP, accumulate=setting.accumulation > 1, overlap_step=True),
     )
     sharded, optimizer = zeroshard.shard(
         model, _adamw(model.parameters(), setting, fused=False), plan=recipe, device=setting.device

@@ -332,3 +332,24 @@ def _teacher_and_student(rank: int, world: int) -> None:
 
 def test_two_models_in_one_graph() -> None:
     run_ranks(2, _teacher_and_student)
+
+
+def _read_after_step(rank: int, world_size: int) -> int:
+    stale = 0
+    for stage in (1, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+        sharded, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=stage)
+        for _ in range(5):
+            sharded(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            read = [parameter.detach().clone() for parameter in sharded.parameters()]
+            zeroshard.drain(sharded)
+            stale += any(not torch.equal(a, b) for a, b in zip(read, sharded.parameters(), strict=True))
+        zeroshard.close(sharded)
+    return stale
+
+
+def test_parameters_that_rest_whole_are_current_when_a_step_returns() -> None:
+    assert run_ranks(2, _read_after_step) == [0, 0]

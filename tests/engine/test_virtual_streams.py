@@ -76,7 +76,11 @@ def _train(streams: VirtualStreams | None, recipe: Recipe, rank: int, micro_batc
 
 def _recipe(stage: int, *, accumulate: bool, prefetch: int = 1, low: bool = False) -> Recipe:
     policy = ExecutionPolicy(
-        prefetch=prefetch, accumulate=accumulate, clip_norm=0.5, cast_inputs="bf16" if low else None
+        overlap_step=prefetch > 0,
+        prefetch=prefetch,
+        accumulate=accumulate,
+        clip_norm=0.5,
+        cast_inputs="bf16" if low else None,
     )
     return Recipe(sharding=STAGES[stage], precision=Precision(param="bf16" if low else None), policy=policy)
 

@@ -143,14 +143,15 @@ class Parameters:
                 self._free[slot] = self._streams.record(Stream.COMPUTE)
         self._ledger.invalidate()
 
-    def settle(self) -> None:
-        """Compute waits for every gather in flight.
+    def settle(self, *, resting_only: bool = False) -> None:
+        """Compute waits for every gather in flight, or for those of units that rest whole.
 
         Write after read: a shard belongs to its gather until that has landed. It is also what readers outside of a
         forward need: afterwards resident parameters are whole and current.
         """
         for index in list(self._gathered):
-            self._land(index)
+            if not resting_only or self._slots[index] is None:
+                self._land(index)
 
     def _land(self, index: int) -> None:
         """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""

@@ -240,7 +240,7 @@ class Runtime:
         for op in self._programs.after_step:
             self._execute(op)
         if not self.plan.policy.overlap_step:
-            self.parameters.settle()
+            self.parameters.settle(resting_only=True)
 
     def clear_gradients(self) -> None:
         """Forget all gradients, as optimizer.zero_grad() does."""

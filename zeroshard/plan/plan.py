@@ -44,7 +44,8 @@ class ExecutionPolicy:
         prefetch: how many units are gathered ahead of the one in use.
         reuse: keep the content of released slots while it is valid; False gathers before every use.
         accumulate: several backwards per step are allowed, and gradients have an accumulator.
-        overlap_step: the all-gather after a step runs beside the next forward; readers outside of it must drain first.
+        overlap_step: parameters that rest whole are gathered after a step beside the next forward, and who reads them
+            before that must drain first; False lets the step wait for them. Sharded units are always gathered ahead.
         predivide: gradients are divided by this before they are summed over ranks.
         mean: gradients are averaged over data-parallel ranks (else summed).
         clip_norm: global gradient norm above which gradients are scaled down; 0 means no clipping.
@@ -55,7 +56,7 @@ class ExecutionPolicy:
     prefetch: int = 1
     reuse: bool = True
     accumulate: bool = False
-    overlap_step: bool = True
+    overlap_step: bool = False
     predivide: float = 1.0
     mean: bool = True
     clip_norm: float = 0.0
