@@ -113,7 +113,7 @@ class Runtime:
         if self._backward_running or self._forward.started:
             self._recover()
         self.inspection.before_pass()
-        if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+        if torch.is_autocast_enabled(self.storage.device.type):
             torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
         if torch.is_grad_enabled():
             self._tracker.begin_pass()
