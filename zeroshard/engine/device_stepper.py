@@ -20,6 +20,7 @@ import torch
 from zeroshard.engine.handle import Handle
 from zeroshard.engine.statistics import DIGEST_MASK
 from zeroshard.engine.step_base import StepperBase
+from zeroshard.engine.storage import Group
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
@@ -93,8 +94,7 @@ class DeviceStepper(StepperBase):
             return
         runtime, comm = self.handle.runtime, self.handle.comm
         runtime.finish_gradients()
-        first_replica = comm.mesh.axis("replicate").rank == 0
-        owned = [g for u in runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
+        owned = self._counted_groups()
         if self._norm_of is None:
             shapes = [(group.own_grad.dtype, group.own_grad.numel()) for group in owned]
             self._norm_of = SquaredNorm(shapes, self.handle.device)
@@ -142,12 +142,17 @@ class DeviceStepper(StepperBase):
         else:
             self._skipped(norm, self._culprit(int(tile)), None)
 
+    def _counted_groups(self) -> list[Group]:
+        """The groups whose squares this rank adds; a copy of a unit divided within a subgroup counts once."""
+        first_replica = self.handle.comm.mesh.axis("replicate").rank == 0
+        return [g for u in self.handle.runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
+
     def _culprit(self, tile: int) -> str:
         """The parameters in the first tile of gradients that is not finite, if it is on this rank."""
         if tile >= FINITE or self._norm_of is None:
             return "a parameter of another rank's part"
         number, low = self._norm_of.place_of(tile)
-        group = [group for unit in self.handle.runtime.units for group in unit.trainable][number]
+        group = self._counted_groups()[number]
         start, end = group.plan.layout.shard_range(group.rank)
         within = [
             group.plan.layout.segments[index].name
