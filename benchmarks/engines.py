@@ -90,11 +90,13 @@ class Setting:
 class Trainer:
     """A model that is ready: `step` takes the micro-batches of one step and gives the loss of the last one.
 
-    `step` never waits for the device by itself; whether the engine does is what is measured.
+    `step` never waits for the device by itself; whether the engine does is what is measured. `outside` are bytes on the
+    device that torch's allocator doesn't count; they are added to what it says.
     """
 
     step: Callable[[Sequence[MicroBatch]], torch.Tensor]
     numel: int
+    outside: int = 0
     close: Callable[[], None] = lambda: None
 
 
@@ -345,7 +347,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
             optimizer.zero_grad()
         return loss
 
-    return Trainer(step, numel, lambda: zeroshard.close(sharded))
+    return Trainer(step, numel, zeroshard.peer_memory_nbytes(sharded), lambda: zeroshard.close(sharded))
 
 
 ENGINES: dict[str, Callable[[Setting], Trainer]] = {

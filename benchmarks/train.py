@@ -104,7 +104,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
     began = time.perf_counter()
     trainer = build(setting)
     synchronize(setting.device)
-    init_s, init_gib = time.perf_counter() - began, memory(setting.device, torch.cuda.memory_allocated)
+    init_s, init_gib = time.perf_counter() - began, memory(setting.device, torch.cuda.memory_allocated, trainer.outside)
     feed = batches(setting, args.length)
 
     def step(index: int) -> torch.Tensor:
@@ -119,8 +119,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
         **identity(setting, args),
         "params": trainer.numel,
         **speed(timing, setting, args.length),
-        "allocated_gib": slowest(memory(setting.device, torch.cuda.max_memory_allocated)),
-        "reserved_gib": slowest(memory(setting.device, torch.cuda.max_memory_reserved)),
+        "allocated_gib": slowest(memory(setting.device, torch.cuda.max_memory_allocated, trainer.outside)),
+        "reserved_gib": slowest(memory(setting.device, torch.cuda.max_memory_reserved, trainer.outside)),
         "init_s": round(slowest(init_s) or 0.0, 2),
         "init_gib": init_gib,
         "loss": round(timing.loss, 4),
@@ -263,9 +263,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def memory(device: torch.device, read: Callable[[], int]) -> float | None:
-    """What an allocator statistic says, in GiB; None without a GPU."""
-    return round(read() / GIB, 3) if device.type == "cuda" else None
+def memory(device: torch.device, read: Callable[[], int], outside: int) -> float | None:
+    """What an allocator statistic says and what lies outside of the allocator, in GiB; None without a GPU."""
+    return round((read() + outside) / GIB, 3) if device.type == "cuda" else None
 
 
 def slowest(value: float | None) -> float | None:

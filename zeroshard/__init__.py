@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         drain,
         get_global_grad_norm,
         no_sync,
+        peer_memory_nbytes,
         plan_of,
         shard,
     )
@@ -45,6 +46,7 @@ _HOME = {
     "initialize": "zeroshard.from_config",
     "iterate_full_parameters": "zeroshard.engine.gathered",
     "no_sync": "zeroshard.engine.native",
+    "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
     "shard": "zeroshard.engine.native",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "initialize",
     "iterate_full_parameters",
     "no_sync",
+    "peer_memory_nbytes",
     "plan_of",
     "shard",
 ]

@@ -64,6 +64,16 @@ class Pending:
         work = self._work
         return work is None or work.is_completed()
 
+    def mark(self, stream: torch.cuda.Stream) -> None:
+        """The operation is in the order of `stream`: its end is known from here on. Nothing on a CPU."""
+        if self._event is not None:
+            self._event.record(stream)
+
+    def mark_here(self) -> None:
+        """As `mark`, on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
     def blocks_host(self) -> bool:
         """Whether a wait would hold the host up."""
         return self._event is None and not self.is_completed()
@@ -119,6 +129,7 @@ class Collectives:
         self._log, self._watchdog, self._order = log, watchdog, order
         self._backends = "" if self._group is None else dist.get_backend_config(self._group)
         self._last: Pending | None = None
+        self._event: torch.cuda.Event | None = None
         if watchdog is not None and self._group is not None:
             watchdog.watch(self._last_on_device)
 
@@ -182,6 +193,7 @@ class Collectives:
         try:
             if watchdog is None or not pending.blocks_host():
                 pending.finish()
+                pending.mark_here()
                 return
             with watchdog.waiting(pending.description):
                 while not pending.finish_within(_SHORT):
@@ -214,9 +226,9 @@ class Collectives:
         if not payload.is_cuda:
             return Pending(kind, unit, work, finish)
         # c10d has run it on the current stream: there is no work to wait for, but the watchdog wants to know its end.
-        event = torch.cuda.Event()
-        event.record()
-        self._last = Pending(kind, unit, work, finish, event)
+        # One event for all of them, since only the last one is looked at; whoever knows the stream marks it there.
+        self._event = self._event or torch.cuda.Event()
+        self._last = Pending(kind, unit, work, finish, self._event)
         return self._last
 
     def _last_on_device(self) -> Pending | None:

@@ -10,11 +10,13 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Axis, Mesh, build_mesh
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.waiting import Waiter
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.gathered import place_of
 from zeroshard.engine.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.hooks import install_hooks
+from zeroshard.engine.peer_memory import PeerAllocator, open_peers
 from zeroshard.engine.runtime import Runtime
 from zeroshard.engine.storage import Storage
 from zeroshard.engine.streams import CudaStreams, QueuedStreams, Streams
@@ -32,6 +34,7 @@ def build_handle(
     device: torch.device | None = None,
     sync_parameters: bool = True,
     streams: Streams | None = None,
+    peer_memory: PeerMemoryFactory | None = None,
 ) -> Handle:
     """Shard `model` by `plan` and hook it; called by all ranks.
 
@@ -39,6 +42,7 @@ def build_handle(
         device: where state lives; by default this rank's GPU, else the CPU.
         sync_parameters: start from rank 0's parameters and buffers everywhere.
         streams: backend to run on instead of the device's own (the checking one, say).
+        peer_memory: what makes the memory that ranks share where the plan copies between peers, instead of the GPUs'.
 
     Raises:
         PlanError: the plan is for other ranks or other parameters.
@@ -56,12 +60,14 @@ def build_handle(
     if sync_parameters and not is_deferred(model):
         _broadcast(model, comm, device)
     ranks = {axis: mesh.axis(axis).rank for axis in AXES}
-    storage = Storage(plan, parameters, ranks, device)
+    peers = open_peers(plan, mesh, device, comm.sent, comm.watchdog, peer_memory)
+    allocator = None if peers is None else PeerAllocator(peers, plan)
+    storage = Storage(plan, parameters, ranks, device, allocator)
     if is_deferred(model):
         _materialize(model, plan, storage, device)
     if streams is None:
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
-    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log)
+    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers)
     handle = Handle(runtime, comm, device, install_hooks(model, runtime))
     attach(model, handle)
     return handle

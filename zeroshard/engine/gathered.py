@@ -115,14 +115,14 @@ class GatheredParameters:
             self._before.clear()
 
     def _keep_changes(self, source: int) -> None:
-        handles: dict[int, Handle] = {}
+        handles = {id(handle): handle for _, (handle, *_) in self._places}
+        for handle in handles.values():
+            handle.runtime.parameters.before_write()
         for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
             value = parameter.detach().contiguous()
             handle.comm.control.wait(handle.comm.control.broadcast(value, source, _name(parameter)))
             group.write_changed(index, value, before)
-            handles[id(handle)] = handle
         for handle in handles.values():
-            handle.runtime.parameters.before_write()
             handle.runtime.parameters.written()
 
 

@@ -3,6 +3,7 @@
     parameter.grad --collect--> wire slot --reduce-scatter--> grad                 (sharded, one micro-batch)
     parameter.grad --collect--> wire slot --reduce-scatter--> staging --add--> grad (sharded, accumulated)
     parameter.grad --collect--> whole grad --reduce-scatter in place               (whole, wire dtype)
+    parameter.grad --copies to peers--> inboxes --sum--> grad                      (sharded, see peer_reduce)
     parameter.grad --collect--> whole grad --cast--> wire slot --> staging --> grad (whole, another dtype)
 
 The layout and the reduce are the same in every stage, so the sums are too. Where every rank updates everything
@@ -15,6 +16,7 @@ The layout and the reduce are the same in every stage, so the sums are too. Wher
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,9 @@ from torch import nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Peers
 from zeroshard.engine.inspection import refuse_leftover
+from zeroshard.engine.peer_reduce import PeerReduce
 from zeroshard.engine.storage import Group, Storage, Unit
 from zeroshard.engine.streams import Event, Stream, Streams
 from zeroshard.errors import PlanError, UsageError
@@ -44,11 +48,19 @@ class Gradients:
     Args:
         reduces: the reduce communicator of each mesh axis.
         log: what this rank issues, in the order of the lists (a queue may start it later).
+        peers: the peer memory in which the reduce slots are, where ranks copy to each other instead.
     """
 
     def __init__(
-        self, plan: Plan, storage: Storage, streams: Streams, reduces: dict[str, Collectives], log: OperationLog
+        self,
+        plan: Plan,
+        storage: Storage,
+        streams: Streams,
+        reduces: dict[str, Collectives],
+        log: OperationLog,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = None if peers is None else PeerReduce(peers, streams, log)
         self._storage = storage
         self._log = log
         self._streams = streams
@@ -63,12 +75,16 @@ class Gradients:
         self._free: dict[int, Event] = {}
         self._cuts: dict[tuple[int, int], _Cuts] = {}
         self.clear()
+        if self._peers is not None:
+            self._peers.adopt()
 
     def clear(self) -> None:
         """The gradients were consumed or dropped; the next backward starts from nothing."""
         # Write after read: what was dropped (zero_grad, an exception) may still be on its way through a reduce, and the
         # next backward collects into the same memory.
-        self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE))
+        self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
+        if self._peers is not None:
+            self._peers.let_go()
         count = len(self._storage.units)
         self._local = [False] * count  # whole local gradients wait for a reduce
         self._reduced = [False] * count  # reduced gradients rest in grad
@@ -109,7 +125,9 @@ class Gradients:
             sharded = group.plan.grad.axis is not None
             reduce = reduce_sharded if sharded else reduce_whole
             self._refuse_unplanned(unit)
-            if sharded and reduce and not self._local[unit.index]:
+            if sharded and reduce and not self._local[unit.index] and self._peers is not None:
+                self._reduce_by_peers(self._peers, unit, group, self._take(group, fired))
+            elif sharded and reduce and not self._local[unit.index]:
                 self._wait_for_slot(unit)
                 self._collect(group, fired, self._wire(group), fresh=True)
                 self._reduce_slot(unit, group)
@@ -187,6 +205,38 @@ class Gradients:
         elif grads:
             torch._foreach_add_(views, grads)
 
+    def _take(self, group: Group, fired: list[bool]) -> list[torch.Tensor | None]:
+        """The gradients of a group, taken off their parameters; None where there is none."""
+        taken: list[torch.Tensor | None] = []
+        for index, parameter in enumerate(group.parameters):
+            grad = None
+            if parameter.grad is not None:
+                grad = _dense(parameter, group, index).contiguous()
+                parameter.grad = None
+                fired[index] = True
+            taken.append(grad)
+        return taken
+
+    def _reduce_by_peers(
+        self, peers: PeerReduce, unit: Unit, group: Group, sources: Sequence[torch.Tensor | None]
+    ) -> None:
+        slot, replicated = self._slots[unit.index], unit.plan.axis == "shard" and group.staging is not None
+        if not replicated:
+            grad = group.take_grad()
+            peers.reduce(unit, group, slot, sources, grad, add=group.staging is not None and self._reduced[unit.index])
+            self._reduce_replicas(unit, grad)
+            return
+        landing, add = group.staging, self._reduced[unit.index]
+        assert landing is not None
+        peers.reduce(unit, group, slot, sources, landing, add=False)
+        self._reduce_replicas(unit, landing)
+        self._streams.follow(
+            Stream.REDUCE,
+            lambda: _land(group.own_grad, landing, add=add),
+            (("wire", slot),),
+            (("grad", unit.index),),
+        )
+
     def _cuts_of(self, group: Group, target: torch.Tensor) -> _Cuts:
         """The views of a group's gradient buffer; made once, for the buffers stay where they are."""
         key = (id(group), target.data_ptr())
@@ -206,7 +256,7 @@ class Gradients:
         slot = self._slots[unit.index]
         # Read after write: the slot belongs to compute until the collect has run.
         self._streams.touch(writes=(("wire", slot),))
-        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE))
+        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE, "collected"))
         landing = group.staging if group.staging is not None else group.take_grad()
         buffers = (("wire", slot), ("grad", unit.index))
         launch, follow = self._streams.launch, self._streams.follow
@@ -223,10 +273,14 @@ class Gradients:
         if self._streams.poisons:
             follow(Stream.REDUCE, lambda: wire.fill_(math.nan), (), (buffers[0],))
         if slot is not None:
-            self._free[slot] = self._streams.record(Stream.REDUCE)
+            self._free[slot] = self._streams.record(Stream.REDUCE, ("wire", slot))
 
     def _reduce_whole(self, unit: Unit, group: Group) -> None:
         """Reduce whole local gradients: through the slot, or in place where they rest in wire dtype."""
+        if group.plan.needs_reduce_slot and self._peers is not None:
+            cuts = self._cuts_of(group, self._whole(group))
+            self._reduce_by_peers(self._peers, unit, group, list(cuts.views))
+            return
         if group.plan.needs_reduce_slot:
             self._wait_for_slot(unit)
             self._wire(group).copy_(self._whole(group))
@@ -239,7 +293,7 @@ class Gradients:
         buffer = (("grad", unit.index),)
         self._streams.touch(writes=buffer)
         # Read after write: the gradient belongs to compute until the collect has run.
-        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE))
+        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE, "collected"))
         self._streams.launch(Stream.REDUCE, lambda: collectives.reduce_scatter(own, whole, label), buffer, buffer)
         self._reduce_replicas(unit, own)
         if group.plan.update_axis is None:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
+from zeroshard.comm.peers import PeerMemoryFactory
+from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
@@ -37,9 +39,9 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW
 from zeroshard.optim.sources import Source, check_parameters, torch_source
 from zeroshard.optim.split import REMAINDER
-from zeroshard.plan.builder import Recipe, build_plan
+from zeroshard.plan.builder import Recipe, build_plan, with_peer_copies
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import Plan
+from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
@@ -60,6 +62,7 @@ class ShardOptions(TypedDict, total=False):
     device: torch.device | None
     sync_parameters: bool
     streams: Streams | None
+    peer_memory: PeerMemoryFactory | None
 
 
 @overload
@@ -86,6 +89,7 @@ def shard(
     device: torch.device | None = None,
     sync_parameters: bool = True,
     streams: Streams | None = None,
+    peer_memory: PeerMemoryFactory | None = None,
 ) -> tuple[nn.Module, ShardedOptimizer | None]:
     """Shard `model` and its optimizer; called by all ranks. The model is changed in place and returned.
 
@@ -98,7 +102,7 @@ def shard(
         clip_norm: global gradient norm above which gradients are scaled down.
         scaler: loss scale for float16.
         allow_untested: accept an optimizer that is not known to be element-wise.
-        device, sync_parameters, streams: see `build_handle`.
+        device, sync_parameters, streams, peer_memory: see `build_handle`.
 
     Raises:
         PlanError, UsageError: what can't be put together, and how to mend it.
@@ -110,7 +114,14 @@ def shard(
     device = default_device() if device is None else device
     made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
-        model, made, source, scaler=scaler, device=device, sync_parameters=sync_parameters, streams=streams
+        model,
+        made,
+        source,
+        scaler=scaler,
+        device=device,
+        sync_parameters=sync_parameters,
+        streams=streams,
+        peer_memory=peer_memory,
     )
 
 
@@ -123,11 +134,14 @@ def build_optimized(
     device: torch.device | None = None,
     sync_parameters: bool = True,
     streams: Streams | None = None,
+    peer_memory: PeerMemoryFactory | None = None,
 ) -> tuple[nn.Module, ShardedOptimizer | None]:
     """Shard `model` by a finished plan and put the optimizer of `source` over it; called by all ranks."""
     if source is not None:
         check_parameters(source, model)
-    handle = build_handle(model, plan, device=device, sync_parameters=sync_parameters, streams=streams)
+    handle = build_handle(
+        model, plan, device=device, sync_parameters=sync_parameters, streams=streams, peer_memory=peer_memory
+    )
     mark_parameters(handle)
     if source is None:
         return model, None
@@ -176,7 +190,10 @@ def make_plan(
     if device.type == "cuda":
         recipe = _for_device(recipe, source)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
+    made = build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
+    if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
+        made = with_peer_copies(made)
+    return made
 
 
 def _for_device(recipe: Recipe, source: Source | None) -> Recipe:
@@ -260,6 +277,12 @@ def drain(model: nn.Module) -> None:
 def plan_of(model: nn.Module) -> Plan:
     """The plan that the model runs."""
     return handle_of(model).plan
+
+
+def peer_memory_nbytes(model: nn.Module) -> int:
+    """Device bytes on this rank that ranks share and `torch.cuda.memory_allocated` does not count; 0 without copies."""
+    peers = handle_of(model).runtime.peers
+    return 0 if peers is None else peers.nbytes
 
 
 def close(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.storage import Group, Storage, Unit
 from zeroshard.engine.streams import Event, Stream, Streams
 from zeroshard.errors import UsageError
@@ -27,11 +28,19 @@ class Parameters:
     Args:
         gathers: the gather communicator of each mesh axis.
         log: what this rank issues, in the order of the lists (a queue may start it later).
+        peers: the peer memory in which the shards are, where ranks copy from each other instead.
     """
 
     def __init__(
-        self, plan: Plan, storage: Storage, streams: Streams, gathers: dict[str, Collectives], log: OperationLog
+        self,
+        plan: Plan,
+        storage: Storage,
+        streams: Streams,
+        gathers: dict[str, Collectives],
+        log: OperationLog,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers
         self._streams = streams
         self._log = log
         self._storage = storage
@@ -48,11 +57,13 @@ class Parameters:
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
         self._launches = [
-            [self._launch(unit, group) for group in unit.groups if _travels(group)] for unit in self._storage.units
+            [self._launch(unit, group) for group in unit.groups if group.plan.travels] for unit in self._storage.units
         ]
 
     def _launch(self, unit: Unit, group: Group) -> Callable[[], Pending]:
         gathers, label = self._gathers[unit.plan.axis], unit.label
+        if self._peers is not None:
+            return self._peers.all_gather(group.whole, group.shard, label)
         return lambda: gathers.all_gather(group.whole, group.shard, label)
 
     def gather(self, index: int) -> None:
@@ -68,13 +79,16 @@ class Parameters:
             self._streams.wait(Stream.GATHER, self._free[slot])
         if index in self._written:
             # Read after write: the shard belongs to the optimizer until its step has run on the compute stream.
-            self._streams.wait(Stream.GATHER, self._written[index])
+            self._streams.wait(Stream.GATHER, self._written.pop(index))
+            if self._peers is not None and self._launches[index]:
+                # The same hazard on the peers: every rank's shard belongs to its optimizer until all have come here.
+                self._streams.launch(Stream.GATHER, self._all_written, (), (self._buffer(index),))
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         for launch in self._launches[index]:
             self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
             self._streams.launch(Stream.GATHER, launch, reads=(("shard", index),), writes=(self._buffer(index),))
-        self._gathered[index] = self._streams.record(Stream.GATHER)
+        self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
             self._versions[index] = _versions(self._storage.units[index])
 
@@ -107,6 +121,10 @@ class Parameters:
             if unit.in_use:
                 self.release(unit.index)
 
+    def _all_written(self) -> Pending:
+        assert self._peers is not None
+        return self._peers.barrier(Channel.GATHER)
+
     def _vacate(self, unit: Unit, slot: int) -> None:
         if not unit.in_use:
             return
@@ -115,12 +133,15 @@ class Parameters:
             for parameter, empty in zip(group.parameters, group.empties, strict=True):
                 parameter.data = empty
         self._streams.touch(reads=(self._buffer(unit.index),))
-        self._free[slot] = self._streams.record(Stream.COMPUTE)
+        self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
 
     def before_write(self) -> None:
         """The shards are about to be written on the compute stream: nobody may be using or reading them."""
         self.release_all()
         self.settle()
+        if self._peers is not None:
+            # Write after read: the shards belong to the peers' gathers until all ranks have come here.
+            self._gathers["dp"].wait(self._peers.barrier(Channel.WRITE))
 
     def written(self) -> None:
         """All shards were written on the compute stream: what was gathered before is stale."""
@@ -131,7 +152,7 @@ class Parameters:
     def unit_written(self, index: int) -> None:
         """A unit's shards were written on the compute stream; `invalidate` must follow before it is gathered again."""
         self._streams.touch(writes=(("shard", index),))
-        self._written[index] = self._streams.record(Stream.COMPUTE)
+        self._written[index] = self._streams.record(Stream.COMPUTE, ("written", index))
 
     def invalidate(self) -> None:
         """What was gathered before is stale."""
@@ -140,7 +161,7 @@ class Parameters:
             if self._streams.poisons and slot is not None:
                 self._streams.touch(writes=(self._buffer(unit.index),))
                 self._poison(unit.index)
-                self._free[slot] = self._streams.record(Stream.COMPUTE)
+                self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
         self._ledger.invalidate()
 
     def settle(self, *, resting_only: bool = False) -> None:
@@ -175,8 +196,3 @@ class Parameters:
 
 def _versions(unit: Unit) -> list[int]:
     return [parameter._version for group in unit.groups for parameter in group.parameters]
-
-
-def _travels(group: Group) -> bool:
-    """Whether a gather moves anything for this group: frozen or wholly updated resident groups are always current."""
-    return group.plan.layout.shards > 1 and (group.plan.param.axis is not None or group.plan.update_axis is not None)

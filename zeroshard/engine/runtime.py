@@ -19,6 +19,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Peers
 from zeroshard.engine.cursor import Cursor
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.inspection import Inspection
@@ -38,6 +39,7 @@ class Runtime:
     Args:
         gathers, reduces: communicators of each mesh axis, for all-gathers and for reduces.
         log: what this rank issues, in the order of the lists.
+        peers: peer memory with the shards and reduce slots, where ranks copy from each other; else they send.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Runtime:
         gathers: Mapping[str, Collectives],
         reduces: Mapping[str, Collectives],
         log: OperationLog,
+        peers: Peers | None = None,
     ) -> None:
         self.model = model
         self.storage = storage
         self.streams = streams
-        self.parameters = Parameters(plan, storage, streams, dict(gathers), log)
-        self.gradients = Gradients(plan, storage, streams, dict(reduces), log)
+        self.peers = peers
+        self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers)
+        self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers)
         self.inspection = Inspection(storage.units)
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
@@ -65,6 +69,8 @@ class Runtime:
         self._owed: deque[int] = deque()
         self._end = 0
         self._set_plan(plan)
+        if peers is not None:
+            self.parameters.written()  # a peer may gather before this rank has its first values
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -229,7 +235,7 @@ class Runtime:
         for index in reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
-        self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE))
+        self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
         self.streams.touch(reads=tuple(("grad", unit.index) for unit in self.units))
 
     def after_step(self, *, changed: bool) -> None:
@@ -282,6 +288,7 @@ class Runtime:
         self.parameters.adopt(plan)
         self.gradients.adopt(plan)
         self._set_plan(plan)
+        self.parameters.written()  # new slots are empty, and the step before this wrote the shards
 
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""

@@ -12,8 +12,9 @@ For each group of each unit:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,6 +25,31 @@ from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import Residency
 from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
 from zeroshard.sharding.layout import Segment
+
+
+class Allocator(Protocol):
+    """Where the memory comes from that other ranks reach; called by all ranks in the same order."""
+
+    def shard(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros that are gathered from: a shard, or whole parameters of which each rank updates a part."""
+        ...
+
+    def slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
+        """Zeros of so many bytes each, uint8; a second call replaces the first."""
+        ...
+
+
+class OwnMemory:
+    """Memory of this rank alone, from torch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def shard(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in nbytes]
 
 
 @dataclass
@@ -183,16 +209,23 @@ class Storage:
         parameters: the model's parameters by name; their data is replaced by views or by empty tensors.
         rank_of: this rank's position along a mesh axis.
         device: where the state lives.
+        allocator: where shards and reduce slots come from, instead of torch's allocator.
 
     Allocates unit by unit and takes over each parameter's values on the way, so that starting up holds at most one
     unit twice. Parameters on the meta device have no values; they are written later through `Group.write`.
     """
 
     def __init__(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], rank_of: Mapping[str, int], device: torch.device
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        rank_of: Mapping[str, int],
+        device: torch.device,
+        allocator: Allocator | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
+        self._allocator = OwnMemory(device) if allocator is None else allocator
         self.units: list[Unit] = []
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
@@ -201,21 +234,18 @@ class Storage:
         self.place_slots(plan)
 
     def _allocate_slots(self, plan: Plan) -> None:
-        self.gather_slots = [self._bytes(nbytes) for nbytes in plan.gather_slots.nbytes]
-        self.reduce_slots = [self._bytes(nbytes) for nbytes in plan.reduce_slots.nbytes]
-
-    def _bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        self.gather_slots = OwnMemory(self.device).slots(plan.gather_slots.nbytes)
+        self.reduce_slots = self._allocator.slots(plan.reduce_slots.nbytes)
 
     def _allocate(self, plan: GroupPlan, unit: UnitPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
         layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
         nothing = torch.empty(0, dtype=dtype, device=self.device)
         if plan.param.axis is None:
-            whole = torch.zeros(layout.numel, dtype=dtype, device=self.device)
+            whole = self._shard(plan, layout.numel)
             start, end = layout.shard_range(rank)
             shard = whole[start:end]
         else:
-            whole, shard = nothing, torch.zeros(layout.shard_numel, dtype=dtype, device=self.device)
+            whole, shard = nothing, self._shard(plan, layout.shard_numel)
         members = [parameters[segment.name] for segment in layout.segments]
         empties = [torch.empty(0, dtype=dtype, device=self.device) for _ in members]
         group = Group(plan, rank, members, whole, shard, [], empties)
@@ -231,6 +261,12 @@ class Storage:
                 parameter.data = empties[index]
             parameter.grad = None
         return group
+
+    def _shard(self, plan: GroupPlan, numel: int) -> torch.Tensor:
+        dtype = torch_dtype(plan.param.dtype)
+        if plan.travels:
+            return self._allocator.shard(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def place_slots(self, plan: Plan) -> None:
         """Point every group at its part of its unit's slots, and every parameter at its resting data."""

@@ -5,7 +5,7 @@ a queue of pending collectives and the closures behind them), and under the chec
 
     launch(stream, fn)      start a collective in stream order
     follow(stream, fn)      run fn, which sends nothing, in stream order
-    record(stream) -> e     a point in the stream's order
+    record(stream) -> e     a point in the stream's order; under a name, the last point of that name replaces the others
     wait(stream, e)         what is launched on `stream` later runs after e
     touch(reads, writes)    compute uses buffers here (only the checking backend looks)
 
@@ -56,7 +56,9 @@ class Streams(Protocol):
 
     def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
-    def record(self, stream: Stream) -> Event: ...
+    def record(self, stream: Stream, name: Hashable = None) -> Event:
+        """A point in the stream's order. Of one `name` only the last point may be waited for; None is always new."""
+        ...
 
     def wait(self, stream: Stream, event: Event) -> None: ...
 
@@ -83,6 +85,7 @@ class CudaStreams:
             Stream.GATHER: torch.cuda.Stream(device, priority=-1),
             Stream.REDUCE: torch.cuda.Stream(device, priority=-1),
         }
+        self._events: dict[tuple[Stream, Hashable], torch.cuda.Event] = {}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return self._compute if stream is Stream.COMPUTE else self._side[stream]
@@ -93,15 +96,29 @@ class CudaStreams:
         self._compute = torch.cuda.current_stream(self._device)
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
-        with torch.cuda.stream(self._stream(stream)):
-            fn().finish()  # orders this stream after the collective; the host goes on
+        side = self._side[stream]
+        # Set and set back by hand: the context manager asks for the current stream, which costs more than a launch.
+        torch.cuda.set_stream(side)
+        try:
+            pending = fn()
+            pending.finish()  # orders this stream after the collective; the host goes on
+            pending.mark(side)
+        finally:
+            torch.cuda.set_stream(self._compute)
 
     def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
-        with torch.cuda.stream(self._stream(stream)):
+        torch.cuda.set_stream(self._side[stream])
+        try:
             fn()
+        finally:
+            torch.cuda.set_stream(self._compute)
 
-    def record(self, stream: Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def record(self, stream: Stream, name: Hashable = None) -> torch.cuda.Event:
+        event = None if name is None else self._events.get((stream, name))
+        if event is None:
+            event = torch.cuda.Event()
+            if name is not None:
+                self._events[stream, name] = event
         event.record(self._stream(stream))
         return event
 
@@ -179,7 +196,7 @@ class QueuedStreams:
         self._queues[stream].append(Entry((*reads, *writes), follow=fn))
         self._advance(stream)
 
-    def record(self, stream: Stream) -> QueueEvent:
+    def record(self, stream: Stream, name: Hashable = None) -> QueueEvent:
         if stream is Stream.COMPUTE or not self._queues[stream]:
             return QueueEvent(stream, True)
         event = QueueEvent(stream, False)

@@ -104,7 +104,7 @@ class VirtualStreams(QueuedStreams):
         self._access(Stream.COMPUTE, reads, writes)
         self._maybe_advance()
 
-    def record(self, stream: Stream) -> QueueEvent:
+    def record(self, stream: Stream, name: Hashable = None) -> QueueEvent:
         event = ClockedEvent(QueueEvent(stream, True), dict(self._clocks[stream]))
         if stream is not Stream.COMPUTE and self._queues[stream]:
             event.done = False

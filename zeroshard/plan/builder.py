@@ -13,7 +13,7 @@ from statistics import median
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import dtype_name, itemsize
 from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan
+from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan, peer_problem
 from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.slots import assign_slots
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
@@ -57,6 +57,7 @@ class Recipe:
         transient_gradients: sharded gradients of one micro-batch take memory from backward to step only; None lets the
             caller choose, and is False here.
         prefetch_numel, live_numel: elements gathered ahead of use, and gathered at any time.
+        peer_copies: see ExecutionPolicy; None lets the caller choose, and is False here.
     """
 
     sharding: Sharding = STAGES[3]
@@ -69,6 +70,7 @@ class Recipe:
     transient_gradients: bool | None = None
     prefetch_numel: int | None = None
     live_numel: int | None = None
+    peer_copies: bool | None = None
 
 
 def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int | None = None) -> Plan:
@@ -100,7 +102,8 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int
             budget -= numel
             row = Sharding(param=False, grad=row.grad, state=row.state, axis=row.axis)
         planned.append(_unit_plan(unit, row, sizes[row.axis], recipe))
-    return with_order(planned, tuple(range(len(planned))), recipe_policy(planned, recipe), dp=dp, shard=shard)
+    plan = with_order(planned, tuple(range(len(planned))), recipe_policy(planned, recipe), dp=dp, shard=shard)
+    return with_peer_copies(plan) if recipe.peer_copies else plan
 
 
 def with_order(
@@ -112,8 +115,19 @@ def with_order(
     sizes = [unit.gathered_nbytes for unit in units]
     gather = assign_slots(sharded, sizes, distance=policy.prefetch, dedicated=root)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
-    reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
+    # Peers write into a slot themselves, and are done with it long before the next unit's gradients are complete.
+    distance = 0 if policy.peer_copies else 1
+    reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=distance)
     return Plan(dp, shard, tuple(units), tuple(order), policy, gather, reduce)
+
+
+def with_peer_copies(plan: Plan) -> Plan:
+    """The same plan with copies between peers instead of collectives. Raises PlanError where `peer_problem` has one."""
+    problem = peer_problem(plan)
+    if problem is not None:
+        raise PlanError(f"peer_copies: {problem}")
+    policy = replace(plan.policy, peer_copies=True)
+    return with_order(plan.units, plan.order, policy, dp=plan.dp, shard=plan.shard)
 
 
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:

@@ -51,6 +51,7 @@ class ExecutionPolicy:
         clip_norm: global gradient norm above which gradients are scaled down; 0 means no clipping.
         on_nonfinite: what to do about inf and NaN in the gradients.
         cast_inputs: floating inputs of the model are cast to this dtype; None leaves them.
+        peer_copies: all-gathers and reduce-scatters are copies between memory that all ranks of an axis reach.
     """
 
     prefetch: int = 1
@@ -62,6 +63,7 @@ class ExecutionPolicy:
     clip_norm: float = 0.0
     on_nonfinite: OnNonFinite = OnNonFinite.RAISE
     cast_inputs: str | None = None
+    peer_copies: bool = False
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:
@@ -109,6 +111,11 @@ class GroupPlan:
         if placement is None:
             return 0
         return self.numel_per_rank(placement) * itemsize(placement.dtype) * placement.copies
+
+    @property
+    def travels(self) -> bool:
+        """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
+        return self.layout.shards > 1 and (self.param.axis is not None or self.update_axis is not None)
 
     @property
     def gathered_nbytes(self) -> int:
@@ -224,6 +231,8 @@ def _check(plan: Plan) -> None:
             raise PlanError(f"order names unit {unit}, but there are {len(plan.units)} units")
     if plan.policy.prefetch < 0:
         raise PlanError(f"policy.prefetch must not be negative, is {plan.policy.prefetch}")
+    if plan.policy.peer_copies and (problem := peer_problem(plan)) is not None:
+        raise PlanError(f"policy.peer_copies: {problem}")
     if plan.policy.predivide == 0:
         raise PlanError("policy.predivide must not be 0")
     if plan.policy.cast_inputs is not None:
@@ -271,6 +280,23 @@ def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
         if segment.offset < position or segment.end > layout.numel:
             raise PlanError(f"{path}.segments[{index}] ({segment.name!r}) overlaps another or the end of the buffer")
         position = segment.end
+
+
+def peer_problem(plan: Plan) -> str | None:
+    """Why the plan can't run by copies between peers; None where it can."""
+    groups = [(unit, group) for unit, group in plan.groups() if group.layout.shards > 1]
+    if not groups:
+        return "nothing is sent"
+    if len({unit.axis for unit, _ in groups}) > 1:
+        return "units are sharded over different axes"
+    trainable = [group for _, group in groups if group.trainable]
+    if any(group.update_axis is None for group in trainable):
+        return "every rank updates all parameters (stage 0)"
+    if any(group.wire == "float64" for group in trainable):
+        return "gradients travel in float64"
+    if plan.policy.predivide != 1.0:
+        return "gradients are divided before they are summed (predivide)"
+    return None
 
 
 def _check_slots(slots: SlotPlan, needed: Sequence[int | None], order: Sequence[int], path: str) -> None:

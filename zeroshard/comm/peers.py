@@ -1,0 +1,144 @@
+"""Peers: ranks that read and write each other's memory, so that collectives become copies.
+
+    all-gather        barrier: all shards are written    -> copy every rank's shard into the slot
+    reduce-scatter    copy each owner's part to its inbox -> barrier: all parts have come -> each owner sums its rows
+
+    inbox of rank 1:  [ from rank 0 | from rank 1 | from rank 2 | ... ]
+
+On GPUs of one host the copies run on the copy engines and leave the processors to compute; NCCL's kernels take a share
+of them and of the power. Memory is symmetric: what lies at an offset here lies at the same offset on every peer.
+Rejected: registering NCCL's buffers, which spares its copies but not its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm.collectives import Pending
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.watchdog import Watchdog
+
+
+class Channel(IntEnum):
+    """Barriers of different streams must not meet each other: each stream has a channel of its own."""
+
+    GATHER = 0
+    REDUCE = 1
+    WRITE = 2
+
+
+class PeerMemory(Protocol):
+    """A buffer on each rank of a group, of the same size everywhere, which all of them reach.
+
+    Attributes:
+        rank, size: this rank's place in the group, and how many there are.
+    """
+
+    rank: int
+    size: int
+
+    def of(self, rank: int) -> torch.Tensor:
+        """The buffer of a rank, uint8 (nbytes,), on this rank's device."""
+        ...
+
+    def barrier(self, channel: Channel, event: torch.cuda.Event | None) -> Pending:
+        """Issue a barrier on the current stream: what comes after it runs after all ranks have come to it.
+
+        Args:
+            event: what to mark the end with on a device.
+        """
+        ...
+
+
+PeerMemoryFactory = Callable[[int], PeerMemory]
+"""Makes peer memory of that many bytes, filled with zeros; called by all ranks of the group together."""
+
+
+class Peers:
+    """The peer memory of one group: shards that others gather, and the inbox of gradients.
+
+    Args:
+        log: counts what is sent, as the collectives do.
+    """
+
+    def __init__(self, make: PeerMemoryFactory, log: OperationLog, watchdog: Watchdog | None) -> None:
+        self._make = make
+        self._log = log
+        self._memories: dict[str, PeerMemory] = {}
+        self._taken: dict[str, int] = {}
+        self._last: Pending | None = None
+        self._events: dict[Channel, torch.cuda.Event] = {}
+        if watchdog is not None:
+            watchdog.watch(self._last_issued)
+
+    def open(self, name: str, nbytes: int) -> None:
+        """Make (or make anew) the memory `name`; called by all ranks."""
+        self._memories[name] = self._make(max(nbytes, 1))
+        self._taken[name] = 0
+
+    def take(self, name: str, nbytes: int) -> torch.Tensor:
+        """The next `nbytes` (at least; rounded up to 256) of this rank's buffer, uint8."""
+        memory, start = self._memories[name], self._taken[name]
+        self._taken[name] = start + -(-nbytes // 256) * 256
+        return memory.of(memory.rank)[start : start + nbytes]
+
+    @property
+    def size(self) -> int:
+        return next(iter(self._memories.values())).size
+
+    @property
+    def rank(self) -> int:
+        return next(iter(self._memories.values())).rank
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of peer memory on this rank."""
+        return sum(memory.of(memory.rank).numel() for memory in self._memories.values())
+
+    def twin(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """What lies on `rank` where the contiguous `tensor` lies here."""
+        for memory in self._memories.values():
+            own = memory.of(memory.rank)
+            offset = tensor.data_ptr() - own.data_ptr()
+            if 0 <= offset < own.numel():
+                there = memory.of(rank)[offset : offset + tensor.numel() * tensor.element_size()]
+                return there.view(tensor.dtype).view(tensor.shape)
+        raise AssertionError("the tensor is not in peer memory")
+
+    def barrier(self, channel: Channel) -> Pending:
+        """A barrier of all ranks on the current stream."""
+        memory = next(iter(self._memories.values()))
+        on_device = memory.of(memory.rank).is_cuda
+        event = self._events.setdefault(channel, torch.cuda.Event()) if on_device else None
+        self._last = memory.barrier(channel, event)
+        return self._last
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, unit: str) -> Callable[[], Pending]:
+        """What copies every rank's `shard` (n) into `whole` (size * n); `shard` may be this rank's slice of `whole`."""
+        size, rank = self.size, self.rank
+        parts = whole.view(size, -1)
+        inside = parts[rank].data_ptr() == shard.data_ptr()
+        copies = [
+            (parts[peer], self.twin(whole, peer).view(size, -1)[peer] if inside else self.twin(shard, peer))
+            for peer in ((rank + step) % size for step in range(size))  # not all from the same one at once
+            if not (inside and peer == rank)
+        ]
+
+        def launch() -> Pending:
+            self._log.record("all-gather", unit, whole.nbytes)
+            for target, source in copies:
+                target.copy_(source)
+            return Pending("all-gather", unit)
+
+        return launch
+
+    def sent(self, kind: str, unit: str, nbytes: int) -> None:
+        """Count a payload that the caller copied itself."""
+        self._log.record(kind, unit, nbytes)
+
+    def _last_issued(self) -> Pending | None:
+        return self._last

@@ -1,0 +1,35 @@
+"""Symmetric memory: peer memory of the GPUs of one host, from torch.distributed._symmetric_memory.
+
+Each rank's buffer is mapped into every other process, and barriers are small kernels that spin on flags in it. The
+memory comes from the driver, not from torch's caching allocator, and so is not in `torch.cuda.memory_allocated`.
+Multicast is not used. Rejected: CUDA IPC handles of allocator memory, which bring no flags to wait on.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from zeroshard.comm.collectives import Pending
+from zeroshard.comm.peers import Channel
+
+
+class SymmetricMemory:
+    """`nbytes` on each GPU of `group`, zeros; made by all ranks together."""
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        self._buffer.zero_()
+        self._handle = symmetric.rendezvous(self._buffer, group)
+        self._views = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
+        torch.cuda.synchronize(device)  # nobody writes to a peer that is still filling its zeros
+        dist.barrier(group)
+
+    def of(self, rank: int) -> torch.Tensor:
+        return self._views[rank]
+
+    def barrier(self, channel: Channel, event: torch.cuda.Event | None) -> Pending:
+        self._handle.barrier(channel)
+        return Pending("barrier", channel.name.lower(), event=event)

@@ -1,0 +1,78 @@
+"""Puts what ranks reach of each other into peer memory: the shards that are gathered, and the inboxes of gradients.
+
+    "shards"    every group that travels, in the order of the plan: its shard, or its whole parameters where they rest
+    "inbox"     the reduce slots; made anew when another order of units needs others
+
+Layouts are the same on all ranks, so a tensor's twin on a peer lies at the same offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import PeerMemoryFactory, Peers
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.errors import PlanError
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.plan import Plan
+from zeroshard.sharding.layout import ALIGNMENT_BYTES
+
+
+class PeerAllocator:
+    """Allocates from peer memory. Called by all ranks in the same order."""
+
+    def __init__(self, peers: Peers, plan: Plan) -> None:
+        self._peers = peers
+        peers.open("shards", sum(_rounded(nbytes) for nbytes in _shards(plan)))
+
+    def shard(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._peers.take("shards", numel * dtype.itemsize).view(dtype)
+
+    def slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
+        self._peers.open("inbox", sum(_rounded(size) for size in nbytes))
+        return [self._peers.take("inbox", size) for size in nbytes]
+
+
+def open_peers(
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    log: OperationLog,
+    watchdog: Watchdog,
+    factory: PeerMemoryFactory | None = None,
+) -> Peers | None:
+    """The peer memory of a plan, None where it has none.
+
+    Args:
+        factory: what makes the memory, instead of the GPUs' own.
+
+    Raises:
+        PlanError: the plan wants copies between peers, but these ranks can't reach each other's memory.
+    """
+    if not plan.policy.peer_copies:
+        return None
+    if factory is None:
+        axis = mesh.axis("shard" if any(unit.axis == "shard" for unit, _ in plan.groups()) else "dp")
+        if device.type != "cuda" or axis.groups.gather is None:
+            raise PlanError(
+                "policy.peer_copies needs GPUs that reach each other's memory; make the plan on these ranks"
+            )
+        from zeroshard.comm.symmetric import SymmetricMemory
+
+        factory = partial(SymmetricMemory, group=axis.groups.gather, device=device)
+    return Peers(factory, log, watchdog)
+
+
+def _shards(plan: Plan) -> list[int]:
+    return [
+        group.numel_per_rank(group.param) * itemsize(group.param.dtype) for _, group in plan.groups() if group.travels
+    ]
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,145 @@
+"""Reduce-scatter by copies: gradients go from where autograd left them straight into the inboxes of their owners.
+
+    p.grad --copy engine--> inbox of its owner, row of this rank --barrier--> owner sums its rows --> grad
+
+Nothing is collected into a buffer first, so a gradient is moved once. It stays alive until it was sent; that is
+checked one unit later, when it has long happened. Memory and hazards:
+
+    a gradient           belongs to the reduce stream until `sent`; compute waits for that before giving it back
+    a row of an inbox    is written by its rank until the barrier, then read by the owner's sum. The next copies into it
+                         come after another barrier, which no rank reaches before its sum: that of the units between, or
+                         one of its own where the same slot is used twice in a row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm.collectives import Pending
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.storage import Group, Unit
+from zeroshard.engine.streams import Event, Stream, Streams
+from zeroshard.optim.kernels.rows import row_tiles, sum_rows
+
+HELD = ("sending", 0)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [low, high) of a gradient, and where they go."""
+
+    segment: int
+    low: int
+    high: int
+    whole: bool
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Route:
+    pieces: list[_Piece]
+    rows: torch.Tensor
+    tiles: torch.Tensor
+
+
+class PeerReduce:
+    """The way of gradients through peer memory."""
+
+    def __init__(self, peers: Peers, streams: Streams, log: OperationLog) -> None:
+        self._peers = peers
+        self._streams = streams
+        self._log = log
+        self._held: tuple[Event, Sequence[torch.Tensor | None]] | None = None
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Start anew with other slots; nothing may be in flight."""
+        self._routes: dict[int, _Route] = {}
+        self._last_slot: int | None = None
+
+    def let_go(self) -> None:
+        """Give back the gradients that were sent last."""
+        if self._held is not None:
+            # Write after read: the gradients belong to the reduce stream until they were sent.
+            self._streams.wait(Stream.COMPUTE, self._held[0])
+            self._streams.touch(writes=(HELD,))
+            self._held = None
+
+    def reduce(
+        self,
+        unit: Unit,
+        group: Group,
+        slot: int | None,
+        sources: Sequence[torch.Tensor | None],
+        landing: torch.Tensor,
+        *,
+        add: bool,
+    ) -> None:
+        """Reduce a group's gradients into `landing`, this rank's part.
+
+        Args:
+            sources: each parameter's gradient, in any shape; None where there is none.
+            add: add to what `landing` holds.
+        """
+        route = self._route(group)
+        wire, label, streams = ("wire", slot), unit.label, self._streams
+        self.let_go()
+        assert group.wire is not None
+        nbytes = group.wire.nbytes
+        self._log.record("reduce-scatter", label, nbytes)
+        # Read after write: the gradients belong to compute until the unit's backward has run.
+        streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
+        if slot == self._last_slot:
+            streams.launch(Stream.REDUCE, self._barrier, (), (wire,))
+        self._last_slot = slot
+        streams.follow(Stream.REDUCE, lambda: self._send(route, sources, label, nbytes), (HELD,), (wire,))
+        self._held = streams.record(Stream.REDUCE, "sent"), sources
+        streams.launch(Stream.REDUCE, self._barrier, (), (wire,))
+        streams.follow(
+            Stream.REDUCE,
+            lambda: sum_rows(route.rows, landing, route.tiles, add=add),
+            (wire,),
+            (("grad", unit.index),),
+        )
+        if streams.poisons:
+            streams.follow(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
+
+    def _barrier(self) -> Pending:
+        return self._peers.barrier(Channel.REDUCE)
+
+    def _send(self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int) -> None:
+        self._peers.sent("reduce-scatter", label, nbytes)
+        for piece in route.pieces:
+            source = sources[piece.segment]
+            if source is None:
+                piece.target.zero_()
+            else:
+                flat = source.view(-1)
+                piece.target.copy_(flat if piece.whole else flat[piece.low : piece.high])
+
+    def _route(self, group: Group) -> _Route:
+        """Where a group's gradients go; made once, for inboxes stay where they are."""
+        found = self._routes.get(id(group))
+        if found is None:
+            found = self._routes[id(group)] = self._make_route(group)
+        return found
+
+    def _make_route(self, group: Group) -> _Route:
+        assert group.wire is not None
+        layout, size, rank = group.plan.layout, self._peers.size, self._peers.rank
+        pieces: list[_Piece] = []
+        for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it has no way to go
+            row = self._peers.twin(group.wire, owner).view(size, -1)[rank]
+            start, end = layout.shard_range(owner)
+            for index, low, high in layout.pieces(start, end):
+                segment = layout.segments[index]
+                first, last = start + low - segment.offset, start + high - segment.offset
+                pieces.append(_Piece(index, first, last, last - first == segment.numel, row[low:high]))
+        own = layout.pieces(*layout.shard_range(rank))
+        tiles = row_tiles(((low, high) for _, low, high in own), group.wire.device)
+        return _Route(pieces, group.wire.view(size, -1), tiles)
