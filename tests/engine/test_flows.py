@@ -24,6 +24,7 @@ from tests.support.training import (
     train_sharded,
 )
 from tests.support.zoo import Stack
+from zeroshard.engine.handle import handle_of
 from zeroshard.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -353,3 +354,26 @@ def _read_after_step(rank: int, world_size: int) -> int:
 
 def test_parameters_that_rest_whole_are_current_when_a_step_returns() -> None:
     assert run_ranks(2, _read_after_step) == [0, 0]
+
+
+def _reduces_early(rank: int, world_size: int) -> list[int]:
+    """Reduce-scatters issued when the backward reaches the first block, while the losses of all steps are kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)))
+    sharded, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=3)
+    log, losses, issued = handle_of(sharded).comm.log, [], []
+    for _ in range(3):
+        first = sharded[0](torch.ones(2, 8))
+        before = log.totals().get("reduce-scatter", (0, 0))[0]
+        losses.append(sharded(torch.ones(2, 8) + 0 * first).square().mean())
+        first.register_hook(lambda _, before=before: issued.append(log.totals()["reduce-scatter"][0] - before))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zeroshard.close(sharded)
+    return issued
+
+
+def test_a_kept_loss_does_not_hold_up_the_reduces_of_later_backwards() -> None:
+    for issued in run_ranks(2, _reduces_early):
+        assert issued[0] == issued[1] == issued[2] > 0

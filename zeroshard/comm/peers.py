@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from zeroshard.comm.collectives import Pending
+from zeroshard.comm.copies import device_copies
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
 
@@ -128,10 +129,18 @@ class Peers:
             if not (inside and peer == rank)
         ]
 
+        raw, device = (device_copies() if whole.is_cuda else None), whole.device.index
+        addresses = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in copies]
+
         def launch() -> Pending:
             self._log.record("all-gather", unit, whole.nbytes)
-            for target, source in copies:
-                target.copy_(source)
+            if raw is None:
+                for target, source in copies:
+                    target.copy_(source)
+            else:
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                for target, source, nbytes in addresses:
+                    raw(target, source, nbytes, stream)
             return Pending("all-gather", unit)
 
         return launch

@@ -16,13 +16,19 @@ import weakref
 
 
 class ForwardPass:
-    """The calls of one forward under grad. Held by the hooks on its outputs, so it lives as long as the graph."""
+    """The calls of one forward under grad. Held by the hooks on its outputs, so it lives as long as the graph.
 
-    __slots__ = ("__weakref__", "first_start", "last_end")
+    A graph outlives its backward where somebody keeps the loss, to print it later say. So a pass that a backward went
+    through is `over`, and no later backward waits for its units; it counts again when a backward comes back to it.
+    """
+
+    __slots__ = ("__weakref__", "first_start", "last_end", "over", "reached")
 
     def __init__(self) -> None:
         self.first_start: dict[int, int] = {}
         self.last_end: dict[int, int] = {}
+        self.reached = False
+        self.over = False
 
 
 class CallTracker:
@@ -42,6 +48,18 @@ class CallTracker:
     def end_pass(self) -> None:
         """The forward is over; from now on only the graph keeps the pass."""
         self.current = None
+
+    def reach(self, graph: ForwardPass) -> None:
+        """A backward runs through the graph of this pass."""
+        graph.reached = True
+        if graph.over:  # retain_graph: others may follow whose graphs were kept with it
+            for live in self._live():
+                live.over = False
+
+    def end_backward(self) -> None:
+        """The backward has ended: the passes that it went through are over."""
+        for live in self._live():
+            live.over, live.reached = live.over or live.reached, False
 
     def start_call(self, unit: int) -> None:
         self._count += 1
@@ -63,7 +81,7 @@ class CallTracker:
 
     def complete(self, unit: int, end: int) -> bool:
         """Whether every gradient of `unit` has arrived when the gradient of the call that ended at `end` is ready."""
-        return all(live.first_start.get(unit, end + 1) > end for live in self._live())
+        return all(live.over or live.first_start.get(unit, end + 1) > end for live in self._live())
 
     def _live(self) -> list[ForwardPass]:
         return [live for live in (ref() for ref in self._passes) if live is not None]

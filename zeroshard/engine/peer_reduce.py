@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm.collectives import Pending
+from zeroshard.comm.copies import device_copies
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.storage import Group, Unit
@@ -31,20 +32,25 @@ HELD = ("sending", 0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [low, high) of a gradient, and where they go."""
+    """Elements [low, high) of a gradient, and where they go; the same as bytes and addresses."""
 
     segment: int
     low: int
     high: int
-    whole: bool
     target: torch.Tensor
+    address: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class _Route:
+    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `tiles` are summed."""
+
     pieces: list[_Piece]
     rows: torch.Tensor
     tiles: torch.Tensor
+    dense: bool
 
 
 class PeerReduce:
@@ -54,6 +60,7 @@ class PeerReduce:
         self._peers = peers
         self._streams = streams
         self._log = log
+        self._raw = device_copies() if torch.cuda.is_available() else None
         self._held: tuple[Event, Sequence[torch.Tensor | None]] | None = None
         self.adopt()
 
@@ -102,7 +109,7 @@ class PeerReduce:
         streams.launch(Stream.REDUCE, self._barrier, (), (wire,))
         streams.follow(
             Stream.REDUCE,
-            lambda: sum_rows(route.rows, landing, route.tiles, add=add),
+            lambda: sum_rows(route.rows, landing, route.tiles, add=add, dense=route.dense),
             (wire,),
             (("grad", unit.index),),
         )
@@ -114,13 +121,19 @@ class PeerReduce:
 
     def _send(self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int) -> None:
         self._peers.sent("reduce-scatter", label, nbytes)
+        raw = self._raw if route.rows.is_cuda else None
+        if raw is None or any(source is None or source.dtype != route.rows.dtype for source in sources):
+            for piece in route.pieces:
+                source = sources[piece.segment]
+                if source is None:
+                    piece.target.zero_()
+                else:
+                    piece.target.copy_(source.view(-1)[piece.low : piece.high])
+            return
+        starts = [source.data_ptr() for source in sources if source is not None]
+        stream = torch._C._cuda_getCurrentRawStream(route.rows.device.index)
         for piece in route.pieces:
-            source = sources[piece.segment]
-            if source is None:
-                piece.target.zero_()
-            else:
-                flat = source.view(-1)
-                piece.target.copy_(flat if piece.whole else flat[piece.low : piece.high])
+            raw(piece.address, starts[piece.segment] + piece.offset, piece.nbytes, stream)
 
     def _route(self, group: Group) -> _Route:
         """Where a group's gradients go; made once, for inboxes stay where they are."""
@@ -138,8 +151,11 @@ class PeerReduce:
             start, end = layout.shard_range(owner)
             for index, low, high in layout.pieces(start, end):
                 segment = layout.segments[index]
-                first, last = start + low - segment.offset, start + high - segment.offset
-                pieces.append(_Piece(index, first, last, last - first == segment.numel, row[low:high]))
+                first, target = start + low - segment.offset, row[low:high]
+                offset = first * target.itemsize
+                address, nbytes = target.data_ptr(), target.nbytes
+                pieces.append(_Piece(index, first, first + high - low, target, address, offset, nbytes))
         own = layout.pieces(*layout.shard_range(rank))
         tiles = row_tiles(((low, high) for _, low, high in own), group.wire.device)
-        return _Route(pieces, group.wire.view(size, -1), tiles)
+        dense = sum(high - low for _, low, high in own) == layout.shard_numel
+        return _Route(pieces, group.wire.view(size, -1), tiles, dense)

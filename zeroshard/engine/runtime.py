@@ -138,6 +138,7 @@ class Runtime:
         self.parameters.release_all()
         if self._backward_running:
             self._backward_running = False
+            self._tracker.end_backward()
             self._owed.clear()
             self.clear_gradients()
 
@@ -159,9 +160,11 @@ class Runtime:
             if tensor.requires_grad:
                 tensor.register_hook(ready)
 
-    def _pre_backward(self, index: int, end: int, _graph: ForwardPass | None) -> None:
+    def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
         if not self._backward_running:
             self._begin_backward()
+        if graph is not None:
+            self._tracker.reach(graph)
         self._end = end
         self._pay()
         if not self._backward.run_to_use(index):
@@ -198,6 +201,7 @@ class Runtime:
         self._pay()
         self._backward.run_to_end()
         self._backward_running = False
+        self._tracker.end_backward()
         for unit in self.units:
             for group in unit.trainable:
                 for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
