@@ -39,7 +39,7 @@ STAGES = ("zeroshard3", "zeroshard2", "zeroshard1")
 DEEPSPEED = ("deepspeed3", "deepspeed2", "deepspeed1")
 PRESETS: dict[str, Sequence[str]] = {
     "quick-1b": ["floor", "fsdp2", *STAGES, *(f"{name} --compile" for name in ("floor", "fsdp2", "zeroshard3"))],
-    "mb1": [f"{name} --batch 1" for name in ("floor", "fsdp2", "fsdp2 --tuned", *STAGES)],
+    "mb1": [f"{name} --batch 1" for name in ("floor", "fsdp2", "fsdp2 --tuned", *STAGES, "zeroshard3 --tuned")],
     "7b": [
         f"{name} --size 7b --checkpointing --steps 4 --warmup 3"
         for name in (

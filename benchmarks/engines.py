@@ -10,6 +10,7 @@
 `tuned` is what a user who reads the manual adds. FSDP2: the norm is taken on local tensors, blocks are prefetched by
 explicit lists, embedding and head are units of their own, and on torch 2.13 and newer reductions get a communicator of
 their own and two buffers. DeepSpeed: the throughput timer, which synchronises, is off, and blocks are leaf modules.
+zeroshard: all units may stay gathered from forward to backward (spare_nbytes).
 
 All train with AdamW, clip the global norm to 1 and keep the master state in fp32. An engine is imported by its builder
 only, so that one that is missing takes nothing else with it.
@@ -37,6 +38,7 @@ from benchmarks.llama import SIZES, Block, Llama, Shape, initialize
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 SEED = 0
+ALL_MEMORY = 2**40
 DEEPSPEED_BUCKET = 200_000_000
 OPTIMIZER = "optimizer"
 """Annotation around clipping and update, by which a trace's kernels are told apart."""
@@ -330,10 +332,14 @@ def build_zeroshard(setting: Setting) -> Trainer:
     numel = _numel(model)
     if setting.compiled:
         model.compile_blocks()
+    policy = zeroshard.ExecutionPolicy(
+        clip_norm=CLIP,
+        accumulate=setting.accumulation > 1,
+        overlap_step=True,
+        spare_nbytes=ALL_MEMORY if setting.tuned else 0,
+    )
     recipe = zeroshard.Recipe(
-        sharding=zeroshard.STAGES[setting.stage],
-        precision=zeroshard.Precision(param="bf16"),
-        policy=zeroshard.ExecutionPolicy(clip_norm=CLIP, accumulate=setting.accumulation > 1, overlap_step=True),
+        sharding=zeroshard.STAGES[setting.stage], precision=zeroshard.Precision(param="bf16"), policy=policy
     )
     sharded, optimizer = zeroshard.shard(
         model, _adamw(model.parameters(), setting, fused=False), plan=recipe, device=setting.device

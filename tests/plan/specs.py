@@ -40,12 +40,13 @@ def plan_of(
     prefetch: int = 1,
     reuse: bool = True,
     accumulate: bool = False,
+    spare: int = 0,
 ) -> Plan:
     """The plan of a ZeRO stage or of a row of the placement table."""
     recipe = Recipe(
         sharding=STAGES[row] if isinstance(row, int) else row,
         precision=precision or Precision(),
-        policy=ExecutionPolicy(prefetch=prefetch, reuse=reuse, accumulate=accumulate),
+        policy=ExecutionPolicy(prefetch=prefetch, reuse=reuse, accumulate=accumulate, spare_nbytes=spare),
         moments=moments,
         persistence_threshold=threshold,
     )

@@ -68,9 +68,13 @@ def test_json_gives_an_equal_plan_back(plan: Plan) -> None:
 
 
 def test_every_field_of_the_policy_survives() -> None:
-    policy = ExecutionPolicy(2, False, True, False, 4.0, False, 0.5, OnNonFinite.SKIP, "bfloat16")
-    plan = SAMPLE.with_policy(**{name: getattr(policy, name) for name in policy.__dataclass_fields__})
-    assert Plan.from_json(plan.to_json()).policy == policy
+    changed = {"prefetch": 2, "spare_nbytes": 5, "accumulate": True, "overlap_step": True, "predivide": 4.0}
+    changed |= {"mean": False, "clip_norm": 0.5, "on_nonfinite": OnNonFinite.SKIP, "cast_inputs": "bfloat16"}
+    for changes in (changed, {"reuse": False, "peer_copies": True}):
+        plan = SAMPLE.with_policy(**changes)
+        assert plan.policy != ExecutionPolicy()
+        assert Plan.from_json(plan.to_json()).policy == plan.policy
+    assert {*changed, "reuse", "peer_copies"} == set(ExecutionPolicy.__dataclass_fields__)
 
 
 def test_a_plan_can_not_be_changed() -> None:

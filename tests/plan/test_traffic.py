@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.plan.specs import blocks, plan_of
+from zeroshard.errors import PlanError
 from zeroshard.plan.builder import Precision
 from zeroshard.plan.placement import Sharding
 from zeroshard.plan.traffic import STATS_FIXED, Traffic, step_traffic
@@ -40,6 +41,22 @@ def test_stage_3_without_reuse_sends_half_as_much_again() -> None:
 def test_reuse_saves_one_gather_per_slot(prefetch: int) -> None:
     traffic = step_traffic(plan_of(blocks(UNITS, NUMEL), 3, prefetch=prefetch))
     assert payload(traffic) == 3 * PSI - (prefetch + 1) * NUMEL * 4
+
+
+@pytest.mark.parametrize("kept", range(UNITS - 1))
+def test_spare_memory_saves_one_gather_per_unit_that_it_holds(kept: int) -> None:
+    smallest, plan = (plan_of(blocks(UNITS, NUMEL), 3, spare=units * NUMEL * 4) for units in (0, kept))
+    assert payload(step_traffic(smallest)) - payload(step_traffic(plan)) == kept * NUMEL * 4
+    assert plan.gather_slots.total_nbytes - smallest.gather_slots.total_nbytes == kept * NUMEL * 4
+
+
+def test_with_memory_for_all_units_stage_3_sends_what_stage_2_sends() -> None:
+    assert payload(step_traffic(plan_of(blocks(UNITS, NUMEL), 3, spare=2**40))) == 2 * PSI
+
+
+def test_spare_memory_holds_nothing_without_reuse() -> None:
+    with pytest.raises(PlanError, match="spare_nbytes"):
+        plan_of(blocks(UNITS, NUMEL), 3, spare=1, reuse=False)
 
 
 def test_the_root_is_gathered_once_for_both_passes() -> None:

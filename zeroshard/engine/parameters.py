@@ -54,6 +54,7 @@ class Parameters:
         self._free: dict[int, Event] = {}
         self._gathered: dict[int, Event] = {}
         self._written: dict[int, Event] = {}
+        self._early, self._first = 0, plan.policy.prefetch + 2
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
         self._launches = [
@@ -78,16 +79,13 @@ class Parameters:
             # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
             self._streams.wait(Stream.GATHER, self._free[slot])
         if index in self._written:
-            # Read after write: the shard belongs to the optimizer until its step has run on the compute stream.
-            self._streams.wait(Stream.GATHER, self._written.pop(index))
-            if self._peers is not None and self._launches[index]:
-                # The same hazard on the peers: every rank's shard belongs to its optimizer until all have come here.
-                self._streams.launch(Stream.GATHER, self._all_written, (), (self._buffer(index),))
+            self._await_written(index)
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
+        reads, writes = (("shard", index),), (self._buffer(index),)
         for launch in self._launches[index]:
             self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
-            self._streams.launch(Stream.GATHER, launch, reads=(("shard", index),), writes=(self._buffer(index),))
+            self._streams.launch(Stream.GATHER, launch, reads, writes)
         self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
             self._versions[index] = _versions(self._storage.units[index])
@@ -121,6 +119,22 @@ class Parameters:
             if unit.in_use:
                 self.release(unit.index)
 
+    def _await_written(self, index: int) -> None:
+        """Read after write: shards belong to the optimizer until its step has run on the compute stream.
+
+        The first gathers wait for their own unit. Those behind come when compute has passed the whole step anyway, so
+        that one wait for the last unit does for all.
+        """
+        self._early += 1
+        if self._early <= self._first:
+            self._streams.wait(Stream.GATHER, self._written.pop(index))
+        else:
+            self._streams.wait(Stream.GATHER, self._written[next(reversed(self._written))])
+            self._written.clear()
+        if self._peers is not None:
+            # The same hazard on the peers: every rank's shards belong to its optimizer until all have come here.
+            self._streams.launch(Stream.GATHER, self._all_written, (), (self._buffer(index),))
+
     def _all_written(self) -> Pending:
         assert self._peers is not None
         return self._peers.barrier(Channel.GATHER)
@@ -152,10 +166,12 @@ class Parameters:
     def unit_written(self, index: int) -> None:
         """A unit's shards were written on the compute stream; `invalidate` must follow before it is gathered again."""
         self._streams.touch(writes=(("shard", index),))
+        self._written.pop(index, None)  # so that the last one of the dict is the last one written
         self._written[index] = self._streams.record(Stream.COMPUTE, ("written", index))
 
     def invalidate(self) -> None:
         """What was gathered before is stale."""
+        self._early = 0
         for unit in self._storage.units:
             slot = self._slots[unit.index]
             if self._streams.poisons and slot is not None:

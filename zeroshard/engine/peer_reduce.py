@@ -24,7 +24,7 @@ from zeroshard.comm.copies import device_copies
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.storage import Group, Unit
-from zeroshard.engine.streams import Event, Stream, Streams
+from zeroshard.engine.streams import Event, Step, Stream, Streams
 from zeroshard.optim.kernels.rows import row_tiles, sum_rows
 
 HELD = ("sending", 0)
@@ -101,18 +101,19 @@ class PeerReduce:
         self._log.record("reduce-scatter", label, nbytes)
         # Read after write: the gradients belong to compute until the unit's backward has run.
         streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
+        meet = Step(self._barrier, (), (wire,), sends=True)
+        steps = [Step(lambda: self._send(route, sources, label, nbytes), (HELD,), (wire,))]
         if slot == self._last_slot:
-            streams.launch(Stream.REDUCE, self._barrier, (), (wire,))
+            steps.insert(0, meet)
         self._last_slot = slot
-        streams.follow(Stream.REDUCE, lambda: self._send(route, sources, label, nbytes), (HELD,), (wire,))
+        streams.run(Stream.REDUCE, steps)
         self._held = streams.record(Stream.REDUCE, "sent"), sources
-        streams.launch(Stream.REDUCE, self._barrier, (), (wire,))
-        streams.follow(
-            Stream.REDUCE,
+        total = Step(
             lambda: sum_rows(route.rows, landing, route.tiles, add=add, dense=route.dense),
             (wire,),
             (("grad", unit.index),),
         )
+        streams.run(Stream.REDUCE, [meet, total])
         if streams.poisons:
             streams.follow(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
 

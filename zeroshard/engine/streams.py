@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 
@@ -29,6 +29,15 @@ from zeroshard.comm.collectives import Pending
 Buffers = tuple[Hashable, ...]
 Launch = Callable[[], Pending]
 Follow = Callable[[], object]
+
+
+class Step(NamedTuple):
+    """A `launch` or a `follow` of a row of them."""
+
+    fn: Launch | Follow
+    reads: Buffers = ()
+    writes: Buffers = ()
+    sends: bool = False
 
 
 class Stream(Enum):
@@ -55,6 +64,10 @@ class Streams(Protocol):
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
     def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None: ...
+
+    def run(self, stream: Stream, steps: Sequence[Step]) -> None:
+        """Launch and follow several in a row, at the price of one."""
+        ...
 
     def record(self, stream: Stream, name: Hashable = None) -> Event:
         """A point in the stream's order. Of one `name` only the last point may be waited for; None is always new."""
@@ -110,6 +123,18 @@ class CudaStreams:
         torch.cuda.set_stream(self._side[stream])
         try:
             fn()
+        finally:
+            torch.cuda.set_stream(self._compute)
+
+    def run(self, stream: Stream, steps: Sequence[Step]) -> None:
+        side = self._side[stream]
+        torch.cuda.set_stream(side)
+        try:
+            for step in steps:
+                pending = step.fn()
+                if isinstance(pending, Pending):
+                    pending.finish()
+                    pending.mark(side)
         finally:
             torch.cuda.set_stream(self._compute)
 
@@ -195,6 +220,13 @@ class QueuedStreams:
     def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._queues[stream].append(Entry((*reads, *writes), follow=fn))
         self._advance(stream)
+
+    def run(self, stream: Stream, steps: Sequence[Step]) -> None:
+        for fn, reads, writes, sends in steps:
+            if sends:
+                self.launch(stream, cast(Launch, fn), reads, writes)
+            else:
+                self.follow(stream, fn, reads, writes)
 
     def record(self, stream: Stream, name: Hashable = None) -> QueueEvent:
         if stream is Stream.COMPUTE or not self._queues[stream]:

@@ -15,7 +15,7 @@ from zeroshard.plan.dtypes import dtype_name, itemsize
 from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan, peer_problem
 from zeroshard.sharding.layout import flat_layout
-from zeroshard.sharding.slots import assign_slots
+from zeroshard.sharding.slots import SlotPlan, assign_slots
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 MAX_PREFETCH = 4
@@ -113,12 +113,26 @@ def with_order(
     sharded = [index for index in order if units[index].sharded]
     root = [index for index in sharded if units[index].name == ""]
     sizes = [unit.gathered_nbytes for unit in units]
-    gather = assign_slots(sharded, sizes, distance=policy.prefetch, dedicated=root)
+    gather = _gather_slots(sharded, root, sizes, policy)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
-    # Peers write into a slot themselves, and are done with it long before the next unit's gradients are complete.
-    distance = 0 if policy.peer_copies else 1
-    reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=distance)
+    reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
     return Plan(dp, shard, tuple(units), tuple(order), policy, gather, reduce)
+
+
+def _gather_slots(
+    sharded: Sequence[int], root: Sequence[int], sizes: Sequence[int], policy: ExecutionPolicy
+) -> SlotPlan:
+    """Slots for the units that are gathered; spare memory gives the last ones slots of their own, so that they stay."""
+    smallest = slots = assign_slots(sharded, sizes, distance=policy.prefetch, dedicated=root)
+    kept = list(root)
+    for unit in reversed(tuple(dict.fromkeys(sharded))):
+        if policy.spare_nbytes and unit not in kept:
+            kept.append(unit)
+            larger = assign_slots(sharded, sizes, distance=policy.prefetch, dedicated=kept)
+            if larger.total_nbytes - smallest.total_nbytes > policy.spare_nbytes:
+                break
+            slots = larger
+    return slots
 
 
 def with_peer_copies(plan: Plan) -> Plan:

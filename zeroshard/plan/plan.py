@@ -43,6 +43,8 @@ class ExecutionPolicy:
     Attributes:
         prefetch: how many units are gathered ahead of the one in use.
         reuse: keep the content of released slots while it is valid; False gathers before every use.
+        spare_nbytes: device memory beyond the smallest slots that is spent to keep units gathered from forward to
+            backward, last first; with enough of it each unit is gathered once per micro-batch, as at stage 2.
         accumulate: several backwards per step are allowed, and gradients have an accumulator.
         overlap_step: parameters that rest whole are gathered after a step beside the next forward, and who reads them
             before that must drain first; False lets the step wait for them. Sharded units are always gathered ahead.
@@ -56,6 +58,7 @@ class ExecutionPolicy:
 
     prefetch: int = 1
     reuse: bool = True
+    spare_nbytes: int = 0
     accumulate: bool = False
     overlap_step: bool = False
     predivide: float = 1.0
@@ -68,6 +71,8 @@ class ExecutionPolicy:
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:
             raise PlanError(f"clip_norm {self.clip_norm} must be a number above 0, or 0 for no clipping")
+        if self.spare_nbytes < 0 or (self.spare_nbytes and not self.reuse):
+            raise PlanError(f"spare_nbytes {self.spare_nbytes} must be 0 or more, and needs reuse of what is in slots")
         if not 0 < self.predivide < math.inf:
             raise PlanError(f"predivide {self.predivide} must be a finite number above 0")
 
