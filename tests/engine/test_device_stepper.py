@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,23 @@ def _model() -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12)) for _ in range(3)]
     return nn.Sequential(nn.Linear(6, 12), nn.ModuleList(blocks)[0], *blocks[1:], nn.Linear(12, 3))
+
+
+class _OutOfOrder(nn.Module):
+    """Units are used in another order than they are declared in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(12, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12)) for _ in range(3))
+        self.first = nn.Linear(6, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.last(x)
 
 
 def _groups(model: nn.Module) -> list[dict[str, object]]:
@@ -63,9 +82,9 @@ def _losses(model: nn.Module, optimizer: ShardedOptimizer, rank: int, dtype: tor
     return losses
 
 
-def _compare(rank: int, world_size: int) -> None:
+def _compare(rank: int, world_size: int, make: Callable[[], nn.Module], masters: tuple[str | None, ...]) -> None:
     for stage in (0, 1, 2, 3):
-        for master in (None, "float32", "int16"):
+        for master in masters:
             precision = Precision(param=None if master is None else "bf16", master=master)
             dtype = torch.float32 if master is None else torch.bfloat16
             recipe = Recipe(
@@ -74,7 +93,7 @@ def _compare(rank: int, world_size: int) -> None:
                 policy=ExecutionPolicy(clip_norm=0.5),
                 transient_gradients=stage == 3,
             )
-            host, device = _model(), _model()
+            host, device = make(), make()
             plain = Recipe(sharding=STAGES[stage], precision=Precision(param=precision.param), policy=recipe.policy)
             host, host_optimizer = zeroshard.shard(host, torch.optim.AdamW(_groups(host), lr=1e-2), plan=plain)
             device_optimizer = _on_device(device, recipe, None)
@@ -87,7 +106,11 @@ def _compare(rank: int, world_size: int) -> None:
 
 
 def test_it_trains_as_the_host_does_at_every_stage_and_kind_of_master_weights() -> None:
-    run_ranks(2, _compare)
+    run_ranks(2, _compare, _model, (None, "float32", "int16"))
+
+
+def test_it_follows_another_order_of_units() -> None:
+    run_ranks(2, _compare, _OutOfOrder, (None,))
 
 
 def _overflow(rank: int, world_size: int) -> tuple[bool, float, float, int]:
