@@ -15,7 +15,7 @@ from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_close, assert_same, build, train_reference, train_sharded
 from tests.support.zoo import Stack
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
-from zeroshard.optim.sources import ELEMENTWISE
+from zeroshard.optim.clients import ELEMENTWISE
 
 OPTIONS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6}),

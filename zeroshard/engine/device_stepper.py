@@ -21,20 +21,20 @@ from zeroshard.engine.handle import Handle
 from zeroshard.engine.statistics import DIGEST_MASK
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.storage import Group
-from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import DeviceUpdate
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
 
 class DeviceStepper(StepperBase):
-    """Runs steps on a GPU with Adam."""
+    """Runs steps on a GPU with an optimizer that needs no host."""
 
-    def __init__(self, handle: Handle, update: DeviceAdam, scaler: LossScaler | None) -> None:
+    def __init__(self, handle: Handle, update: DeviceUpdate, scaler: LossScaler | None) -> None:
         super().__init__(handle, update, scaler)
         device = handle.device
-        self._adam = update
+        self._update_method = update
         self._stats = torch.zeros(stats_numel(handle.plan), dtype=torch.float64, device=device)
         self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
         self._norm_of: SquaredNorm | None = None
@@ -172,9 +172,9 @@ class DeviceStepper(StepperBase):
             regions[unit.index] = list(range(position, position + len(unit.trainable)))
             position += len(unit.trainable)
         with torch.no_grad():
-            self._adam.prepare(coefficient, active, groups)
+            self._update_method.prepare(coefficient, active, groups)
             for index in dict.fromkeys(runtime.plan.order):
                 for number in regions[index]:
-                    self._adam.apply(number)
+                    self._update_method.apply(number)
                 runtime.parameters.unit_written(index)
         runtime.parameters.invalidate()

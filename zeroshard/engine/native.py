@@ -10,10 +10,9 @@ for batch in loader:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, TypedDict, overload
 
 import torch
@@ -32,12 +31,12 @@ from zeroshard.engine.stepper import HostStepper
 from zeroshard.engine.storage import Group
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
-from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
-from zeroshard.optim.rules import ADAM, ADAMW
-from zeroshard.optim.sources import Source, check_parameters, torch_source
+from zeroshard.optim.site import Site
+from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.optim.split import REMAINDER
 from zeroshard.plan.builder import Recipe, build_plan, with_peer_copies
 from zeroshard.plan.placement import STAGES
@@ -45,7 +44,7 @@ from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerSource = OptimizerLike | None
 
 
@@ -109,8 +108,7 @@ def shard(
     """
     source = None
     if optimizer is not None:
-        built = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
-        source = torch_source(built, allow_untested=allow_untested)
+        source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
     device = default_device() if device is None else device
     made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
@@ -151,12 +149,11 @@ def build_optimized(
 
 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
-    """On a GPU Adam runs without the host waiting; everything else is told by the host what to do."""
-    regions = make_regions(handle, source.groups)
-    if handle.device.type == "cuda" and _runs_on_device(source):
-        assert source.rule is not None
-        return DeviceStepper(handle, DeviceAdam(source.rule, regions, handle.device), scaler)
-    return HostStepper(handle, source.update(regions), scaler)
+    """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
+    site = make_site(handle, source.groups)
+    if handle.device.type == "cuda" and source.on_device is not None:
+        return DeviceStepper(handle, source.on_device(site), scaler)
+    return HostStepper(handle, source.update(site), scaler)
 
 
 def make_plan(
@@ -184,6 +181,9 @@ def make_plan(
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
         plan = Recipe(sharding=STAGES[plan])
+    if source is not None:
+        changes["parameter_sums"] = source.parameter_sums
+        plan = dataclasses.replace(plan, matrices=_names(model, source.matrices))
     recipe = dataclasses.replace(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
     )
@@ -196,18 +196,26 @@ def make_plan(
     return made
 
 
+def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:
+    """Names of the parameters whose id is in `members`."""
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in members)
+
+
 def _for_device(recipe: Recipe, source: Source | None) -> Recipe:
     """On a GPU what the recipe leaves open is decided for memory: split master weights, gradients only when there."""
     precision = recipe.precision
-    if precision.master is None and _runs_on_device(source):
+    if precision.master is None and source is not None and source.split_master:
         precision = dataclasses.replace(precision, master=REMAINDER)
     transient = True if recipe.transient_gradients is None else recipe.transient_gradients
     return dataclasses.replace(recipe, precision=precision, transient_gradients=transient)
 
 
-def _runs_on_device(source: Source | None) -> bool:
-    """Whether the device's own Adam can run the optimizer."""
-    return source is not None and source.rule in (ADAM, ADAMW) and find_spec("triton") is not None
+def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> Site:
+    """What this rank's update works on."""
+    comm = handle.comm
+    axes = {"dp": comm.control, "shard": comm.reduces["shard"]}
+    first = comm.mesh.axis("replicate").rank == 0
+    return Site(make_regions(handle, groups), handle.device, comm.control, axes, first)
 
 
 def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
@@ -227,6 +235,9 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     grad=partial(_update_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
+                    axis=unit.plan.axis,
+                    divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
+                    owners=group.plan.owners,
                 )
             )
             first_flag += len(group.parameters)

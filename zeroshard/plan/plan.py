@@ -52,6 +52,8 @@ class ExecutionPolicy:
         on_nonfinite: what to do about inf and NaN in the gradients.
         cast_inputs: floating inputs of the model are cast to this dtype; None leaves them.
         peer_copies: all-gathers and reduce-scatters are copies between memory that all ranks of an axis reach.
+        parameter_sums: float64 values per trainable parameter that the optimizer sums over ranks in each step, in one
+            all-reduce for all of them (Lamb: two squared norms).
     """
 
     prefetch: int = 1
@@ -64,6 +66,7 @@ class ExecutionPolicy:
     on_nonfinite: OnNonFinite = OnNonFinite.RAISE
     cast_inputs: str | None = None
     peer_copies: bool = False
+    parameter_sums: int = 0
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:
@@ -81,6 +84,8 @@ class GroupPlan:
         staged: the reduced part lands beside the slot first (to be added or converted), not in the gradient itself.
         update_axis: the axis over which the optimizer step is divided; None where every rank updates everything.
         grad, master, moments: None where the group has no such state (frozen; or the parameters are their own master).
+        owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
+            makes each one's update; () for all others.
     """
 
     layout: FlatLayout
@@ -92,6 +97,7 @@ class GroupPlan:
     grad: Placement | None = None
     master: Placement | None = None
     moments: Placement | None = None
+    owners: tuple[int, ...] = ()
 
     def placement(self, kind: StateKind) -> Placement | None:
         return {
@@ -264,6 +270,10 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
         if group.trainable:
             _check_dtype(group.wire, f"{where}.wire")
+        if group.owners and len(group.owners) != len(group.layout.segments):
+            raise PlanError(f"{where}.owners has {len(group.owners)} entries for {len(group.layout.segments)} segments")
+        if any(not 0 <= owner < group.layout.shards for owner in group.owners):
+            raise PlanError(f"{where}.owners names a rank that the axis {unit.axis!r} does not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
 
