@@ -101,7 +101,7 @@ def muon_source(groups: ParamGroups, name: str, client: torch.optim.Optimizer | 
         {},
         2,
         lambda site: _host_update(site, groups),
-        on_device=(lambda site: _device_update(site, groups)) if find_spec("triton") is not None else None,
+        on_device=(lambda site: device_update(site, groups)) if find_spec("triton") is not None else None,
         matrices=frozenset(matrices),
         client=client,
     )
@@ -163,7 +163,8 @@ def _host_update(site: Site, groups: ParamGroups) -> UpdateMethod:
     )
 
 
-def _device_update(site: Site, groups: ParamGroups) -> DeviceUpdate:
+def device_update(site: Site, groups: ParamGroups) -> DeviceUpdate:
+    """The update that needs no host: matrices, and Adam for the rest."""
     kinds = _kinds(site, groups)
     matrices, others = MatrixUpdate(kinds.matrix_site), DeviceAdam(ADAMW, kinds.other_site.regions, site.device)
     return DeviceParts(

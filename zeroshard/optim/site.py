@@ -32,9 +32,12 @@ class Site:
     first_replica: bool
 
     def counts(self, region: Region) -> bool:
-        """Whether what this rank has of a region enters a sum over all ranks, so that each element counts once."""
+        """Whether what this rank has of a region enters a sum over all ranks, so that each element counts once.
+
+        Where nothing is divided there is no sum over ranks: each has it all.
+        """
         if not region.divided:
-            return self.control.rank == 0
+            return self.control.rank == 0 or not self.divided
         return region.axis == "dp" or self.first_replica
 
     @property
