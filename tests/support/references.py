@@ -1,4 +1,4 @@
-"""Plain, unsharded optimizers that torch does not have: written from their papers, for whole parameters, to compare with.
+"""Plain, unsharded optimizers that torch does not have, from their papers: to compare the sharded ones with.
 
 Operations are in the order in which the sharded ones do them where that matters for the last bit.
 """
@@ -69,7 +69,7 @@ class PlainLamb(_Plain):
 
 
 class PlainMuon(_Plain):
-    """Muon as torch.optim.Muon computes it for groups with `use_muon`, also for stacks of matrices; AdamW for others."""
+    """Muon as torch.optim.Muon computes it for groups with `use_muon`, also for stacks of them; AdamW for others."""
 
     def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
         if not hyper["use_muon"]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ValidationInfo, field_validator
 
 from zeroshard.config.fields import Flag, NonNegative, exactly, one_of, real, refuse
 from zeroshard.config.models import Section
@@ -113,11 +112,12 @@ class LambParams(Section):
     min_coeff: NonNegative = 0.01
     amsgrad: Annotated[bool, exactly(False, "Lamb has no amsgrad")] = False
 
-    @model_validator(mode="after")
-    def _in_order(self) -> LambParams:
-        if self.min_coeff > self.max_coeff:
-            raise PydanticCustomError("zeroshard", "min_coeff must not be above max_coeff")
-        return self
+    @field_validator("min_coeff")
+    @classmethod
+    def _in_order(cls, value: float, info: ValidationInfo) -> float:
+        if value > info.data.get("max_coeff", value):
+            raise refuse(f"at most max_coeff, which is {info.data['max_coeff']:g}", value)
+        return value
 
 
 class MuonParams(Section):

@@ -22,7 +22,7 @@ from zeroshard.config.components import (
     param_advice,
     resolve_type,
 )
-from zeroshard.config.document import Source, read_document
+from zeroshard.config.document import Document, Source, read_document
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
 from zeroshard.config.models import ObeyedSections, Section
@@ -112,6 +112,9 @@ def resolve(
         entries = _replaced_by_client(entries, "optimizer", problems)
     if client_scheduler:
         entries = _replaced_by_client(entries, "scheduler", problems)
+    for section, replaced in (("optimizer", client_optimizer), ("scheduler", client_scheduler)):
+        if not replaced:
+            _require_type(section, document, entries, problems)
     check_statuses(entries, world_size, problems)
     resolver = _Resolver(resolve_autos(entries, problems), auto_rules(entries), world_size, problems)
     config = resolver.config()
@@ -126,6 +129,16 @@ def _replaced_by_client(entries: Entries, section: str, problems: Problems) -> E
         origin = entries[f"{section}.type"].origin
         problems.warn(f"{section} ({origin}) has no effect: the script gives its own {section}; remove one of the two")
     return kept
+
+
+def _require_type(section: str, document: Document, entries: Entries, problems: Problems) -> None:
+    """A section with empty parameters leaves no entries behind, but somebody wanted something of it."""
+    written = document.root.get(section)
+    if not isinstance(written, dict) or "params" not in written:
+        return
+    if not any(path.startswith((f"{section}.type", f"{section}.params")) for path in entries):
+        what = "is missing, but params is there; name the type, or remove the section"
+        problems.add(f"{section}.type", document.origin((section, "params")), what)
 
 
 class _Resolver:

@@ -70,6 +70,11 @@ class MatrixExchange:
                     found.append((number, index, low - offset, high - offset))
         return found
 
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of both buffers on this rank while an exchange runs."""
+        return (sum(self._in_splits) + sum(self._out_splits)) * WIRE.itemsize
+
     def begin(self) -> None:
         """Take the buffer for this rank's pieces."""
         self._sent = torch.empty(sum(self._in_splits), dtype=WIRE, device=self._device)

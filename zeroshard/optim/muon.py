@@ -54,6 +54,11 @@ class MatrixUpdate:
         self._on = self._flags.owned
         self._left: set[int] = set()
 
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes that a step takes on this rank to bring matrices together."""
+        return sum(exchange.buffer_nbytes for exchange in self._exchanges)
+
     def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
         """See DeviceUpdate. Divided matrices are exchanged and made orthogonal here."""
         self._groups, self._coefficient = groups, coefficient
