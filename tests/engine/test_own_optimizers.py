@@ -326,7 +326,7 @@ def test_each_is_named_by_a_config_and_resumes_from_a_checkpoint(tmp_path: Path)
 
 def test_the_config_of_muon_gives_each_kind_its_rate_and_leaves_the_head_to_adam() -> None:
     model = _Model()
-    model.inp.weight.__dict__["use_muon"] = False
+    vars(model.inp.weight)["use_muon"] = False
     names = {id(p): name for name, p in model.named_parameters()}
     config = load_config(
         {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.5, "adam_lr": 0.1}}}, world_size=1

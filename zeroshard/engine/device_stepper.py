@@ -46,7 +46,7 @@ class DeviceStepper(StepperBase):
     def step(self, optimizer: ShardedOptimizer) -> None:
         """One optimizer step; errors of the one before are raised here."""
         self.settle()
-        runtime = self.handle.runtime
+        runtime, self.groups = self.handle.runtime, optimizer.param_groups
         runtime.inspect()
         if not runtime.gradients.present:
             self._nothing_done()
@@ -94,6 +94,7 @@ class DeviceStepper(StepperBase):
             return
         runtime, comm = self.handle.runtime, self.handle.comm
         runtime.finish_gradients()
+        self._record_groups()
         owned = self._counted_groups()
         if self._norm_of is None:
             shapes = [(group.own_grad.dtype, group.own_grad.numel()) for group in owned]

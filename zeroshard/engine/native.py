@@ -35,6 +35,7 @@ from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
+from zeroshard.optim.segments import require_float32
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.optim.split import REMAINDER
@@ -145,7 +146,9 @@ def build_optimized(
         return model, None
     stepper = _stepper(handle, source, scaler)
     model.__dict__[_STEPPER] = stepper
-    return model, ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
+    optimizer = ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
+    stepper.groups = optimizer.param_groups
+    return model, optimizer
 
 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
@@ -153,6 +156,7 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
     site = make_site(handle, source.groups)
     if handle.device.type == "cuda" and source.on_device is not None:
         return DeviceStepper(handle, source.on_device(site), scaler)
+    require_float32(site.regions, source.name)
     return HostStepper(handle, source.update(site), scaler)
 
 

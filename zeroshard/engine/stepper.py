@@ -32,7 +32,7 @@ class HostStepper(StepperBase):
 
     def step(self, optimizer: ShardedOptimizer) -> None:
         """See StepperBase."""
-        runtime = self.handle.runtime
+        runtime, self.groups = self.handle.runtime, optimizer.param_groups
         runtime.inspect()
         if not runtime.gradients.present:
             self.handle.last = None
@@ -57,6 +57,7 @@ class HostStepper(StepperBase):
         handle, comm = self.handle, self.handle.comm
         if handle.last is None:
             handle.runtime.finish_gradients()
+            self._record_groups()
             first_replica = comm.mesh.axis("replicate").rank == 0
             handle.last = exchange(handle.runtime, comm.control, digest=comm.log.digest(), first_replica=first_replica)
             if not handle.last.agree:
