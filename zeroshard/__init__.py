@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         shard,
     )
     from zeroshard.from_config import initialize
-    from zeroshard.optim.named import Lamb, Lion, MuonAdamW
+    from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.placement import STAGES, Sharding
     from zeroshard.plan.plan import ExecutionPolicy, Plan
@@ -36,6 +36,8 @@ _HOME = {
     "Lamb": "zeroshard.optim.named",
     "Lion": "zeroshard.optim.named",
     "MuonAdamW": "zeroshard.optim.named",
+    "OneBitAdam": "zeroshard.optim.named",
+    "OneBitLamb": "zeroshard.optim.named",
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
     "Recipe": "zeroshard.plan.builder",
@@ -63,6 +65,8 @@ __all__ = [
     "Lamb",
     "Lion",
     "MuonAdamW",
+    "OneBitAdam",
+    "OneBitLamb",
     "Plan",
     "Precision",
     "Recipe",

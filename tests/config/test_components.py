@@ -77,7 +77,10 @@ def test_sgd_takes_its_own_parameters() -> None:
         (optimizer("AdamW", max_grad_norm=1.0), "did you mean the top-level key gradient_clipping?"),
         (optimizer("Adma"), 'unknown type "Adma"; did you mean Adam?'),
         (optimizer("xyz"), 'unknown type "xyz"; use one of Adam, AdamW, SGD, Adagrad'),
-        ({"optimizer": {"type": 3}}, "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, not 3"),
+        (
+            {"optimizer": {"type": 3}},
+            "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, OneBitAdam, OneBitLamb, not 3",
+        ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing, but optimizer.params.lr"),
         ({"optimizer": {"params": {}}}, "optimizer.type (config): is missing, but params is there; name the type"),
         ({"scheduler": {"params": {}}}, "scheduler.type (config): is missing, but params is there"),
@@ -88,6 +91,15 @@ def test_sgd_takes_its_own_parameters() -> None:
             "min_coeff (config): must be at most max_coeff, which is 1, not 2",
         ),
         (optimizer("Muon", ns_method="svd"), '"gram" or "standard", not "svd"'),
+        (
+            {**optimizer("OneBitAdam"), "gradient_clipping": 1.0},
+            "gradient_clipping (config): must be 0 with OneBitAdam: after its warm-up",
+        ),
+        (
+            {**optimizer("OneBitLamb"), "zero_optimization": {"stage": 2}},
+            "stage (config): is 2, but OneBitLamb needs the whole gradients on each rank; use 0 or 1",
+        ),
+        (optimizer("OneBitAdam", freeze_step=0), "must be a whole number of at least 1, not 0"),
         (scheduler("WarmupDecayLR"), "total_num_steps: is missing; WarmupDecayLR needs it"),
         (scheduler("WarmupCosineLR", total_num_steps=0), "must be a whole number of at least 1, not 0"),
         (scheduler("WarmupLR", warmup_type="cubic"), '"log" or "linear", not "cubic"'),
@@ -136,6 +148,14 @@ def test_an_optimizer_has_the_names_and_defaults_of_deepspeed(name: str) -> None
     config = load(**optimizer(name.lower()))
     assert config.optimizer is not None
     assert (config.optimizer.type, dict(config.optimizer.params)) == (name, DEFAULTS[name])
+
+
+def test_a_one_bit_optimizer_does_not_clip_unless_told_to_which_is_an_error() -> None:
+    config = load(**optimizer("OneBitAdam", freeze_step=5, comm_backend_name="mpi", cuda_aware=True))
+    assert config.gradient_clipping == 0.0
+    assert "can't clip" in config.origins["gradient_clipping"]
+    assert load(**optimizer("OneBitAdam"), gradient_clipping=0).gradient_clipping == 0.0
+    assert load(**optimizer("Lamb")).gradient_clipping == 1.0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +208,7 @@ def test_the_top_of_a_warm_up_is_the_optimizers_rate_or_the_default_of_the_type(
 
 
 def test_the_scripts_own_optimizer_and_schedule_replace_the_configs_with_a_warning() -> None:
-    config = {"train_batch_size": 2, **optimizer("OneBitLamb"), **scheduler("OneCycle")}
+    config = {"train_batch_size": 2, **optimizer("ZeroOneAdam"), **scheduler("OneCycle")}
     with pytest.warns(ZeroShardWarning) as warned:
         loaded = load_config(config, world_size=2, client_optimizer=True, client_scheduler=True)
     assert (loaded.optimizer, loaded.scheduler) == (None, None)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from zeroshard.config.fields import Flag, NonNegative, exactly, one_of, real, refuse
+from zeroshard.config.fields import Count, Flag, NonNegative, exactly, one_of, real, refuse
 from zeroshard.config.models import Section
 
 _Decay = Annotated[float, real(0, below=1)]
@@ -137,6 +137,40 @@ class MuonParams(Section):
     ns_method: Annotated[Literal["gram", "standard"], one_of("gram", "standard")] = "gram"
 
 
+class _OneBitParams(Section):
+    """What 1-bit optimizers share. `cuda_aware` and `comm_backend_name` have no effect: the process group is used."""
+
+    lr: NonNegative = 1e-3
+    freeze_step: Count = 100_000
+    bias_correction: Flag = True
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    eps_inside_sqrt: Flag = False
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Annotated[float, _zero("averaged gradients are not there to be clipped")] = 0.0
+    amsgrad: _NoAmsgrad = False
+    cuda_aware: Flag = False
+    comm_backend_name: str = "nccl"
+
+
+class OneBitAdamParams(_OneBitParams):
+    """1-bit Adam, at stages 0 and 1: Adam for `freeze_step` steps, then ranks average one bit per parameter.
+
+    `bias_correction` has no effect, as in DeepSpeed: neither phase corrects bias.
+    """
+
+
+class OneBitLambParams(_OneBitParams):
+    """1-bit Lamb, at stages 0 and 1: Lamb for `freeze_step` steps, then ranks average one bit per parameter."""
+
+    max_coeff: NonNegative = 10.0
+    min_coeff: NonNegative = 0.01
+    coeff_beta: Annotated[float, real(0, below=1)] = 0.9
+    factor_max: NonNegative = 4.0
+    factor_min: NonNegative = 0.5
+    factor_threshold: NonNegative = 0.1
+
+
 OPTIMIZERS: Mapping[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamWParams,
@@ -146,7 +180,11 @@ OPTIMIZERS: Mapping[str, type[Section]] = {
     "RMSprop": RmspropParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
+    "OneBitLamb": OneBitLambParams,
 }
+ONE_BIT = ("OneBitAdam", "OneBitLamb")
+"""Those that never average gradients after their warm-up: each rank keeps them whole, and nothing clips them."""
 OPTIMIZER_ALIASES: Mapping[str, str] = {
     "DeepSpeedCPUAdam": "Adam",
     "FusedAdam": "Adam",
@@ -159,7 +197,7 @@ OPTIMIZER_ALIASES: Mapping[str, str] = {
 """Names that fail or are unusual in DeepSpeed but say clearly what is meant."""
 
 UNBUILT_OPTIMIZERS = (
-    *("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+    "ZeroOneAdam",
     *("MuAdam", "MuAdamW", "MuSGD", "Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "Rprop"),
     "SparseAdam",
 )

@@ -26,6 +26,7 @@ from zeroshard.config.document import Document, Source, read_document
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
 from zeroshard.config.models import ObeyedSections, Section
+from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
     BatchConfig,
@@ -159,13 +160,14 @@ class _Resolver:
         optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
         scheduler = self._component("scheduler", SCHEDULERS, UNBUILT_SCHEDULERS)
         self._check_momentum(optimizer)
+        clipping = self._clipping(sections, optimizer)
         return Config(
             world_size=self._world_size,
             zero=self._zero(sections),
             precision=precision,
             loss_scale=_loss_scale(sections),
             batch=batch_config,
-            gradient_clipping=sections.gradient_clipping,
+            gradient_clipping=clipping,
             reduction=ReductionConfig(
                 sections.prescale_gradients, sections.gradient_predivide_factor, sections.gradient_allreduce_op
             ),
@@ -309,6 +311,23 @@ class _Resolver:
         if optimizer[1]["momentum"] == 0 or optimizer[1]["dampening"] != 0:
             path = "optimizer.params.nesterov"
             self._problems.add(path, self._origin(path), "needs a momentum above 0 and a dampening of 0")
+
+    def _clipping(self, sections: ObeyedSections, optimizer: tuple[str, Mapping[str, Any]] | None) -> float:
+        """The norm to clip to; a 1-bit optimizer can't clip, and needs whole gradients."""
+        if optimizer is None or optimizer[0] not in ONE_BIT:
+            return sections.gradient_clipping
+        name, path, stage = optimizer[0], "gradient_clipping", "zero_optimization.stage"
+        if sections.zero_optimization.stage > 1:
+            what = (
+                f"is {sections.zero_optimization.stage}, but {name} needs the whole gradients on each rank; use 0 or 1"
+            )
+            self._problems.add(stage, self._origin(stage), what)
+        if path not in self._entries:
+            self._record(path, 0.0, f"{self._origin(path)}: 0 with {name}, which can't clip")
+        elif sections.gradient_clipping:
+            what = f"must be 0 with {name}: after its warm-up gradients are never averaged, so their norm is not known"
+            self._problems.add(path, self._origin(path), what)
+        return 0.0
 
     def settings(self, config: Config, entries: Entries) -> tuple[Setting, ...]:
         """The table: every obeyed key, and every other key that was given."""

@@ -23,6 +23,7 @@ from typing_extensions import Unpack
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.build import build_handle, default_device
+from zeroshard.engine.compressed_stepper import CompressedStepper
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
 from zeroshard.engine.handle import Handle, find_handle, handle_of
@@ -35,7 +36,7 @@ from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
-from zeroshard.optim.segments import require_float32
+from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.optim.split import REMAINDER
@@ -154,9 +155,14 @@ def build_optimized(
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
     """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
     site = make_site(handle, source.groups)
-    if handle.device.type == "cuda" and source.on_device is not None:
+    on_device = handle.device.type == "cuda" and source.on_device is not None
+    if not (on_device and source.split_master):
+        refuse_split(site.regions, source.name)
+    if on_device:
+        assert source.on_device is not None
         return DeviceStepper(handle, source.on_device(site), scaler)
-    require_float32(site.regions, source.name)
+    if source.compressed is not None:
+        return CompressedStepper(handle, source.compressed(site), scaler)
     return HostStepper(handle, source.update(site), scaler)
 
 
@@ -186,8 +192,10 @@ def make_plan(
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
         plan = Recipe(sharding=STAGES[plan])
     if source is not None:
-        changes["parameter_sums"] = source.parameter_sums
-        plan = dataclasses.replace(plan, matrices=_names(model, source.matrices))
+        changes["parameter_sums"], changes["parameter_maxima"] = source.parameter_sums, source.parameter_maxima
+        compressed = source.compressed is not None
+        plan = dataclasses.replace(plan, matrices=_names(model, source.matrices), compressed=compressed)
+        _check_compressed(dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, **changes)), source.name)
     recipe = dataclasses.replace(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
     )
@@ -198,6 +206,22 @@ def make_plan(
     if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
         made = with_peer_copies(made)
     return made
+
+
+def _check_compressed(recipe: Recipe, name: str) -> None:
+    """Raises PlanError where a recipe does not leave each rank its whole gradients, which are never averaged."""
+    if not recipe.compressed:
+        return
+    if any(row.grad or row.param or row.axis != "dp" for row in (recipe.sharding, *recipe.overrides.values())):
+        raise PlanError(
+            f"{name} sends compressed momentum in place of gradients, which each rank keeps whole: it runs at stages 0 "
+            "and 1 only"
+        )
+    if recipe.policy.clip_norm:
+        raise PlanError(
+            f"{name} can't clip by the gradients' norm: after its warm-up they are never averaged. Set "
+            "gradient_clipping (clip_norm) to 0"
+        )
 
 
 def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:
@@ -242,6 +266,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     axis=unit.plan.axis,
                     divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
                     owners=group.plan.owners,
+                    whole_grad=partial(_whole_grad, group),
                 )
             )
             first_flag += len(group.parameters)
@@ -250,6 +275,11 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
 
 def _update_grad(group: Group) -> torch.Tensor:
     return group.update_grad
+
+
+def _whole_grad(group: Group) -> torch.Tensor:
+    assert group.grad is not None
+    return group.grad
 
 
 def stepper_of(model: nn.Module) -> StepperBase:

@@ -7,6 +7,7 @@ from typing import Any
 
 from zeroshard.optim.lamb import lamb_source
 from zeroshard.optim.muon_source import muon_source, split_groups
+from zeroshard.optim.onebit.source import onebit_source
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, PLAIN_SGD, SGD, Rule, rmsprop_rule
 from zeroshard.optim.sources import Source, as_groups, rule_source
 
@@ -27,6 +28,9 @@ def configured_source(
     """
     if kind == "Lamb":
         return lamb_source(as_groups(parameters), _without(params, "max_grad_norm", "amsgrad"))
+    if kind in ("OneBitAdam", "OneBitLamb"):
+        inert = ("freeze_step", "bias_correction", "max_grad_norm", "amsgrad", "cuda_aware", "comm_backend_name")
+        return onebit_source(kind, as_groups(parameters), _without(params, *inert), params["freeze_step"])
     if kind == "Muon":
         return _muon(params, parameters, names)
     return rule_source(_rule(kind, params), parameters, _without(params, "adam_w_mode", "torch_adam", "amsgrad"))

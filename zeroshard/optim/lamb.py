@@ -20,7 +20,7 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.optim.rules import check_betas, check_common
-from zeroshard.optim.segments import Flags, Piece, pieces_of, require_float32
+from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.updates import HostDriven
@@ -75,7 +75,6 @@ class LambUpdate:
     lazy = False
 
     def __init__(self, site: Site) -> None:
-        require_float32(site.regions, "Lamb")
         self.regions = site.regions
         self._site = site
         self._flags = Flags(site.regions, site.device)

@@ -22,7 +22,7 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.exchange import WIRE, MatrixExchange
 from zeroshard.optim.newton_schulz import orthogonalize
 from zeroshard.optim.regions import Region
-from zeroshard.optim.segments import Flags, Piece, pieces_of, require_float32
+from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.site import Site
 from zeroshard.plan.matrices import matrix_shape
 
@@ -33,7 +33,6 @@ class MatrixUpdate:
     lazy = False
 
     def __init__(self, site: Site) -> None:
-        require_float32(site.regions, "Muon")
         self.regions = site.regions
         self._flags = Flags(site.regions, site.device)
         self._state = [torch.zeros_like(region.master) for region in site.regions]

@@ -17,6 +17,7 @@ import torch
 from zeroshard.errors import UsageError
 from zeroshard.optim.lamb import lamb_source
 from zeroshard.optim.muon_source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
+from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source
 from zeroshard.optim.rules import LION, Rule
 from zeroshard.optim.sources import Source, rule_source
 
@@ -149,3 +150,68 @@ class MuonAdamW(SourcedOptimizer):
 
     def source(self) -> Source:
         return muon_source(self.param_groups, "MuonAdamW", self)
+
+
+class OneBitAdam(SourcedOptimizer):
+    """1-bit Adam (arXiv:2102.02888): after `freeze_step` steps ranks average momentum in one bit, not gradients.
+
+    At stages 0 and 1, without clipping. Neither phase corrects bias.
+
+    Args:
+        params: parameters or parameter groups.
+        freeze_step: steps of Adam with averaged gradients; then the second moment is frozen.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        freeze_step: int = FREEZE_STEP,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self._freeze_step = freeze_step
+        given = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__(params, {**given, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay})
+
+    def source(self) -> Source:
+        return onebit_source("OneBitAdam", self.param_groups, self.defaults, self._freeze_step, self)
+
+
+class OneBitLamb(SourcedOptimizer):
+    """1-bit Lamb (arXiv:2104.06069): as OneBitAdam, with Lamb's ratios, which go on to follow the gradients slowly.
+
+    Args:
+        params: parameters or parameter groups.
+        freeze_step: steps of Lamb with averaged gradients; then the second moment is frozen.
+        max_coeff, min_coeff: bounds of the ratio in the warm-up; `coeff_beta` decays its mean.
+        factor_max, factor_min, factor_threshold: bounds of what that mean is multiplied by later, and how much it may
+            change in one step.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        freeze_step: int = FREEZE_STEP,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        self._freeze_step = freeze_step
+        given = {"lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay}
+        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
+        factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        super().__init__(params, {**given, **bounds, **factors})
+
+    def source(self) -> Source:
+        return onebit_source("OneBitLamb", self.param_groups, self.defaults, self._freeze_step, self)

@@ -39,6 +39,7 @@ class Region:
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
         axis: mesh axis over which the group's layout is divided.
         divided: whether this region is one rank's part; else every rank updates the whole group.
+        whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
         owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
     """
 
@@ -53,6 +54,7 @@ class Region:
     axis: str = "dp"
     divided: bool = False
     owners: Sequence[int] = ()
+    whole_grad: Callable[[], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())

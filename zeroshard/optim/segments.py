@@ -56,11 +56,11 @@ class Flags:
         return found
 
 
-def require_float32(regions: Sequence[Region], name: str) -> None:
-    """Raises PlanError where master weights are a remainder beside the parameters."""
+def refuse_split(regions: Sequence[Region], name: str) -> None:
+    """Raises PlanError where master weights are a remainder beside the parameters, which only one kernel reads."""
     for region in regions:
-        if region.master.dtype != torch.float32:
+        if region.master.dtype == torch.int16:
             raise PlanError(
-                f"{name} needs float32 master weights, but the plan keeps those of {region.label} as "
-                f'{region.master.dtype}: write Precision(master="float32") into the recipe'
+                f"{name} needs whole master weights, but the plan keeps those of {region.label} as a 16-bit remainder: "
+                f'write Precision(master="float32") into the recipe'
             )

@@ -18,7 +18,7 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.site import Site
-from zeroshard.optim.updates import DeviceUpdate, FlatUpdate, UpdateMethod
+from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, UpdateMethod
 
 ParamGroups = list[dict[str, Any]]
 
@@ -34,7 +34,9 @@ class Source:
         on_device: makes one that runs on a GPU without the host waiting; None where there is none.
         split_master: whether that one takes master weights as the remainder beside bfloat16 parameters.
         matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
+        compressed: makes the update that averages momentum in compressed form; `update` is not used then.
         parameter_sums: float64 values per parameter that a step sums over the ranks.
+        parameter_maxima: float64 values per parameter of which a compressed step takes the largest over the ranks.
         client: the user's optimizer, None where the config names one.
     """
 
@@ -47,6 +49,8 @@ class Source:
     split_master: bool = False
     matrices: frozenset[int] = frozenset()
     parameter_sums: int = 0
+    parameter_maxima: int = 0
+    compressed: Callable[[Site], CompressedUpdate] | None = None
     client: torch.optim.Optimizer | None = None
 
 

@@ -71,6 +71,15 @@ class DeviceUpdate(StatefulUpdate, Protocol):
         ...
 
 
+class CompressedUpdate(UpdateMethod, Protocol):
+    """An optimizer that, from some step on, takes each rank's own gradients and averages in compressed form."""
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the coming step takes gradients that were not reduced."""
+        ...
+
+
 class HostDriven:
     """An update for the device, run by a host that knows what to do."""
 

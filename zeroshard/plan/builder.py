@@ -55,6 +55,7 @@ class Recipe:
         moments: optimizer state tensors per parameter (Adam 2, SGD with momentum 1).
         matrices: parameters that the optimizer updates as whole matrices, with one state tensor each (Muon). They are
             flat groups of their own, since their moments are other ones.
+        compressed: the optimizer averages momentum in compressed form; see GroupPlan.
         persistence_threshold: a sharded unit whose parameters all have at most this many elements stays gathered.
         persistence_budget: elements that may stay gathered for that reason.
         transient_gradients: sharded gradients of one micro-batch take memory from backward to step only; None lets the
@@ -69,6 +70,7 @@ class Recipe:
     policy: ExecutionPolicy = field(default_factory=ExecutionPolicy)
     moments: int = 2
     matrices: tuple[str, ...] = ()
+    compressed: bool = False
     persistence_threshold: int = 0
     persistence_budget: int = 2**63 - 1
     transient_gradients: bool | None = None
@@ -239,4 +241,5 @@ def _group_plan(
         grad=grad,
         master=master,
         moments=moments,
+        compressed=recipe.compressed,
     )

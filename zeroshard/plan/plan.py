@@ -54,6 +54,8 @@ class ExecutionPolicy:
         peer_copies: all-gathers and reduce-scatters are copies between memory that all ranks of an axis reach.
         parameter_sums: float64 values per trainable parameter that the optimizer sums over ranks in each step, in one
             all-reduce for all of them (Lamb: two squared norms).
+        parameter_maxima: float64 values per trainable parameter of which a compressed step takes the largest over
+            ranks, in one all-reduce (1-bit Lamb).
     """
 
     prefetch: int = 1
@@ -67,6 +69,7 @@ class ExecutionPolicy:
     cast_inputs: str | None = None
     peer_copies: bool = False
     parameter_sums: int = 0
+    parameter_maxima: int = 0
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:
@@ -84,6 +87,9 @@ class GroupPlan:
         staged: the reduced part lands beside the slot first (to be added or converted), not in the gradient itself.
         update_axis: the axis over which the optimizer step is divided; None where every rank updates everything.
         grad, master, moments: None where the group has no such state (frozen; or the parameters are their own master).
+        compressed: an optimizer averages momentum in compressed form (1-bit): beside `moments`, of which the update
+            reads its part, each rank keeps the whole momentum, the whole of what its own compression left out, and its
+            part of what the second one did.
         owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
             makes each one's update; () for all others.
     """
@@ -98,6 +104,7 @@ class GroupPlan:
     master: Placement | None = None
     moments: Placement | None = None
     owners: tuple[int, ...] = ()
+    compressed: bool = False
 
     def placement(self, kind: StateKind) -> Placement | None:
         return {
@@ -116,7 +123,10 @@ class GroupPlan:
         placement = self.placement(kind)
         if placement is None:
             return 0
-        return self.numel_per_rank(placement) * itemsize(placement.dtype) * placement.copies
+        found = self.numel_per_rank(placement) * itemsize(placement.dtype) * placement.copies
+        if self.compressed and kind is StateKind.MOMENTS:
+            found += (2 * self.layout.numel + self.layout.shard_numel) * itemsize(placement.dtype)
+        return found
 
     @property
     def travels(self) -> bool:

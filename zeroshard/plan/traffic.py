@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from zeroshard.plan.compression import compressed_nbytes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.matrices import exchange_nbytes
 from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
@@ -33,11 +34,12 @@ class Traffic:
         return sum(self.nbytes.values())
 
 
-def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False) -> Traffic:
+def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False, compressed: bool = False) -> Traffic:
     """Traffic of one steady optimizer step of `micro_batches` forward and backward passes.
 
     Args:
         no_sync: all but the last micro-batch run under no_sync.
+        compressed: the optimizer is past its warm-up and averages momentum in compressed form, not gradients.
     """
     programs = build_programs(plan)
     ledger = new_ledger(plan)
@@ -48,12 +50,16 @@ def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False) -
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             count.run(programs.forward, ledger, reduce=False, last=last)
-            count.run(programs.backward, ledger, reduce=last or not no_sync, last=last)
+            count.run(programs.backward, ledger, reduce=(last or not no_sync) and not compressed, last=last)
         count.add("all-reduce", stats_numel(plan) * 8, plan.dp)
         count.add("all-reduce", sums_numel(plan) * 8, plan.dp)
         for axis, nbytes in exchange_nbytes(plan).items():
             for _ in range(2):  # there as what is to be made orthogonal, back as what has been
                 count.add("all-to-all", nbytes, plan.axis_size(axis))
+        if compressed:
+            count.add("all-reduce", maxima_numel(plan) * 8, plan.dp)
+            count.add("all-to-all", compressed_nbytes(plan), plan.dp)
+            count.add("all-gather", compressed_nbytes(plan), plan.dp)
         ledger.invalidate()
         count.run(programs.after_step, ledger, reduce=False, last=True)
     return Traffic(dict(count.calls), dict(count.nbytes))
@@ -72,10 +78,20 @@ def stats_numel(plan: Plan) -> int:
 
 def sums_numel(plan: Plan) -> int:
     """float64 values in the all-reduce of what the optimizer sums per parameter; 0 where every rank has the whole."""
+    return plan.policy.parameter_sums * _divided_parameters(plan)
+
+
+def maxima_numel(plan: Plan) -> int:
+    """float64 values in the all-reduce of maxima per parameter of a compressed step."""
+    return plan.policy.parameter_maxima * _divided_parameters(plan)
+
+
+def _divided_parameters(plan: Plan) -> int:
+    """Trainable parameters of a plan that divides any of them; 0 where every rank updates all of all."""
     trainable = [group for _, group in plan.groups() if group.trainable]
     if not any(group.update_axis is not None and group.layout.shards > 1 for group in trainable):
         return 0
-    return plan.policy.parameter_sums * sum(len(group.layout.segments) for group in trainable)
+    return sum(len(group.layout.segments) for group in trainable)
 
 
 class _Counter:
