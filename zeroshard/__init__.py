@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         shard,
     )
     from zeroshard.from_config import initialize
+    from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.placement import STAGES, Sharding
     from zeroshard.plan.plan import ExecutionPolicy, Plan
@@ -32,6 +33,11 @@ _HOME = {
     "ExecutionPolicy": "zeroshard.plan.plan",
     "GatheredParameters": "zeroshard.engine.gathered",
     "Init": "zeroshard.sharding.deferred",
+    "Lamb": "zeroshard.optim.named",
+    "Lion": "zeroshard.optim.named",
+    "MuonAdamW": "zeroshard.optim.named",
+    "OneBitAdam": "zeroshard.optim.named",
+    "OneBitLamb": "zeroshard.optim.named",
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
     "Recipe": "zeroshard.plan.builder",
@@ -56,6 +62,11 @@ __all__ = [
     "ExecutionPolicy",
     "GatheredParameters",
     "Init",
+    "Lamb",
+    "Lion",
+    "MuonAdamW",
+    "OneBitAdam",
+    "OneBitLamb",
     "Plan",
     "Precision",
     "Recipe",

@@ -17,11 +17,12 @@ from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import BatchSizes, Engine
 from zeroshard.engine.native import build_optimized, make_plan
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
+from zeroshard.optim.clients import client_source
+from zeroshard.optim.configured import configured_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.optim.rules import ADAM, ADAMW, PLAIN_SGD, SGD
 from zeroshard.optim.schedules import build_scheduler
-from zeroshard.optim.sources import Source, rule_source, torch_source
+from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
@@ -168,34 +169,25 @@ def _shard(
     device: torch.device,
 ) -> ShardedOptimizer | None:
     trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    source = _source(config, client, trained)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    source = _source(config, client, trained, names)
     plan = make_plan(model, recipe_of(config, model), source, device)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 
 
-def _source(config: Config, client: ClientOptimizer | None, parameters: list[Any]) -> Source | None:
+def _source(
+    config: Config, client: ClientOptimizer | None, parameters: list[Any], names: Mapping[int, str]
+) -> Source | None:
     if client is not None:
-        built = client if isinstance(client, torch.optim.Optimizer) else client(parameters)
-        return torch_source(built, allow_untested=config.allow_untested_optimizer)
+        return client_source(client, parameters, allow_untested=config.allow_untested_optimizer)
     if config.optimizer is not None:
-        return _config_optimizer(config.optimizer.type, dict(config.optimizer.params), parameters)
+        return configured_source(config.optimizer.type, config.optimizer.params, parameters, names)
     warnings.warn(
         "initialize: neither the config nor the call names an optimizer; the engine can run forward only",
         ZeroShardWarning,
         stacklevel=4,
     )
     return None
-
-
-def _config_optimizer(kind: str, params: dict[str, Any], parameters: list[Any]) -> Source:
-    """The config's optimizer as a rule. DeepSpeed's Adam decouples the decay unless adam_w_mode is false."""
-    if kind == "SGD":
-        return rule_source(SGD if params["momentum"] else PLAIN_SGD, parameters, params)
-    assert kind in ("Adam", "AdamW"), kind
-    rule = ADAMW if params.pop("adam_w_mode", True) else ADAM
-    for known_inert in ("torch_adam", "amsgrad"):
-        params.pop(known_inert, None)
-    return rule_source(rule, parameters, params)
 
 
 def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: ClientScheduler | None) -> Any:

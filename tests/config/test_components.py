@@ -76,9 +76,30 @@ def test_sgd_takes_its_own_parameters() -> None:
         (optimizer("Adam", momentum=0.9), "unknown parameter; the parameters are lr, betas"),
         (optimizer("AdamW", max_grad_norm=1.0), "did you mean the top-level key gradient_clipping?"),
         (optimizer("Adma"), 'unknown type "Adma"; did you mean Adam?'),
-        (optimizer("xyz"), 'unknown type "xyz"; use one of Adam, AdamW, SGD'),
-        ({"optimizer": {"type": 3}}, "must be one of Adam, AdamW, SGD, not 3"),
+        (optimizer("xyz"), 'unknown type "xyz"; use one of Adam, AdamW, SGD, Adagrad'),
+        (
+            {"optimizer": {"type": 3}},
+            "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, OneBitAdam, OneBitLamb, not 3",
+        ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing, but optimizer.params.lr"),
+        ({"optimizer": {"params": {}}}, "optimizer.type (config): is missing, but params is there; name the type"),
+        ({"scheduler": {"params": {}}}, "scheduler.type (config): is missing, but params is there"),
+        (optimizer("Lion", eps=1e-8), "unknown parameter; the parameters are lr, betas, weight_decay"),
+        (optimizer("Lamb", max_grad_norm=1.0), "must be 0 (clip by the top-level key gradient_clipping), not 1"),
+        (
+            optimizer("Lamb", min_coeff=2, max_coeff=1),
+            "min_coeff (config): must be at most max_coeff, which is 1, not 2",
+        ),
+        (optimizer("Muon", ns_method="svd"), '"gram" or "standard", not "svd"'),
+        (
+            {**optimizer("OneBitAdam"), "gradient_clipping": 1.0},
+            "gradient_clipping (config): must be 0 with OneBitAdam: after its warm-up",
+        ),
+        (
+            {**optimizer("OneBitLamb"), "zero_optimization": {"stage": 2}},
+            "stage (config): is 2, but OneBitLamb needs the whole gradients on each rank; use 0 or 1",
+        ),
+        (optimizer("OneBitAdam", freeze_step=0), "must be a whole number of at least 1, not 0"),
         (scheduler("WarmupDecayLR"), "total_num_steps: is missing; WarmupDecayLR needs it"),
         (scheduler("WarmupCosineLR", total_num_steps=0), "must be a whole number of at least 1, not 0"),
         (scheduler("WarmupLR", warmup_type="cubic"), '"log" or "linear", not "cubic"'),
@@ -91,6 +112,60 @@ def test_sgd_takes_its_own_parameters() -> None:
 )
 def test_a_wrong_parameter_or_type_is_named(config: dict[str, Any], words: str) -> None:
     assert words in problem_of(**config)
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+    "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "RMSprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
+    "Lamb": {
+        "lr": 1e-3,
+        "bias_correction": True,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "eps_inside_sqrt": False,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+        "amsgrad": False,
+    },
+    "Muon": {
+        "lr": None,
+        "momentum": 0.95,
+        "weight_decay": 0.0,
+        "muon_lr": None,
+        "adam_lr": None,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+        "ns_method": "gram",
+    },
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_an_optimizer_has_the_names_and_defaults_of_deepspeed(name: str) -> None:
+    config = load(**optimizer(name.lower()))
+    assert config.optimizer is not None
+    assert (config.optimizer.type, dict(config.optimizer.params)) == (name, DEFAULTS[name])
+
+
+def test_a_one_bit_optimizer_does_not_clip_unless_told_to_which_is_an_error() -> None:
+    config = load(**optimizer("OneBitAdam", freeze_step=5, comm_backend_name="mpi", cuda_aware=True))
+    assert config.gradient_clipping == 0.0
+    assert "can't clip" in config.origins["gradient_clipping"]
+    assert load(**optimizer("OneBitAdam"), gradient_clipping=0).gradient_clipping == 0.0
+    assert load(**optimizer("Lamb")).gradient_clipping == 1.0
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("FusedLamb", "Lamb"), ("FusedLion", "Lion"), ("DeepSpeedCPUAdagrad", "Adagrad"), ("MuonAdamW", "Muon")],
+)
+def test_an_alias_of_an_optimizer_is_that_optimizer(alias: str, name: str) -> None:
+    config = load(**optimizer(alias))
+    assert config.optimizer is not None
+    assert config.optimizer.type == name
 
 
 @pytest.mark.parametrize("name", UNBUILT_OPTIMIZERS)
@@ -133,7 +208,7 @@ def test_the_top_of_a_warm_up_is_the_optimizers_rate_or_the_default_of_the_type(
 
 
 def test_the_scripts_own_optimizer_and_schedule_replace_the_configs_with_a_warning() -> None:
-    config = {"train_batch_size": 2, **optimizer("Lamb"), **scheduler("OneCycle")}
+    config = {"train_batch_size": 2, **optimizer("ZeroOneAdam"), **scheduler("OneCycle")}
     with pytest.warns(ZeroShardWarning) as warned:
         loaded = load_config(config, world_size=2, client_optimizer=True, client_scheduler=True)
     assert (loaded.optimizer, loaded.scheduler) == (None, None)

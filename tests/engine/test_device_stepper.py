@@ -15,12 +15,12 @@ from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
 from zeroshard.engine.native import make_plan, make_regions
 from zeroshard.errors import NonFiniteError
+from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.rules import ADAMW
-from zeroshard.optim.sources import torch_source
 from zeroshard.optim.split import join, split
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES

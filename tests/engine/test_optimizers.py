@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_close, assert_same, build, train_reference, train_sharded
 from tests.support.zoo import Stack
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
-from zeroshard.optim.sources import ELEMENTWISE
+from zeroshard.optim.clients import ELEMENTWISE
 
 OPTIONS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6}),
@@ -27,11 +28,13 @@ OPTIONS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
     "SGD dampening": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.3}),
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+    "Adagrad started": (torch.optim.Adagrad, {"lr": 0.01, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
     "Adamax": (torch.optim.Adamax, {"lr": 1e-3}),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-3, "eps": 1e-6}),
     "RAdam": (torch.optim.RAdam, {"lr": 1e-3, "eps": 1e-6}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "RMSprop maximize": (torch.optim.RMSprop, {"lr": 1e-3, "maximize": True}),
     "RMSprop centered momentum": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
     "Rprop": (torch.optim.Rprop, {"lr": 1e-3}),
     "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
@@ -139,15 +142,54 @@ def test_param_groups_are_live_and_hold_the_users_parameters() -> None:
     run_ranks(2, _group_options)
 
 
-def test_optimizers_that_are_not_elementwise_are_refused() -> None:
+def test_optimizers_that_are_not_elementwise_are_refused_also_when_the_user_allows_untested_ones() -> None:
     model = Stack()
-    for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())):
-        with pytest.raises(PlanError, match=f"{type(optimizer).__name__} is not known to be element-wise.*allow_"):
-            zeroshard.shard(model, optimizer)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    if hasattr(torch.optim, "Muon"):
-        with pytest.raises(PlanError, match="Muon is not known"):
-            zeroshard.shard(model, torch.optim.Muon(matrices))
+    for optimizer in (
+        torch.optim.LBFGS(model.parameters()),
+        torch.optim.Adafactor(model.parameters()),
+        torch.optim.SparseAdam(list(model.parameters())),
+    ):
+        for allowed in (False, True):
+            with pytest.raises(PlanError, match=f"{type(optimizer).__name__} can't run on sharded state: "):
+                zeroshard.shard(model, optimizer, allow_untested=allowed)
+
+
+class _Normalized(torch.optim.Optimizer):
+    """A user's own optimizer that is not element-wise: the step of a tensor has length lr."""
+
+    def __init__(self, params: object, lr: float) -> None:
+        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+def test_a_trial_finds_an_optimizer_that_was_allowed_but_is_not_elementwise() -> None:
+    model = Stack()
+    with pytest.raises(PlanError, match=r"_Normalized was allowed as untested, but a trial .* in two slices"):
+        zeroshard.shard(model, _Normalized(model.parameters(), lr=0.1), allow_untested=True)
+    config = {"train_batch_size": 1, "zero_allow_untested_optimizer": True}
+    with pytest.raises(PlanError, match="_Normalized was allowed as untested"):
+        zeroshard.initialize(model=model, optimizer=lambda p: _Normalized(p, lr=0.1), config=config)
+
+
+def test_a_factory_must_return_an_optimizer() -> None:
+    def factory(parameters: object) -> Any:
+        return list(parameters)  # type: ignore[call-overload]
+
+    with pytest.raises(UsageError, match="callable returned a list: it must return"):
+        zeroshard.shard(Stack(), factory)
+    with pytest.raises(UsageError, match="callable returned a list"):
+        zeroshard.initialize(model=Stack(), optimizer=factory, config={"train_batch_size": 1})
+
+
+def test_an_optimizer_of_ours_does_not_step_before_it_is_sharded() -> None:
+    optimizer = zeroshard.Lion(Stack().parameters())
+    with pytest.raises(UsageError, match=r"Lion.step\(\): this optimizer is still unsharded"):
+        optimizer.step()
 
 
 class _SignSgd(torch.optim.Optimizer):

@@ -23,7 +23,9 @@ def held_bytes(model: nn.Module) -> StateBytes:
         param=_nbytes(group.whole if group.plan.param.axis is None else group.shard for group in groups),
         grad=_nbytes(group.grad for group in groups),
         master=_nbytes(group.master for group in groups),
-        moments=_nbytes(t for t in stepper_of(model).update.tensors().values() if t.dim()),
+        moments=_nbytes(
+            t for name, t in stepper_of(model).update.tensors().items() if t.dim() and not name.endswith("steps")
+        ),
         gather_slots=_nbytes(runtime.storage.gather_slots),
         reduce_slots=_nbytes(runtime.storage.reduce_slots),
         no_sync=_nbytes(group.local for group in groups),

@@ -109,9 +109,9 @@ class Collectives:
     """The collectives of one communicator. `group` is None on an axis of size 1: nothing is sent or logged then.
 
     Payload bytes as logged: all-gather its full output, reduce-scatter its full input, all-reduce and broadcast the
-    tensor. All ranks of the group call the same methods in the same order. What is issued outside of the lists is also
-    recorded in `order`, the log that ranks compare: else a rank that waits here and one that waits elsewhere would look
-    merely slow to each other, for ever.
+    tensor, all-to-all what the caller says. All ranks of the group call the same methods in the same order. What is
+    issued outside of the lists is also recorded in `order`, the log that ranks compare: else a rank that waits here and
+    one that waits elsewhere would look merely slow to each other, for ever.
     """
 
     def __init__(
@@ -183,6 +183,28 @@ class Collectives:
             "broadcast", unit, tensor, dist.broadcast(tensor, group_src=src, group=self._group, async_op=not on_device)
         )
 
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        out_splits: list[int],
+        in_splits: list[int],
+        unit: str,
+        nbytes: int,
+    ) -> Pending:
+        """`out` becomes what each rank has for this one, in rank order; `data` is what this one has for each.
+
+        Args:
+            out_splits, in_splits: elements from and for each rank.
+            nbytes: payload as logged, equal on all ranks although their sizes differ: the average of what they send.
+        """
+        if self._group is None:
+            out.copy_(data)
+            return Pending("all-to-all", unit)
+        on_device = self._before("all-to-all", unit, data, nbytes)
+        work = dist.all_to_all_single(out, data, out_splits, in_splits, group=self._group, async_op=not on_device)
+        return self._issued("all-to-all", unit, data, work)
+
     def wait(self, pending: Pending) -> None:
         """Make the data usable: on the CPU the host waits, on a device the current stream does.
 
@@ -206,13 +228,14 @@ class Collectives:
                 raise ZeroShardError(f"{pending.description} failed on {where}: {error}") from error
             raise watchdog.explain_failure(pending.description, error) from error
 
-    def _before(self, kind: str, unit: str, payload: torch.Tensor) -> bool:
+    def _before(self, kind: str, unit: str, payload: torch.Tensor, nbytes: int | None = None) -> bool:
         """Log the operation; whether it runs on a device, in the order of the current stream."""
+        nbytes = payload.nbytes if nbytes is None else nbytes
         if self._watchdog is not None and self._watchdog.error is not None:
             self._watchdog.raise_if_failed()
-        self._log.record(kind, unit, payload.nbytes)
+        self._log.record(kind, unit, nbytes)
         if self._order is not None:
-            self._order.record(kind, unit, payload.nbytes)
+            self._order.record(kind, unit, nbytes)
         return payload.is_cuda
 
     def _issued(

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zeroshard.comm.oplog import LogTail, Operation
+from zeroshard.comm.oplog import STEP, LogTail, Operation
 
 ADVICE = (
     "All ranks must run the same blocks in the same order; look for a branch that depends on the rank or on its data."
+)
+STEP_ADVICE = (
+    "Hyper-parameters must be the same on all ranks, else each trains another model; look for a rate, a schedule or a "
+    "group that depends on the rank."
 )
 
 
@@ -67,6 +71,8 @@ def behind(tails: Mapping[int, LogTail]) -> dict[int, Operation | None]:
 
 def explain(divergence: Divergence) -> str:
     """One sentence that names the operation, the units and the ranks, and one that says what to do."""
+    if all(operation.kind == STEP for operation, _ in divergence.issued):
+        return _explain_step(divergence)
     sizes_matter = len({(operation.kind, operation.unit) for operation, _ in divergence.issued}) == 1
     clauses = []
     for place, (operation, ranks) in enumerate(divergence.issued):
@@ -74,6 +80,17 @@ def explain(divergence: Divergence) -> str:
         number = f" as operation {divergence.number}" if place == 0 else ""
         clauses.append(f"{name_ranks(ranks)} issued {operation}{size}{number}")
     return f"{clauses[0]} where {' and '.join(clauses[1:])}. {ADVICE}"
+
+
+def _explain_step(divergence: Divergence) -> str:
+    """Ranks stepped with other hyper-parameters: the lines of their tables that differ."""
+    tables = [(operation.unit.splitlines(), ranks) for operation, ranks in divergence.issued]
+    common = set.intersection(*(set(lines) for lines, _ in tables))
+    clauses = [
+        f"{name_ranks(ranks)} with {'; '.join(line for line in lines if line not in common) or 'fewer groups'}"
+        for lines, ranks in tables
+    ]
+    return f"ranks stepped with different optimizer groups: {', '.join(clauses)}. {STEP_ADVICE}"
 
 
 def explain_digests(tails: Mapping[int, LogTail]) -> str:

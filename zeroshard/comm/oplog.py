@@ -18,6 +18,8 @@ from typing import NamedTuple
 RING_SIZE = 4096
 _SLOT = RING_SIZE - 1
 _MASK = (1 << 63) - 1
+STEP = "step"
+"""Kind of the entry that says with which hyper-parameters a step runs; nothing is sent for it."""
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator: odd, so the map is a permutation
 
 
@@ -29,7 +31,7 @@ class Operation(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of unit {self.unit}"
+        return "a step" if self.kind == STEP else f"{self.kind} of unit {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,16 @@ class OperationLog:
             entry = self._entries[kind, unit, nbytes]
         except KeyError:
             entry = self._entries[kind, unit, nbytes] = _Entry(Operation(kind, unit, nbytes))
+        self._append(entry)
+
+    def record_step(self, table: str) -> None:
+        """Append a step and its hyper-parameters, a line per optimizer group, so that ranks compare them too.
+
+        Schedules make a new table in each step, so these entries live only as long as they are in the ring.
+        """
+        self._append(_Entry(Operation(STEP, table, 0)))
+
+    def _append(self, entry: _Entry) -> None:
         entry.calls += 1
         self._digest = (self._digest * _MULTIPLIER + entry.code) & _MASK
         count = self._count

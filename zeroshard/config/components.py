@@ -1,7 +1,6 @@
-"""Optimizers and schedules of a config: which types are built, and the parameters of each.
+"""Schedules of a config, and how the type of an optimizer or schedule is found.
 
-Parameter names and defaults are DeepSpeed's. Its `Adam` decays weights decoupled (as AdamW does) unless `adam_w_mode`
-is false; this is kept, since a config means what it meant.
+Parameter names and defaults are DeepSpeed's. The optimizers are in `optimizers`.
 """
 
 from __future__ import annotations
@@ -12,17 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from zeroshard.config.fields import Count, Flag, NonNegative, Size, exactly, one_of, real, real_number, refuse, whole
+from zeroshard.config.fields import Count, NonNegative, Size, one_of, real_number, whole
 from zeroshard.config.models import Section
+from zeroshard.config.optimizers import OPTIMIZER_ALIASES, OPTIMIZERS, UNBUILT_OPTIMIZERS
 from zeroshard.config.problems import show
-
-_Decay = Annotated[float, real(0, below=1)]
-
-
-def _pair(value: Any) -> Any:
-    if not isinstance(value, list) or len(value) != 2:
-        raise refuse("a list of two numbers such as [0.9, 0.999]", value)
-    return tuple(value)
 
 
 def _rates(value: Any) -> Any:
@@ -34,43 +26,11 @@ def _rates_or_none(value: Any) -> Any:
     return None if value is None else _rates(value)
 
 
-Betas = Annotated[tuple[_Decay, _Decay], BeforeValidator(_pair)]
 Rates = Annotated["float | tuple[float, ...]", BeforeValidator(_rates)]
 """One rate, or one for each parameter group."""
 RatesOrNone = Annotated["float | tuple[float, ...] | None", BeforeValidator(_rates_or_none)]
 """The same, or None for the rate that each group has."""
 WarmupType = Annotated[Literal["log", "linear"], one_of("log", "linear")]
-
-
-class AdamParams(Section):
-    """Adam; with `adam_w_mode` (the default) the decay is decoupled, so that this is AdamW."""
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    bias_correction: Flag = True
-    adam_w_mode: Flag = True
-    amsgrad: Annotated[bool, exactly(False, "amsgrad is not built yet")] = False
-    torch_adam: Flag = False
-
-
-class AdamWParams(AdamParams):
-    """AdamW; the decay is always decoupled."""
-
-    adam_w_mode: Annotated[
-        bool, exactly(True, "AdamW always decouples the decay; for the other kind write type Adam")
-    ] = True
-
-
-class SgdParams(Section):
-    """Stochastic gradient descent with momentum, as torch.optim.SGD."""
-
-    lr: NonNegative = 1e-3
-    momentum: NonNegative = 0.0
-    dampening: Annotated[float, real()] = 0.0
-    weight_decay: NonNegative = 0.0
-    nesterov: Flag = False
 
 
 class WarmupLRParams(Section):
@@ -104,21 +64,25 @@ class WarmupCosineLRParams(Section):
     last_batch_iteration: Annotated[int, whole(-1)] = -1
 
 
-OPTIMIZERS: Mapping[str, type[Section]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SgdParams}
 SCHEDULERS: Mapping[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
-TYPE_ALIASES: Mapping[str, str] = {"DeepSpeedCPUAdam": "Adam", "FusedAdam": "Adam", "Cosine": "WarmupCosineLR"}
+TYPE_ALIASES: Mapping[str, str] = {**OPTIMIZER_ALIASES, "Cosine": "WarmupCosineLR"}
 """Names that fail or are unusual in DeepSpeed but say clearly what is meant."""
 
-UNBUILT_OPTIMIZERS = (
-    *("Adagrad", "Lamb", "Lion", "RMSprop", "Muon", "MuonAdamW", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
-    *("MuAdam", "MuAdamW", "MuSGD", "Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "Rprop"),
-    *("SparseAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLamb", "FusedLion"),
-)
 UNBUILT_SCHEDULERS = ("OneCycle", "LRRangeTest")
+
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULERS",
+    "TYPE_ALIASES",
+    "UNBUILT_OPTIMIZERS",
+    "UNBUILT_SCHEDULERS",
+    "param_advice",
+    "resolve_type",
+]
 
 _PARAM_HINTS = {
     "max_grad_norm": "did you mean the top-level key gradient_clipping?",

@@ -22,10 +22,11 @@ from zeroshard.config.components import (
     param_advice,
     resolve_type,
 )
-from zeroshard.config.document import Source, read_document
+from zeroshard.config.document import Document, Source, read_document
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
 from zeroshard.config.models import ObeyedSections, Section
+from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
     BatchConfig,
@@ -112,6 +113,9 @@ def resolve(
         entries = _replaced_by_client(entries, "optimizer", problems)
     if client_scheduler:
         entries = _replaced_by_client(entries, "scheduler", problems)
+    for section, replaced in (("optimizer", client_optimizer), ("scheduler", client_scheduler)):
+        if not replaced:
+            _require_type(section, document, entries, problems)
     check_statuses(entries, world_size, problems)
     resolver = _Resolver(resolve_autos(entries, problems), auto_rules(entries), world_size, problems)
     config = resolver.config()
@@ -126,6 +130,16 @@ def _replaced_by_client(entries: Entries, section: str, problems: Problems) -> E
         origin = entries[f"{section}.type"].origin
         problems.warn(f"{section} ({origin}) has no effect: the script gives its own {section}; remove one of the two")
     return kept
+
+
+def _require_type(section: str, document: Document, entries: Entries, problems: Problems) -> None:
+    """A section with empty parameters leaves no entries behind, but somebody wanted something of it."""
+    written = document.root.get(section)
+    if not isinstance(written, dict) or "params" not in written:
+        return
+    if not any(path.startswith((f"{section}.type", f"{section}.params")) for path in entries):
+        what = "is missing, but params is there; name the type, or remove the section"
+        problems.add(f"{section}.type", document.origin((section, "params")), what)
 
 
 class _Resolver:
@@ -146,13 +160,14 @@ class _Resolver:
         optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
         scheduler = self._component("scheduler", SCHEDULERS, UNBUILT_SCHEDULERS)
         self._check_momentum(optimizer)
+        clipping = self._clipping(sections, optimizer)
         return Config(
             world_size=self._world_size,
             zero=self._zero(sections),
             precision=precision,
             loss_scale=_loss_scale(sections),
             batch=batch_config,
-            gradient_clipping=sections.gradient_clipping,
+            gradient_clipping=clipping,
             reduction=ReductionConfig(
                 sections.prescale_gradients, sections.gradient_predivide_factor, sections.gradient_allreduce_op
             ),
@@ -296,6 +311,23 @@ class _Resolver:
         if optimizer[1]["momentum"] == 0 or optimizer[1]["dampening"] != 0:
             path = "optimizer.params.nesterov"
             self._problems.add(path, self._origin(path), "needs a momentum above 0 and a dampening of 0")
+
+    def _clipping(self, sections: ObeyedSections, optimizer: tuple[str, Mapping[str, Any]] | None) -> float:
+        """The norm to clip to; a 1-bit optimizer can't clip, and needs whole gradients."""
+        if optimizer is None or optimizer[0] not in ONE_BIT:
+            return sections.gradient_clipping
+        name, path, stage = optimizer[0], "gradient_clipping", "zero_optimization.stage"
+        if sections.zero_optimization.stage > 1:
+            what = (
+                f"is {sections.zero_optimization.stage}, but {name} needs the whole gradients on each rank; use 0 or 1"
+            )
+            self._problems.add(stage, self._origin(stage), what)
+        if path not in self._entries:
+            self._record(path, 0.0, f"{self._origin(path)}: 0 with {name}, which can't clip")
+        elif sections.gradient_clipping:
+            what = f"must be 0 with {name}: after its warm-up gradients are never averaged, so their norm is not known"
+            self._problems.add(path, self._origin(path), what)
+        return 0.0
 
     def settings(self, config: Config, entries: Entries) -> tuple[Setting, ...]:
         """The table: every obeyed key, and every other key that was given."""

@@ -21,20 +21,20 @@ from zeroshard.engine.handle import Handle
 from zeroshard.engine.statistics import DIGEST_MASK
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.storage import Group
-from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import DeviceUpdate
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
 
 class DeviceStepper(StepperBase):
-    """Runs steps on a GPU with Adam."""
+    """Runs steps on a GPU with an optimizer that needs no host."""
 
-    def __init__(self, handle: Handle, update: DeviceAdam, scaler: LossScaler | None) -> None:
+    def __init__(self, handle: Handle, update: DeviceUpdate, scaler: LossScaler | None) -> None:
         super().__init__(handle, update, scaler)
         device = handle.device
-        self._adam = update
+        self._update_method = update
         self._stats = torch.zeros(stats_numel(handle.plan), dtype=torch.float64, device=device)
         self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
         self._norm_of: SquaredNorm | None = None
@@ -46,7 +46,7 @@ class DeviceStepper(StepperBase):
     def step(self, optimizer: ShardedOptimizer) -> None:
         """One optimizer step; errors of the one before are raised here."""
         self.settle()
-        runtime = self.handle.runtime
+        runtime, self.groups = self.handle.runtime, optimizer.param_groups
         runtime.inspect()
         if not runtime.gradients.present:
             self._nothing_done()
@@ -94,6 +94,7 @@ class DeviceStepper(StepperBase):
             return
         runtime, comm = self.handle.runtime, self.handle.comm
         runtime.finish_gradients()
+        self._record_groups()
         owned = self._counted_groups()
         if self._norm_of is None:
             shapes = [(group.own_grad.dtype, group.own_grad.numel()) for group in owned]
@@ -172,9 +173,9 @@ class DeviceStepper(StepperBase):
             regions[unit.index] = list(range(position, position + len(unit.trainable)))
             position += len(unit.trainable)
         with torch.no_grad():
-            self._adam.prepare(coefficient, active, groups)
+            self._update_method.prepare(coefficient, active, groups)
             for index in dict.fromkeys(runtime.plan.order):
                 for number in regions[index]:
-                    self._adam.apply(number)
+                    self._update_method.apply(number)
                 runtime.parameters.unit_written(index)
         runtime.parameters.invalidate()

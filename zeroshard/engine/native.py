@@ -10,10 +10,9 @@ for batch in loader:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, TypedDict, overload
 
 import torch
@@ -24,6 +23,7 @@ from typing_extensions import Unpack
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.build import build_handle, default_device
+from zeroshard.engine.compressed_stepper import CompressedStepper
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
 from zeroshard.engine.handle import Handle, find_handle, handle_of
@@ -32,12 +32,13 @@ from zeroshard.engine.stepper import HostStepper
 from zeroshard.engine.storage import Group
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
-from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
-from zeroshard.optim.rules import ADAM, ADAMW
-from zeroshard.optim.sources import Source, check_parameters, torch_source
+from zeroshard.optim.segments import refuse_split
+from zeroshard.optim.site import Site
+from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.optim.split import REMAINDER
 from zeroshard.plan.builder import Recipe, build_plan, with_peer_copies
 from zeroshard.plan.placement import STAGES
@@ -45,7 +46,7 @@ from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerSource = OptimizerLike | None
 
 
@@ -109,8 +110,7 @@ def shard(
     """
     source = None
     if optimizer is not None:
-        built = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
-        source = torch_source(built, allow_untested=allow_untested)
+        source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
     device = default_device() if device is None else device
     made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
@@ -147,16 +147,23 @@ def build_optimized(
         return model, None
     stepper = _stepper(handle, source, scaler)
     model.__dict__[_STEPPER] = stepper
-    return model, ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
+    optimizer = ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
+    stepper.groups = optimizer.param_groups
+    return model, optimizer
 
 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
-    """On a GPU Adam runs without the host waiting; everything else is told by the host what to do."""
-    regions = make_regions(handle, source.groups)
-    if handle.device.type == "cuda" and _runs_on_device(source):
-        assert source.rule is not None
-        return DeviceStepper(handle, DeviceAdam(source.rule, regions, handle.device), scaler)
-    return HostStepper(handle, source.update(regions), scaler)
+    """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
+    site = make_site(handle, source.groups)
+    on_device = handle.device.type == "cuda" and source.on_device is not None
+    if not (on_device and source.split_master):
+        refuse_split(site.regions, source.name)
+    if on_device:
+        assert source.on_device is not None
+        return DeviceStepper(handle, source.on_device(site), scaler)
+    if source.compressed is not None:
+        return CompressedStepper(handle, source.compressed(site), scaler)
+    return HostStepper(handle, source.update(site), scaler)
 
 
 def make_plan(
@@ -184,6 +191,11 @@ def make_plan(
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
         plan = Recipe(sharding=STAGES[plan])
+    if source is not None:
+        changes["parameter_sums"], changes["parameter_maxima"] = source.parameter_sums, source.parameter_maxima
+        compressed = source.compressed is not None
+        plan = dataclasses.replace(plan, matrices=_names(model, source.matrices), compressed=compressed)
+        _check_compressed(dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, **changes)), source.name)
     recipe = dataclasses.replace(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
     )
@@ -196,18 +208,42 @@ def make_plan(
     return made
 
 
+def _check_compressed(recipe: Recipe, name: str) -> None:
+    """Raises PlanError where a recipe does not leave each rank its whole gradients, which are never averaged."""
+    if not recipe.compressed:
+        return
+    if any(row.grad or row.param or row.axis != "dp" for row in (recipe.sharding, *recipe.overrides.values())):
+        raise PlanError(
+            f"{name} sends compressed momentum in place of gradients, which each rank keeps whole: it runs at stages 0 "
+            "and 1 only"
+        )
+    if recipe.policy.clip_norm:
+        raise PlanError(
+            f"{name} can't clip by the gradients' norm: after its warm-up they are never averaged. Set "
+            "gradient_clipping (clip_norm) to 0"
+        )
+
+
+def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:
+    """Names of the parameters whose id is in `members`."""
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in members)
+
+
 def _for_device(recipe: Recipe, source: Source | None) -> Recipe:
     """On a GPU what the recipe leaves open is decided for memory: split master weights, gradients only when there."""
     precision = recipe.precision
-    if precision.master is None and _runs_on_device(source):
+    if precision.master is None and source is not None and source.split_master:
         precision = dataclasses.replace(precision, master=REMAINDER)
     transient = True if recipe.transient_gradients is None else recipe.transient_gradients
     return dataclasses.replace(recipe, precision=precision, transient_gradients=transient)
 
 
-def _runs_on_device(source: Source | None) -> bool:
-    """Whether the device's own Adam can run the optimizer."""
-    return source is not None and source.rule in (ADAM, ADAMW) and find_spec("triton") is not None
+def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> Site:
+    """What this rank's update works on."""
+    comm = handle.comm
+    axes = {"dp": comm.control, "shard": comm.reduces["shard"]}
+    first = comm.mesh.axis("replicate").rank == 0
+    return Site(make_regions(handle, groups), handle.device, comm.control, axes, first)
 
 
 def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
@@ -227,6 +263,10 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     grad=partial(_update_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
+                    axis=unit.plan.axis,
+                    divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
+                    owners=group.plan.owners,
+                    whole_grad=partial(_whole_grad, group),
                 )
             )
             first_flag += len(group.parameters)
@@ -235,6 +275,11 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
 
 def _update_grad(group: Group) -> torch.Tensor:
     return group.update_grad
+
+
+def _whole_grad(group: Group) -> torch.Tensor:
+    assert group.grad is not None
+    return group.grad
 
 
 def stepper_of(model: nn.Module) -> StepperBase:

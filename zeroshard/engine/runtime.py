@@ -11,7 +11,7 @@ only, never configs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -63,6 +63,7 @@ class Runtime:
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
         self._no_sync = False
+        self._keeps_local: Callable[[], bool] = lambda: False
         self._boundary: bool | None = None
         self._seen_order: list[int] | None = []
         self._backward_running = False
@@ -192,7 +193,8 @@ class Runtime:
         while self._owed and (self._end < 0 or self._tracker.complete(self._owed[0], self._end)):
             unit = self.units[self._owed.popleft()]
             whole = self._boundary if self._boundary is not None else not self.plan.policy.accumulate
-            self.gradients.finish_unit(unit, reduce_whole=whole and not self._no_sync, reduce_sharded=not self._no_sync)
+            reduce = not (self._no_sync or self.keeps_local)
+            self.gradients.finish_unit(unit, reduce_whole=whole and reduce, reduce_sharded=reduce)
             if unit.index != self._root:
                 self.parameters.release(unit.index)
 
@@ -236,7 +238,7 @@ class Runtime:
     def finish_gradients(self) -> None:
         """Reduce whatever no backward has reduced; compute then waits for all reduces."""
         self.streams.follow_caller()
-        for index in reversed(tuple(dict.fromkeys(self.plan.order))):
+        for index in () if self.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
@@ -259,6 +261,15 @@ class Runtime:
             for group in unit.trainable:
                 for parameter in group.parameters:
                     parameter.grad = None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether gradients stay each rank's own, in the step too."""
+        return self._keeps_local()
+
+    def keep_local_while(self, condition: Callable[[], bool]) -> None:
+        """Reduce no gradients while `condition()`, which is equal on all ranks: the optimizer averages by itself."""
+        self._keeps_local = condition
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

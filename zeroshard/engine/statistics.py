@@ -38,10 +38,13 @@ class Statistics:
     active: tuple[bool, ...]
 
 
-def exchange(runtime: Runtime, control: Collectives, *, digest: int, first_replica: bool) -> Statistics:
+def exchange(
+    runtime: Runtime, control: Collectives, *, digest: int, first_replica: bool, whole: bool = False
+) -> Statistics:
     """Sum this rank's statistics over all data-parallel ranks; gradients must be reduced.
 
     Args:
+        whole: gradients are each rank's own, so all of them are squared; the sum only tells whether they are finite.
         first_replica: whether this rank counts for units that are divided within a subgroup, each copy counting once.
     """
     device = runtime.storage.device
@@ -51,7 +54,7 @@ def exchange(runtime: Runtime, control: Collectives, *, digest: int, first_repli
         for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
             flags += fired
             if unit.plan.axis == "dp" or first_replica:
-                values[0] += squared_norm(group.own_grad)
+                values[0] += squared_norm(_judged(group, whole=whole))
     short = digest & DIGEST_MASK
     values[1], values[2] = short, short * short
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
@@ -70,11 +73,20 @@ def squared_norm(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def first_nonfinite(runtime: Runtime, control: Collectives) -> str:
+def _judged(group: Group, *, whole: bool) -> torch.Tensor:
+    if not whole:
+        return group.own_grad
+    assert group.grad is not None
+    return group.grad
+
+
+def first_nonfinite(runtime: Runtime, control: Collectives, *, whole: bool = False) -> str:
     """Name of the first parameter, in plan order, with a reduced gradient that is not finite, and inf or NaN."""
     names = [segment.name for group in trainable_groups(runtime) for segment in group.plan.layout.segments]
     none = 2 * len(names)
-    found = torch.tensor([_find_nonfinite(runtime, none)], dtype=torch.int64, device=runtime.storage.device)
+    found = torch.tensor(
+        [_find_nonfinite(runtime, none, whole=whole)], dtype=torch.int64, device=runtime.storage.device
+    )
     control.wait(control.all_reduce(found, "(non-finite)", op=torch.distributed.ReduceOp.MIN))
     code = int(found.item())
     if code == none:
@@ -87,12 +99,12 @@ def trainable_groups(runtime: Runtime) -> list[Group]:
     return [group for unit in runtime.units for group in unit.trainable]
 
 
-def _find_nonfinite(runtime: Runtime, none: int) -> int:
+def _find_nonfinite(runtime: Runtime, none: int, *, whole: bool) -> int:
     position = 0
     for group in trainable_groups(runtime):
-        start, end = group.plan.layout.shard_range(group.rank)
-        for index, low, high in group.plan.layout.pieces(start, end):
-            part = group.own_grad[low:high]
+        layout, grad = group.plan.layout, _judged(group, whole=whole)
+        for index, low, high in layout.pieces(*((0, layout.numel) if whole else layout.shard_range(group.rank))):
+            part = grad[low:high]
             if not bool(torch.isfinite(part).all()):
                 return 2 * (position + index) + (0 if bool(torch.isnan(part).any()) else 1)
         position += len(group.plan.layout.segments)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from zeroshard.engine.group_table import GroupTable
 from zeroshard.engine.handle import Handle
 from zeroshard.errors import NonFiniteError
 from zeroshard.optim.loss_scale import LossScaler
@@ -46,6 +49,9 @@ class StepperBase(ABC):
     Args:
         update: the optimizer's state, for checkpoints.
         scaler: loss scale for fp16, None otherwise.
+
+    Attributes:
+        groups: the optimizer's live groups.
     """
 
     def __init__(self, handle: Handle, update: StatefulUpdate, scaler: LossScaler | None) -> None:
@@ -55,6 +61,8 @@ class StepperBase(ABC):
         self._report = StepReport(applied=False)
         self._skipped_in_a_row = 0
         self._clip_once: float | None = None
+        self._table = GroupTable(handle)
+        self.groups: Sequence[Mapping[str, Any]] = ()
 
     @property
     def report(self) -> StepReport:
@@ -87,6 +95,11 @@ class StepperBase(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Wait for the outcome of the last step and act on it."""
+
+    def _record_groups(self) -> None:
+        """Put the hyper-parameters of the coming step into the log whose digest the ranks compare."""
+        if self.handle.comm.control.size > 1:
+            self.handle.comm.log.record_step(self._table.text(self.groups))
 
     def clip_next(self, max_norm: float) -> None:
         """Clip the coming step to `max_norm` instead of the plan's clip_norm."""

@@ -32,7 +32,7 @@ class HostStepper(StepperBase):
 
     def step(self, optimizer: ShardedOptimizer) -> None:
         """See StepperBase."""
-        runtime = self.handle.runtime
+        runtime, self.groups = self.handle.runtime, optimizer.param_groups
         runtime.inspect()
         if not runtime.gradients.present:
             self.handle.last = None
@@ -57,8 +57,15 @@ class HostStepper(StepperBase):
         handle, comm = self.handle, self.handle.comm
         if handle.last is None:
             handle.runtime.finish_gradients()
+            self._record_groups()
             first_replica = comm.mesh.axis("replicate").rank == 0
-            handle.last = exchange(handle.runtime, comm.control, digest=comm.log.digest(), first_replica=first_replica)
+            handle.last = exchange(
+                handle.runtime,
+                comm.control,
+                digest=comm.log.digest(),
+                first_replica=first_replica,
+                whole=handle.runtime.keeps_local,
+            )
             if not handle.last.agree:
                 comm.watchdog.explain_mismatch()
         return handle.last
@@ -83,7 +90,7 @@ class HostStepper(StepperBase):
 
     def _refuse(self, norm: float) -> None:
         """The gradients are not finite: nothing is updated."""
-        name = first_nonfinite(self.handle.runtime, self.handle.comm.control)
+        name = first_nonfinite(self.handle.runtime, self.handle.comm.control, whole=self.handle.runtime.keeps_local)
         before = None if self.scaler is None else float(self.scaler.scale)
         self._update_scale(overflow=True)
         scales = None if self.scaler is None or before is None else (before, float(self.scaler.scale))

@@ -38,6 +38,7 @@ class DeviceAdam:
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
         self._owned = self._group_of >= 0
+        self._used = sorted({group for group in group_of if group >= 0})
         self._steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self._rows = torch.zeros(len(group_of), 9, dtype=torch.float32, device=device)
 
@@ -47,13 +48,13 @@ class DeviceAdam:
         Args:
             coefficient: float64 scalar on the device that unscales, averages and clips.
             active: bool (segments,) on the device; all False skips the step.
-            groups: hyper-parameters of each optimizer group.
+            groups: hyper-parameters of each optimizer group; those of groups without parameters here are not read.
         """
         on = active & self._owned
         self._steps += on
         table: torch.Tensor | None = None
-        for index, hyper in enumerate(groups):
-            rows = self._table(on, coefficient, hyper)
+        for index in self._used:
+            rows = self._table(on, coefficient, groups[index])
             table = rows if table is None else torch.where((self._group_of == index)[:, None], rows, table)
         if table is not None:
             self._rows.copy_(table)

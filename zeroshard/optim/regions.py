@@ -37,6 +37,10 @@ class Region:
         grad: gives the reduced gradients; they may be at another place in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
+        axis: mesh axis over which the group's layout is divided.
+        divided: whether this region is one rank's part; else every rank updates the whole group.
+        whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
+        owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
     """
 
     label: str
@@ -47,6 +51,10 @@ class Region:
     grad: Callable[[], torch.Tensor]
     first_flag: int
     hyper: Sequence[int]
+    axis: str = "dp"
+    divided: bool = False
+    owners: Sequence[int] = ()
+    whole_grad: Callable[[], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())

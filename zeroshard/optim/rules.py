@@ -28,6 +28,7 @@ class Rule:
         state: names of its state tensors, one value per parameter element each.
         defaults: hyper-parameters and their defaults, as in torch.optim.
         check: raises PlanError for hyper-parameters without meaning.
+        initial: the hyper-parameter whose value the state starts from; None starts from 0.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Rule:
     defaults: Mapping[str, Any]
     update: Update
     check: Callable[[Mapping[str, Any]], None]
+    initial: str | None = None
 
 
 def _adam(
@@ -74,28 +76,117 @@ def _sgd(
     param.add_(grad, alpha=-float(hyper["lr"]))
 
 
+def _adagrad(
+    param: torch.Tensor, grad: torch.Tensor, state: Sequence[torch.Tensor], hyper: Mapping[str, Any], step: int
+) -> None:
+    """Adagrad (Duchi, Hazan and Singer 2011, section 1) with torch.optim.Adagrad's decay of the rate."""
+    if hyper["weight_decay"]:
+        grad = grad.add_(param, alpha=hyper["weight_decay"])
+    rate = float(hyper["lr"]) / (1 + (step - 1) * hyper["lr_decay"])
+    total = state[0]
+    total.addcmul_(grad, grad, value=1)
+    param.addcdiv_(grad, total.sqrt().add_(hyper["eps"]), value=-rate)
+
+
+def _lion(
+    param: torch.Tensor, grad: torch.Tensor, state: Sequence[torch.Tensor], hyper: Mapping[str, Any], step: int
+) -> None:
+    """Lion (Chen et al. 2023, arXiv:2302.06675, program 1): the sign of one average, while another is kept."""
+    average = state[0]
+    beta1, beta2 = hyper["betas"]
+    lr = float(hyper["lr"])
+    if hyper["weight_decay"]:
+        param.mul_(1 - lr * hyper["weight_decay"])
+    param.add_(average.mul(beta1).add_(grad, alpha=1 - beta1).sign_(), alpha=-lr)
+    average.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+def rmsprop_rule(*, momentum: bool, centered: bool) -> Rule:
+    """RMSprop (Tieleman and Hinton 2012; centered: Graves 2013, arXiv:1308.0850, section 2) as torch.optim has it.
+
+    Args:
+        momentum, centered: whether any group asks for it; what none asks for has no state.
+    """
+    names = ("square_avg", *(("momentum_buffer",) if momentum else ()), *(("grad_avg",) if centered else ()))
+
+    def update(
+        param: torch.Tensor, grad: torch.Tensor, state: Sequence[torch.Tensor], hyper: Mapping[str, Any], step: int
+    ) -> None:
+        held = dict(zip(names, state, strict=True))
+        _rmsprop(param, grad, held, hyper)
+
+    return Rule("RMSprop", names, _RMSPROP, update, _check_rmsprop)
+
+
+def _rmsprop(
+    param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
+) -> None:
+    missing = [key for key, name in _RMSPROP_STATE.items() if hyper[key] and name not in state]
+    if missing:
+        raise UsageError(f"RMSprop {missing[0]} was off in all groups when the model was sharded: there is no state")
+    if hyper["weight_decay"]:
+        grad = grad.add_(param, alpha=hyper["weight_decay"])
+    squares, alpha, lr = state["square_avg"], hyper["alpha"], float(hyper["lr"])
+    squares.mul_(alpha).addcmul_(grad, grad, value=1 - alpha)
+    if hyper["centered"]:
+        mean = state["grad_avg"]
+        mean.lerp_(grad, 1 - alpha)
+        root = squares.addcmul(mean, mean, value=-1).sqrt_()
+    else:
+        root = squares.sqrt()
+    root.add_(hyper["eps"])
+    if hyper["momentum"] > 0:
+        buffer = state["momentum_buffer"]
+        buffer.mul_(hyper["momentum"]).addcdiv_(grad, root)
+        param.add_(buffer, alpha=-lr)
+    else:
+        param.addcdiv_(grad, root, value=-lr)
+
+
 def _check_adam(hyper: Mapping[str, Any]) -> None:
-    _check_common(hyper)
-    betas = hyper["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise PlanError(f"optimizer betas {betas!r}: two numbers in [0, 1) are needed")
-    if not hyper["eps"] >= 0.0:
-        raise PlanError(f"optimizer eps {hyper['eps']!r} must not be negative")
+    check_common(hyper)
+    check_betas(hyper)
+    _not_negative(hyper, "eps")
+
+
+def _check_adagrad(hyper: Mapping[str, Any]) -> None:
+    check_common(hyper)
+    _not_negative(hyper, "lr_decay", "initial_accumulator_value", "eps")
+
+
+def _check_lion(hyper: Mapping[str, Any]) -> None:
+    check_common(hyper)
+    check_betas(hyper)
+
+
+def _check_rmsprop(hyper: Mapping[str, Any]) -> None:
+    check_common(hyper)
+    _not_negative(hyper, "momentum", "alpha", "eps")
 
 
 def _check_sgd(hyper: Mapping[str, Any]) -> None:
-    _check_common(hyper)
-    if not hyper["momentum"] >= 0.0:
-        raise PlanError(f"optimizer momentum {hyper['momentum']!r} must not be negative")
+    check_common(hyper)
+    _not_negative(hyper, "momentum")
     if hyper["nesterov"] and (hyper["momentum"] <= 0 or hyper["dampening"] != 0):
         raise PlanError("optimizer nesterov needs a momentum above 0 and dampening 0")
 
 
-def _check_common(hyper: Mapping[str, Any]) -> None:
-    if not float(hyper["lr"]) >= 0.0:
-        raise PlanError(f"optimizer lr {hyper['lr']!r} must not be negative")
-    if not hyper["weight_decay"] >= 0.0:
-        raise PlanError(f"optimizer weight_decay {hyper['weight_decay']!r} must not be negative")
+def check_common(hyper: Mapping[str, Any]) -> None:
+    """Raises PlanError for a negative rate or decay."""
+    _not_negative(hyper, "lr", "weight_decay")
+
+
+def check_betas(hyper: Mapping[str, Any]) -> None:
+    """Raises PlanError where `betas` are not two numbers in [0, 1)."""
+    betas = hyper["betas"]
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise PlanError(f"optimizer betas {betas!r}: two numbers in [0, 1) are needed")
+
+
+def _not_negative(hyper: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not float(hyper[name]) >= 0.0:
+            raise PlanError(f"optimizer {name} {hyper[name]!r} must not be negative")
 
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True}
@@ -105,3 +196,9 @@ _SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nes
 SGD = Rule("SGD", ("momentum_buffer",), _SGD, _sgd, _check_sgd)
 PLAIN_SGD = Rule("SGD", (), _SGD, _sgd, _check_sgd)
 """SGD whose groups all have momentum 0: no state."""
+_ADAGRAD = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
+ADAGRAD = Rule("Adagrad", ("sum",), _ADAGRAD, _adagrad, _check_adagrad, initial="initial_accumulator_value")
+_LION = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
+LION = Rule("Lion", ("exp_avg",), _LION, _lion, _check_lion)
+_RMSPROP = {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
+_RMSPROP_STATE = {"momentum": "momentum_buffer", "centered": "grad_avg"}

@@ -1,37 +1,24 @@
-"""Where a sharded optimizer comes from: one of our rules, or a torch optimizer that the user built.
+"""A sharded optimizer before the model is sharded: live parameter groups, what the plan must count, how to update.
 
-Both become a Source: live parameter groups, how many state tensors the plan must count, and how to make the update once
-the regions exist.
+Every optimizer becomes a Source, whether a config named it, the user built it in torch (`clients`), or it is one of
+ours (`named`). The update itself is made later, when the regions exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.errors import PlanError, UsageError
-from zeroshard.optim.regions import Region
-from zeroshard.optim.rules import ADAM, ADAMW, PLAIN_SGD, SGD, Rule
-from zeroshard.optim.updates import FlatUpdate, TorchUpdate, UpdateMethod
-
-ELEMENTWISE: Mapping[type[torch.optim.Optimizer], int] = {
-    torch.optim.Adam: 2,
-    torch.optim.AdamW: 2,
-    torch.optim.SGD: 1,
-    torch.optim.Adagrad: 1,
-    torch.optim.Adadelta: 2,
-    torch.optim.Adamax: 2,
-    torch.optim.NAdam: 2,
-    torch.optim.RAdam: 2,
-    torch.optim.RMSprop: 1,
-    torch.optim.Rprop: 2,
-    torch.optim.ASGD: 1,
-}
-"""Torch optimizers whose update of an element depends on that element alone, and their state tensors per parameter."""
+from zeroshard.errors import PlanError
+from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.rules import ADAM, ADAMW, Rule
+from zeroshard.optim.site import Site
+from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, UpdateMethod
 
 ParamGroups = list[dict[str, Any]]
 
@@ -43,8 +30,13 @@ class Source:
     Attributes:
         groups: parameter groups; the dicts are shared with the client's optimizer, so its schedulers reach ours.
         moments: state tensors per parameter.
-        update: makes the update for the regions of this rank.
-        rule: our rule that computes it, None for a torch optimizer that has none.
+        update: makes the update for what this rank has.
+        on_device: makes one that runs on a GPU without the host waiting; None where there is none.
+        split_master: whether that one takes master weights as the remainder beside bfloat16 parameters.
+        matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
+        compressed: makes the update that averages momentum in compressed form; `update` is not used then.
+        parameter_sums: float64 values per parameter that a step sums over the ranks.
+        parameter_maxima: float64 values per parameter of which a compressed step takes the largest over the ranks.
         client: the user's optimizer, None where the config names one.
     """
 
@@ -52,101 +44,54 @@ class Source:
     groups: ParamGroups
     defaults: Mapping[str, Any]
     moments: int
-    update: Callable[[Sequence[Region]], UpdateMethod]
-    rule: Rule | None = None
+    update: Callable[[Site], UpdateMethod]
+    on_device: Callable[[Site], DeviceUpdate] | None = None
+    split_master: bool = False
+    matrices: frozenset[int] = frozenset()
+    parameter_sums: int = 0
+    parameter_maxima: int = 0
+    compressed: Callable[[Site], CompressedUpdate] | None = None
     client: torch.optim.Optimizer | None = None
 
 
-def rule_source(rule: Rule, parameters: Iterable[Any], hyper: Mapping[str, Any]) -> Source:
-    """A source from one of our rules, over parameters or parameter groups (dicts with 'params')."""
+def rule_source(
+    rule: Rule, parameters: Iterable[Any], hyper: Mapping[str, Any], client: torch.optim.Optimizer | None = None
+) -> Source:
+    """A source from one of our rules, over parameters or parameter groups (dicts with 'params').
+
+    Raises:
+        PlanError: there are no parameters, or hyper-parameters have no meaning.
+    """
+    defaults = {**rule.defaults, **hyper}
+    groups = as_groups(parameters) if client is None else client.param_groups
+    for group in groups:
+        fill_group(group, defaults)
+        rule.check(group)
+    on_device = rule in (ADAM, ADAMW) and find_spec("triton") is not None
+    return Source(
+        rule.name,
+        groups,
+        defaults,
+        len(rule.state),
+        lambda site: FlatUpdate(rule, site.regions, groups),
+        on_device=(lambda site: DeviceAdam(rule, site.regions, site.device)) if on_device else None,
+        split_master=on_device,
+        client=client,
+    )
+
+
+def as_groups(parameters: Iterable[Any]) -> ParamGroups:
+    """Parameters or parameter groups as groups of their own. Raises PlanError where there are none."""
     items = list(parameters)
-    groups = [dict(item) if isinstance(item, dict) else item for item in items]
-    if not groups:
+    if not items:
         raise PlanError("the optimizer got no parameters: no parameter of the model requires a gradient")
-    if not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    groups = [dict(item) for item in items]
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-        _fill(group, {**rule.defaults, **hyper}, rule)
-    return Source(
-        rule.name, groups, {**rule.defaults, **hyper}, len(rule.state), lambda regions: FlatUpdate(rule, regions), rule
-    )
-
-
-def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Source:
-    """A source from a torch optimizer that has not stepped yet; by a flat rule where one computes the same.
-
-    Raises:
-        UsageError: it has stepped already.
-        PlanError: it is not known to be element-wise, and `allow_untested` is False.
-    """
-    kind, groups = type(optimizer), optimizer.param_groups
-    if any(_stepped(state) for state in optimizer.state.values()):
-        raise UsageError(f"the {kind.__name__} has stepped already and its state would be lost: shard before stepping")
-    rule = flat_rule(optimizer)
-    if rule is not None:
-        for group in groups:
-            _fill(group, rule.defaults, rule)
-        return Source(
-            kind.__name__,
-            groups,
-            rule.defaults,
-            len(rule.state),
-            lambda regions: FlatUpdate(rule, regions),
-            rule,
-            optimizer,
-        )
-    moments = check_elementwise(optimizer, allow_untested=allow_untested)
-    defaults = optimizer.defaults
-    return Source(
-        kind.__name__,
-        groups,
-        defaults,
-        moments,
-        lambda regions: TorchUpdate(kind, defaults, regions, groups),
-        client=optimizer,
-    )
-
-
-def _stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state is more than what Adagrad's constructor already makes."""
-    return bool(state) and float(state.get("step", 1)) > 0
-
-
-def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """Our rule that computes what a torch optimizer does, None if there is none."""
-    groups, kind = optimizer.param_groups, type(optimizer)
-    if any(group.get("maximize") or group.get("differentiable") or group.get("amsgrad") for group in groups):
-        return None
-    if any(isinstance(group["lr"], torch.Tensor) for group in groups):
-        return None
-    if kind is torch.optim.AdamW:
-        return ADAMW
-    if kind is torch.optim.Adam:
-        return ADAMW if all(group.get("decoupled_weight_decay") for group in groups) else ADAM
-    if kind is torch.optim.SGD:
-        return SGD if any(group["momentum"] for group in groups) else PLAIN_SGD
-    return None
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> int:
-    """State tensors per parameter of a torch optimizer that may run on slices of parameters.
-
-    Raises:
-        PlanError: the optimizer is not known to be element-wise, and `allow_untested` is False.
-    """
-    known = ELEMENTWISE.get(type(optimizer))
-    if known is not None:
-        return known + (1 if any(group.get("amsgrad") for group in optimizer.param_groups) else 0)
-    if allow_untested:
-        return 2
-    names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-    raise PlanError(
-        f"optimizer {type(optimizer).__name__} is not known to be element-wise, so it can't run on sharded state. "
-        f"Known: {names}. If each element's update depends on that element alone, allow it with "
-        "zero_allow_untested_optimizer (config) or allow_untested=True (shard)"
-    )
+    return groups
 
 
 def check_parameters(source: Source, model: nn.Module) -> None:
@@ -173,7 +118,7 @@ def check_parameters(source: Source, model: nn.Module) -> None:
         raise PlanError("the optimizer has no parameter that requires a gradient: nothing could be trained")
 
 
-def _fill(group: dict[str, Any], defaults: Mapping[str, Any], rule: Rule) -> None:
+def fill_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Give a parameter group the defaults that it lacks."""
     for key, value in defaults.items():
         group.setdefault(key, value)
-    rule.check(group)

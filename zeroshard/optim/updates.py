@@ -51,16 +51,85 @@ class UpdateMethod(StatefulUpdate, Protocol):
         ...
 
 
+class DeviceUpdate(StatefulUpdate, Protocol):
+    """An optimizer that learns what to do from tensors on the device, so that the host need not know."""
+
+    regions: Sequence[Region]
+
+    def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Get ready for one step; called once, before `apply`. May talk to other ranks.
+
+        Args:
+            coefficient: float64 scalar on the device that unscales, averages and clips.
+            active: bool (trainable parameters,) on the device; all False skips the step.
+            groups: hyper-parameters of each optimizer group.
+        """
+        ...
+
+    def apply(self, number: int) -> None:
+        """Update region `number`."""
+        ...
+
+
+class CompressedUpdate(UpdateMethod, Protocol):
+    """An optimizer that, from some step on, takes each rank's own gradients and averages in compressed form."""
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the coming step takes gradients that were not reduced."""
+        ...
+
+
+class HostDriven:
+    """An update for the device, run by a host that knows what to do."""
+
+    def __init__(self, inner: DeviceUpdate, device: torch.device) -> None:
+        self._inner = inner
+        self._device = device
+        self.lazy = inner.lazy
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        scale = torch.full((), coefficient, dtype=torch.float64, device=self._device)
+        self._inner.prepare(scale, torch.tensor(active, dtype=torch.bool, device=self._device), hyper)
+        for number in range(len(self._inner.regions)):
+            self._inner.apply(number)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._inner.tensors()
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._inner.load_tensors(tensors)
+
+    def counters(self) -> dict[str, Any]:
+        return self._inner.counters()
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self._inner.load_counters(counters)
+
+
 class FlatUpdate:
-    """A rule on flat regions, with its state in one flat float32 tensor per region and kind."""
+    """A rule on flat regions, with its state in one flat float32 tensor per region and kind.
+
+    Args:
+        groups: hyper-parameters of each optimizer group, for rules whose state does not start from 0.
+    """
 
     lazy = False
 
-    def __init__(self, rule: Rule, regions: Sequence[Region]) -> None:
+    def __init__(self, rule: Rule, regions: Sequence[Region], groups: Sequence[Mapping[str, Any]] = ()) -> None:
         self._rule = rule
         self._regions = regions
         self._state = [[torch.zeros_like(region.master, dtype=torch.float32) for _ in rule.state] for region in regions]
+        if rule.initial is not None:
+            self._fill(rule.initial, groups)
         self._steps = [[0] * len(region.layout.segments) for region in regions]
+
+    def _fill(self, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Start the state of each parameter from its group's value; padding stays 0."""
+        for region, state in zip(self._regions, self._state, strict=True):
+            for index, low, high in region.pieces:
+                for tensor in state if region.hyper[index] >= 0 else ():
+                    tensor[low:high] = groups[region.hyper[index]][name]
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         for number, group in enumerate(hyper):
@@ -127,14 +196,14 @@ class TorchUpdate:
                     self._slices.append((region, index, low, high, part))
                     members[region.hyper[index]].append(part)
         self._groups = [index for index, parts in enumerate(members) if parts]
-        options = [{"params": members[index], **_options(hyper[index])} for index in self._groups]
-        self._inner = optimizer(options, **_accepted(optimizer, defaults)) if options else None
+        options = [{"params": members[index], **group_options(hyper[index])} for index in self._groups]
+        self._inner = optimizer(options, **accepted_defaults(optimizer, defaults)) if options else None
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         if self._inner is None:
             return
         for group, index in zip(self._inner.param_groups, self._groups, strict=True):
-            group.update(_options(hyper[index]))
+            group.update(group_options(hyper[index]))
         for region, index, low, high, part in self._slices:
             on = active[region.first_flag + index]
             part.grad = scaled(region.grad()[low:high], coefficient) if on else None
@@ -182,7 +251,7 @@ def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
     return grad if coefficient == 1.0 else grad.mul_(coefficient)
 
 
-def _accepted(optimizer: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_defaults(optimizer: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults that the constructor takes; AdamW, for one, records some that only its base class does."""
     names = inspect.signature(optimizer).parameters.values()
     if any(name.kind is inspect.Parameter.VAR_KEYWORD for name in names):
@@ -191,5 +260,6 @@ def _accepted(optimizer: type[torch.optim.Optimizer], defaults: Mapping[str, Any
     return {key: value for key, value in defaults.items() if key in taken}
 
 
-def _options(hyper: Mapping[str, Any]) -> dict[str, Any]:
+def group_options(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
     return {key: value for key, value in hyper.items() if key not in ("params", "param_names")}

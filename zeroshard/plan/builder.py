@@ -12,6 +12,7 @@ from statistics import median
 
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import dtype_name, itemsize
+from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan, peer_problem
 from zeroshard.sharding.layout import flat_layout
@@ -52,6 +53,9 @@ class Recipe:
         precision: dtypes.
         policy: how a step runs; its `prefetch` is an upper bound that the element budgets below may lower.
         moments: optimizer state tensors per parameter (Adam 2, SGD with momentum 1).
+        matrices: parameters that the optimizer updates as whole matrices, with one state tensor each (Muon). They are
+            flat groups of their own, since their moments are other ones.
+        compressed: the optimizer averages momentum in compressed form; see GroupPlan.
         persistence_threshold: a sharded unit whose parameters all have at most this many elements stays gathered.
         persistence_budget: elements that may stay gathered for that reason.
         transient_gradients: sharded gradients of one micro-batch take memory from backward to step only; None lets the
@@ -65,6 +69,8 @@ class Recipe:
     precision: Precision = Precision()
     policy: ExecutionPolicy = field(default_factory=ExecutionPolicy)
     moments: int = 2
+    matrices: tuple[str, ...] = ()
+    compressed: bool = False
     persistence_threshold: int = 0
     persistence_budget: int = 2**63 - 1
     transient_gradients: bool | None = None
@@ -102,6 +108,7 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int
             budget -= numel
             row = Sharding(param=False, grad=row.grad, state=row.state, axis=row.axis)
         planned.append(_unit_plan(unit, row, sizes[row.axis], recipe))
+    planned = with_owners(planned, recipe.matrices)
     plan = with_order(planned, tuple(range(len(planned))), recipe_policy(planned, recipe), dp=dp, shard=shard)
     return with_peer_copies(plan) if recipe.peer_copies else plan
 
@@ -179,13 +186,14 @@ def _numel(parameter: ParameterSpec) -> int:
 
 
 def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> UnitPlan:
-    members: dict[tuple[str, bool], list[ParameterSpec]] = {}
+    members: dict[tuple[str, bool, bool], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
-        key = (_compute_dtype(parameter, recipe.precision), parameter.trainable)
+        matrix = parameter.trainable and parameter.name in recipe.matrices
+        key = (_compute_dtype(parameter, recipe.precision), parameter.trainable, matrix)
         members.setdefault(key, []).append(parameter)
     groups = tuple(
-        _group_plan(parameters, dtype, trainable, row, shards, recipe)
-        for (dtype, trainable), parameters in members.items()
+        _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments)
+        for (dtype, trainable, matrix), parameters in members.items()
     )
     return UnitPlan(unit.name, row.axis, groups, unit.aliases)
 
@@ -212,7 +220,13 @@ def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
 
 
 def _group_plan(
-    parameters: Sequence[ParameterSpec], dtype: str, trainable: bool, row: Sharding, shards: int, recipe: Recipe
+    parameters: Sequence[ParameterSpec],
+    dtype: str,
+    trainable: bool,
+    row: Sharding,
+    shards: int,
+    recipe: Recipe,
+    copies: int,
 ) -> GroupPlan:
     layout = flat_layout(
         ((parameter.name, parameter.shape) for parameter in parameters), shards=shards, itemsize=itemsize(dtype)
@@ -230,7 +244,7 @@ def _group_plan(
     state_axis = row.placed(row.state)
     needs_slot = row.grad or kept != wire
     master = Placement(state_axis, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
-    moments = Placement(state_axis, "float32", copies=recipe.moments) if recipe.moments else None
+    moments = Placement(state_axis, "float32", copies=copies) if copies else None
     return GroupPlan(
         layout,
         trainable,
@@ -241,4 +255,5 @@ def _group_plan(
         grad=grad,
         master=master,
         moments=moments,
+        compressed=recipe.compressed,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.matrices import exchange_buffers
 from zeroshard.plan.placement import StateKind
 from zeroshard.plan.plan import Plan
 
@@ -21,6 +22,8 @@ class StateBytes:
     reduce_slots: int
     no_sync: int
     """Whole local gradients; taken when a backward first runs under no_sync with sharded gradients, else not at all."""
+    step: int = 0
+    """Taken by a step and given back by it: what brings whole matrices together (Muon), on the rank with the most."""
 
     @property
     def state(self) -> int:
@@ -29,7 +32,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """State and slots; without what no_sync would add."""
+        """State and slots; without what no_sync would add and what a step takes for a moment."""
         return self.state + self.gather_slots + self.reduce_slots
 
 
@@ -49,4 +52,5 @@ def state_bytes(plan: Plan) -> StateBytes:
         gather_slots=plan.gather_slots.total_nbytes,
         reduce_slots=plan.reduce_slots.total_nbytes,
         no_sync=no_sync,
+        step=exchange_buffers(plan),
     )

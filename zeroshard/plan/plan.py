@@ -54,6 +54,10 @@ class ExecutionPolicy:
         on_nonfinite: what to do about inf and NaN in the gradients.
         cast_inputs: floating inputs of the model are cast to this dtype; None leaves them.
         peer_copies: all-gathers and reduce-scatters are copies between memory that all ranks of an axis reach.
+        parameter_sums: float64 values per trainable parameter that the optimizer sums over ranks in each step, in one
+            all-reduce for all of them (Lamb: two squared norms).
+        parameter_maxima: float64 values per trainable parameter of which a compressed step takes the largest over
+            ranks, in one all-reduce (1-bit Lamb).
     """
 
     prefetch: int = 1
@@ -67,6 +71,8 @@ class ExecutionPolicy:
     on_nonfinite: OnNonFinite = OnNonFinite.RAISE
     cast_inputs: str | None = None
     peer_copies: bool = False
+    parameter_sums: int = 0
+    parameter_maxima: int = 0
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:
@@ -86,6 +92,11 @@ class GroupPlan:
         staged: the reduced part lands beside the slot first (to be added or converted), not in the gradient itself.
         update_axis: the axis over which the optimizer step is divided; None where every rank updates everything.
         grad, master, moments: None where the group has no such state (frozen; or the parameters are their own master).
+        compressed: an optimizer averages momentum in compressed form (1-bit): beside `moments`, of which the update
+            reads its part, each rank keeps the whole momentum, the whole of what its own compression left out, and its
+            part of what the second one did.
+        owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
+            makes each one's update; () for all others.
     """
 
     layout: FlatLayout
@@ -97,6 +108,8 @@ class GroupPlan:
     grad: Placement | None = None
     master: Placement | None = None
     moments: Placement | None = None
+    owners: tuple[int, ...] = ()
+    compressed: bool = False
 
     def placement(self, kind: StateKind) -> Placement | None:
         return {
@@ -115,7 +128,10 @@ class GroupPlan:
         placement = self.placement(kind)
         if placement is None:
             return 0
-        return self.numel_per_rank(placement) * itemsize(placement.dtype) * placement.copies
+        found = self.numel_per_rank(placement) * itemsize(placement.dtype) * placement.copies
+        if self.compressed and kind is StateKind.MOMENTS:
+            found += (2 * self.layout.numel + self.layout.shard_numel) * itemsize(placement.dtype)
+        return found
 
     @property
     def travels(self) -> bool:
@@ -269,6 +285,10 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
         if group.trainable:
             _check_dtype(group.wire, f"{where}.wire")
+        if group.owners and len(group.owners) != len(group.layout.segments):
+            raise PlanError(f"{where}.owners has {len(group.owners)} entries for {len(group.layout.segments)} segments")
+        if any(not 0 <= owner < group.layout.shards for owner in group.owners):
+            raise PlanError(f"{where}.owners names a rank that the axis {unit.axis!r} does not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
 

@@ -1,8 +1,9 @@
 """Traffic of a step, counted by running the plan's programs over a slot ledger, without any tensor.
 
 Payload bytes per rank: an all-gather counts its whole output, a reduce-scatter its whole input, an all-reduce its
-tensor. A ring moves (n-1)/n of an all-gather's or reduce-scatter's payload over each link, and twice that of an
-all-reduce's; so data parallel's all-reduce of the gradients counts like one reduce-scatter plus one all-gather here.
+tensor, an all-to-all what a rank sends on average (its own part included). A ring moves (n-1)/n of an all-gather's or
+reduce-scatter's payload over each link, and twice that of an all-reduce's; so data parallel's all-reduce of the
+gradients counts like one reduce-scatter plus one all-gather here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from zeroshard.plan.compression import compressed_nbytes
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.matrices import exchange_nbytes
 from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
 from zeroshard.plan.program import OpKind, Program, build_programs
 from zeroshard.sharding.slots import SlotLedger
@@ -31,11 +34,12 @@ class Traffic:
         return sum(self.nbytes.values())
 
 
-def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False) -> Traffic:
+def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False, compressed: bool = False) -> Traffic:
     """Traffic of one steady optimizer step of `micro_batches` forward and backward passes.
 
     Args:
         no_sync: all but the last micro-batch run under no_sync.
+        compressed: the optimizer is past its warm-up and averages momentum in compressed form, not gradients.
     """
     programs = build_programs(plan)
     ledger = new_ledger(plan)
@@ -46,8 +50,16 @@ def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False) -
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             count.run(programs.forward, ledger, reduce=False, last=last)
-            count.run(programs.backward, ledger, reduce=last or not no_sync, last=last)
+            count.run(programs.backward, ledger, reduce=(last or not no_sync) and not compressed, last=last)
         count.add("all-reduce", stats_numel(plan) * 8, plan.dp)
+        count.add("all-reduce", sums_numel(plan) * 8, plan.dp)
+        for axis, nbytes in exchange_nbytes(plan).items():
+            for _ in range(2):  # there as what is to be made orthogonal, back as what has been
+                count.add("all-to-all", nbytes, plan.axis_size(axis))
+        if compressed:
+            count.add("all-reduce", maxima_numel(plan) * 8, plan.dp)
+            count.add("all-to-all", compressed_nbytes(plan), plan.dp)
+            count.add("all-gather", compressed_nbytes(plan), plan.dp)
         ledger.invalidate()
         count.run(programs.after_step, ledger, reduce=False, last=True)
     return Traffic(dict(count.calls), dict(count.nbytes))
@@ -62,6 +74,24 @@ def new_ledger(plan: Plan) -> SlotLedger:
 def stats_numel(plan: Plan) -> int:
     """float64 values in the small all-reduce of each step."""
     return STATS_FIXED + sum(len(group.layout.segments) for _, group in plan.groups() if group.trainable)
+
+
+def sums_numel(plan: Plan) -> int:
+    """float64 values in the all-reduce of what the optimizer sums per parameter; 0 where every rank has the whole."""
+    return plan.policy.parameter_sums * _divided_parameters(plan)
+
+
+def maxima_numel(plan: Plan) -> int:
+    """float64 values in the all-reduce of maxima per parameter of a compressed step."""
+    return plan.policy.parameter_maxima * _divided_parameters(plan)
+
+
+def _divided_parameters(plan: Plan) -> int:
+    """Trainable parameters of a plan that divides any of them; 0 where every rank updates all of all."""
+    trainable = [group for _, group in plan.groups() if group.trainable]
+    if not any(group.update_axis is not None and group.layout.shards > 1 for group in trainable):
+        return 0
+    return sum(len(group.layout.segments) for group in trainable)
 
 
 class _Counter:

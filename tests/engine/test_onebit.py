@@ -1,0 +1,292 @@
+"""1-bit optimizers equal a plain simulation of all ranks, bit by bit of what is sent, at stages 0 and 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.measure import forget_sent, held_bytes, sent
+from tests.support.models import WIDTH, Batch
+from tests.support.training import assert_close, assert_same, full_parameters
+from tests.support.zoo import Stack
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.onebit.mean import pack, unpack
+from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite, Plan
+from zeroshard.plan.traffic import step_traffic
+
+FREEZE = 3
+STEPS = 7
+ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.1}
+LAMB: dict[str, Any] = {**ADAM, "coeff_beta": 0.5, "factor_threshold": 0.2, "factor_max": 2.0, "max_coeff": 5.0}
+BOUNDS: dict[str, Any] = {"min_coeff": 0.01, "factor_min": 0.5}
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "OneBitAdam": lambda model: zeroshard.OneBitAdam(_groups(model), freeze_step=FREEZE, **ADAM),
+    "OneBitLamb": lambda model: zeroshard.OneBitLamb(_groups(model), freeze_step=FREEZE, **LAMB, **BOUNDS),
+}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    model = Stack(3)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for _, p in named if p.dim() > 1]},
+        {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-3},
+    ]
+
+
+def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Block 2 has no gradient in step 4, on no rank; on rank 1 it has none in step 5 either."""
+    skip = batch.step == 4 or (batch.step == 5 and batch.rank == 1)
+    return model(batch.normal(3, WIDTH), (0, 1) if skip else (0, 1, 2)).float().square().mean()
+
+
+class _Simulation:
+    """All ranks in one process, each with its own gradients and errors, and no packing, slicing or sending."""
+
+    def __init__(self, plan: Plan, world: int, lamb: bool) -> None:
+        self.model, self.world, self.lamb = _model(), world, lamb
+        self.pieces: dict[str, list[slice]] = {}
+        for _, group in plan.groups():
+            for rank in range(world if group.trainable else 0):
+                start, end = group.layout.shard_range(rank)
+                for index, low, high in group.layout.pieces(start, end):
+                    segment = group.layout.segments[index]
+                    cut = slice(start + low - segment.offset, start + high - segment.offset)
+                    self.pieces.setdefault(segment.name, []).append(cut)
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        zeros = {name: torch.zeros(p.numel()) for name, p in self.parameters.items()}
+        self.m, self.v = dict(zeros), dict(zeros)
+        self.worker = [{name: zero.clone() for name, zero in zeros.items()} for _ in range(world)]
+        self.server = {name: zero.clone() for name, zero in zeros.items()}
+        self.ratio, self.factor = dict.fromkeys(zeros, 0.0), dict.fromkeys(zeros, 1.0)
+        self.fresh: dict[str, torch.Tensor] = {}
+
+    def hyper(self, name: str) -> dict[str, Any]:
+        common = {**LAMB, **BOUNDS} if self.lamb else ADAM
+        return {**common, "weight_decay": 0.0, "lr": 5e-3} if self.parameters[name].dim() == 1 else common
+
+    @torch.no_grad()
+    def step(self, number: int) -> None:
+        grads = [self._gradients(Batch(number, 0, rank)) for rank in range(self.world)]
+        for name, parameter in self.parameters.items():
+            mine = [own.get(name) for own in grads]
+            if all(grad is None for grad in mine):
+                continue
+            each = [torch.zeros(parameter.numel()) if grad is None else grad for grad in mine]
+            hyper = self.hyper(name)
+            before = self.m[name]
+            if number < FREEZE:
+                total = each[0] if self.world == 1 else sum(each[1:], each[0])
+                grad = total * (1 / self.world)
+                self.m[name] = before * hyper["betas"][0] + grad * (1 - hyper["betas"][0])
+                self.v[name] = self.v[name] * hyper["betas"][1] + grad * grad * (1 - hyper["betas"][1])
+            else:
+                self.m[name] = self._average(
+                    name, [before * hyper["betas"][0] + g * (1 - hyper["betas"][0]) for g in each]
+                )
+            self._update(name, parameter, hyper, before, warm=number < FREEZE)
+        if number == FREEZE - 1:
+            self.fresh = {name: value.clone() for name, value in self.v.items()}
+
+    def _gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
+        self.model.zero_grad()
+        with torch.enable_grad():
+            _loss(self.model, batch).backward()
+        return {name: p.grad.reshape(-1).clone() for name, p in self.parameters.items() if p.grad is not None}
+
+    def _average(self, name: str, values: list[torch.Tensor]) -> torch.Tensor:
+        found = torch.zeros_like(values[0])
+        for cut in self.pieces[name]:
+            mean = torch.zeros_like(values[0][cut])
+            for rank, value in enumerate(values):
+                mean += _one_bit(value[cut], self.worker[rank][name][cut]) / self.world
+            found[cut] = _one_bit(mean, self.server[name][cut])
+        return found
+
+    def _update(
+        self, name: str, parameter: torch.Tensor, hyper: dict[str, Any], before: torch.Tensor, *, warm: bool
+    ) -> None:
+        flat = parameter.view(-1)
+        root = self.v[name].sqrt() + hyper["eps"]
+        bare = self.m[name] / root
+        update = bare + flat * hyper["weight_decay"]
+        used = 1.0
+        if self.lamb and warm:
+            weight, size = float(flat.double().norm()), float(update.double().norm())
+            used = min(max(weight / size, hyper["min_coeff"]), hyper["max_coeff"]) if weight and size else 1.0
+            self.ratio[name] = hyper["coeff_beta"] * self.ratio[name] + (1 - hyper["coeff_beta"]) * used
+        elif self.lamb:
+            beta1, beta2 = hyper["betas"]
+            grad = (self.m[name] - before * beta1) / (1 - beta1)
+            self.fresh[name] = self.fresh[name] * beta2 + grad * grad * (1 - beta2)
+            factor = float((root / (self.fresh[name].sqrt() + hyper["eps"])).max())
+            share = (
+                min(1.0, float(bare.double().norm()) / float(update.double().norm())) if hyper["weight_decay"] else 1.0
+            )
+            factor = min(max(factor * share + 1 - share, hyper["factor_min"]), hyper["factor_max"])
+            last, threshold = self.factor[name], hyper["factor_threshold"]
+            self.factor[name] = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
+            used = self.ratio[name] * self.factor[name]
+        flat -= update * (hyper["lr"] * used)
+
+
+def _one_bit(value: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Sign times root mean square of value and error; what that leaves out becomes the error."""
+    whole = value + error
+    found = torch.where(whole >= 0, 1.0, -1.0) * (whole.norm() / math.sqrt(len(whole)))
+    error.copy_(whole - found)
+    return found
+
+
+def _equal(rank: int, world: int) -> None:
+    for name, make in MAKERS.items():
+        for stage in (0, 1):
+            model = _model()
+            _, optimizer = zeroshard.shard(model, make(model), plan=stage)
+            simulation = _Simulation(zeroshard.plan_of(model), world, name == "OneBitLamb")
+            for step in range(STEPS):
+                _loss(model, Batch(step, 0, rank)).backward()
+                optimizer.step()
+                simulation.step(step)
+                expected = {key: value.detach() for key, value in simulation.model.named_parameters()}
+                assert_close(full_parameters(model), expected, 2e-6, f"{name}, stage {stage}, step {step}")
+                assert (zeroshard.get_global_grad_norm(model) is None) == (step >= FREEZE)
+            zeroshard.close(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_equals_a_simulation_of_all_ranks(world: int) -> None:
+    run_ranks(world, _equal)
+
+
+def _counted(rank: int, world: int) -> tuple[int, int]:
+    found = (0, 0)
+    for name, make in MAKERS.items():
+        for stage in (0, 1):
+            for accumulate in (False, True):
+                model = _model()
+                _, optimizer = zeroshard.shard(model, make(model), plan=stage, accumulate=accumulate)
+                for step in range(STEPS):
+                    forget_sent(model)
+                    for micro in range(2 if accumulate else 1):
+                        (model(Batch(step, micro, rank).normal(3, WIDTH)).square().mean()).backward()
+                    optimizer.step()
+                    plan, late = zeroshard.plan_of(model), step >= FREEZE
+                    if step not in (
+                        0,
+                        FREEZE - 1,
+                    ):  # the order is agreed upon in one, the momentum gathered in the other
+                        expected = step_traffic(plan, micro_batches=2 if accumulate else 1, compressed=late)
+                        assert sent(model) == expected, (name, stage, accumulate, step)
+                        assert ("reduce-scatter" in expected.nbytes) == (not late)
+                        found = (expected.nbytes["all-to-all"], plan.parameter_numel) if late else found
+                assert held_bytes(model) == replace(state_bytes(plan), no_sync=0), (name, stage)
+                assert Plan.from_json(plan.to_json()) == plan
+                zeroshard.close(model)
+    return found
+
+
+def test_one_bit_per_parameter_is_sent_and_what_is_held_is_in_the_plan() -> None:
+    nbytes, parameters = run_ranks(2, _counted)[0]
+    assert nbytes < parameters / 8 * 1.6, "bits, scales and padding of a model of tiny matrices"
+
+
+def test_bits_are_packed_eight_to_a_byte() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    values[5] = 0.0
+    packed = pack(values)
+    assert (packed.dtype, packed.numel()) == (torch.uint8, 512)
+    assert torch.equal(unpack(packed), torch.where(values >= 0, 1.0, -1.0))
+
+
+def _skips_and_resumes(rank: int, world: int, folder: str) -> None:
+    for name, make in MAKERS.items():
+        for stage in (0, 1):
+            ends: list[dict[str, torch.Tensor]] = []
+            for steps in (range(STEPS), (0, 1, -1, 2, 3, -1, -1, 4, 5, 6)):
+                model = _model()
+                policy = ExecutionPolicy(on_nonfinite=OnNonFinite.SKIP, cast_inputs="float16")
+                recipe = Recipe(STAGES[stage], precision=Precision("float16"), policy=policy)
+                scaler = LossScaler("cpu", dynamic=False, initial=64.0)
+                _, optimizer = zeroshard.shard(model, make(model), plan=recipe, scaler=scaler)
+                for step in steps:
+                    loss = _loss(model, Batch(abs(step), 0, rank)) * float(scaler.scale)
+                    (loss * math.inf if step < 0 and rank == 1 else loss).backward()
+                    optimizer.step()
+                ends.append(full_parameters(model))
+                zeroshard.close(model)
+            assert_same(ends[1], ends[0], f"{name}: a skipped step leaves no trace")
+        _resumes(rank, name, folder)
+
+
+def _resumes(rank: int, name: str, folder: str) -> None:
+    """Saved in the warm-up or after it, training goes on as if nothing had happened."""
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": name, "params": {"lr": 1e-2, "freeze_step": FREEZE}},
+        "zero_optimization": {"stage": 1},
+    }
+    ends: list[dict[str, torch.Tensor]] = []
+    for saves in ((), (1, FREEZE + 1)):
+        engine = zeroshard.initialize(model=_model(), config=config)[0]
+        for step in range(STEPS):
+            engine.backward(_loss(engine, Batch(step, 0, rank)))
+            engine.step()
+            if step in saves:
+                engine.save_checkpoint(folder, tag=f"{name}{step}")
+                engine.destroy()
+                engine = zeroshard.initialize(model=_model(), config=config)[0]
+                engine.load_checkpoint(folder, tag=f"{name}{step}")
+        ends.append(full_parameters(engine.module))
+        engine.destroy()
+    assert_same(ends[1], ends[0], f"{name} resumed")
+
+
+def test_skipped_steps_leave_no_trace_and_checkpoints_resume_in_both_phases(tmp_path: Path) -> None:
+    run_ranks(2, _skips_and_resumes, str(tmp_path))
+
+
+def test_what_can_not_be_averaged_in_one_bit_is_refused_by_name() -> None:
+    for stage in (2, 3):
+        model = _model()
+        with pytest.raises(PlanError, match=r"OneBitAdam sends compressed momentum .* stages 0 and 1 only"):
+            zeroshard.shard(model, MAKERS["OneBitAdam"](model), plan=stage)
+    model = _model()
+    with pytest.raises(PlanError, match="OneBitLamb can't clip by the gradients' norm"):
+        zeroshard.shard(model, MAKERS["OneBitLamb"](model), plan=1, clip_norm=1.0)
+    with pytest.raises(PlanError, match="freeze_step 0: at least one step of warm-up"):
+        zeroshard.shard(model, zeroshard.OneBitAdam(model.parameters(), freeze_step=0), plan=0)
+
+
+def _norm_late(rank: int, world: int) -> None:
+    model = _model()
+    _, optimizer = zeroshard.shard(model, MAKERS["OneBitAdam"](model), plan=0)
+    for step in range(FREEZE):
+        _loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+    _loss(model, Batch(0, 0, rank)).backward()
+    with pytest.raises(UsageError, match="after the optimizer's warm-up they are never averaged"):
+        zeroshard.clip_grad_norm_(model, 1.0)
+
+
+def test_the_norm_is_refused_after_the_warm_up() -> None:
+    run_ranks(2, _norm_late)

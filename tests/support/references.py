@@ -1,0 +1,110 @@
+"""Plain, unsharded optimizers that torch does not have, from their papers: to compare the sharded ones with.
+
+Operations are in the order in which the sharded ones do them where that matters for the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class _Plain(torch.optim.Optimizer):
+    """Calls `update` for each parameter that has a gradient, with its own state and step number."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, state in self._due():
+            state["step"] = state.get("step", 0) + 1
+            assert parameter.grad is not None
+            self.update(parameter, parameter.grad, state, group)
+
+    def _due(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield group, parameter, self.state[parameter]
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def _held(state: dict[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:
+    return state.setdefault(name, torch.zeros_like(like))
+
+
+class PlainLion(_Plain):
+    """arXiv:2302.06675, program 1."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        m = _held(state, "m", p)
+        beta1, beta2 = hyper["betas"]
+        p.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+        p.add_(torch.sign(m * beta1 + g * (1 - beta1)), alpha=-hyper["lr"])
+        m.mul_(beta2).add_(g, alpha=1 - beta2)
+
+
+class PlainLamb(_Plain):
+    """arXiv:1904.00962, algorithm 2, with bounds of the ratio and bias corrections on the rate."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        m, v = _held(state, "m", p), _held(state, "v", p)
+        beta1, beta2 = hyper["betas"]
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = (v + hyper["eps"]).sqrt() if hyper["eps_inside_sqrt"] else v.sqrt() + hyper["eps"]
+        u = m / denominator + hyper["weight_decay"] * p
+        weight, update = float(p.double().norm()), float(u.double().norm())
+        ratio = min(max(weight / update, hyper["min_coeff"]), hyper["max_coeff"]) if weight and update else 1.0
+        rate = hyper["lr"]
+        if hyper["bias_correction"]:
+            rate = rate * math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+        p.sub_(u * (rate * ratio))
+
+
+class PlainMuon(_Plain):
+    """Muon as torch.optim.Muon computes it for groups with `use_muon`, also for stacks of them; AdamW for others."""
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        if not hyper["use_muon"]:
+            _adamw(p, g, state, hyper)
+            return
+        m = _held(state, "m", p)
+        m.lerp_(g, 1 - hyper["momentum"])
+        u = (g.lerp(m, hyper["momentum"]) if hyper["nesterov"] else m).bfloat16()
+        stack = u.view(-1, *u.shape[-2:]) if u.dim() == 3 else u.reshape(1, len(u), -1)
+        rows, columns = stack.shape[1:]
+        scale = math.sqrt(max(1, rows / columns))
+        if hyper["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, columns))
+        done = torch.stack([newton_schulz(matrix, hyper["ns_steps"]) for matrix in stack]).view(p.shape)
+        p.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+        p.add_(done, alpha=-(hyper["lr"] * scale))
+
+
+def _adamw(p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+    m, v = _held(state, "m", p), _held(state, "v", p)
+    beta1, beta2 = hyper["betas"]
+    p.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = (v.sqrt() / math.sqrt(1 - beta2 ** state["step"])).add_(hyper["eps"])
+    p.addcdiv_(m, denominator, value=-hyper["lr"] / (1 - beta1 ** state["step"]))
+
+
+def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """The quintic iteration in bfloat16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.bfloat16()
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -1,0 +1,203 @@
+"""Optimizers of a config: which types are built, and the parameters of each.
+
+Parameter names and defaults are DeepSpeed's, and torch's where DeepSpeed takes torch's optimizer. Its `Adam` decays
+weights decoupled (as AdamW does) unless `adam_w_mode` is false; this is kept, since a config means what it meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ValidationInfo, field_validator
+
+from zeroshard.config.fields import Count, Flag, NonNegative, exactly, one_of, real, refuse
+from zeroshard.config.models import Section
+
+_Decay = Annotated[float, real(0, below=1)]
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != 2:
+        raise refuse("a list of two numbers such as [0.9, 0.999]", value)
+    return tuple(value)
+
+
+def _zero(reason: str) -> BeforeValidator:
+    """A number that has one value; `reason` says why."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or value != 0:
+            raise refuse(f"0 ({reason})", value)
+        return 0.0
+
+    return BeforeValidator(check)
+
+
+Betas = Annotated[tuple[_Decay, _Decay], BeforeValidator(_pair)]
+_NoAmsgrad = Annotated[bool, exactly(False, "amsgrad is not built yet")]
+
+
+class AdamParams(Section):
+    """Adam; with `adam_w_mode` (the default) the decay is decoupled, so that this is AdamW."""
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    bias_correction: Flag = True
+    adam_w_mode: Flag = True
+    amsgrad: _NoAmsgrad = False
+    torch_adam: Flag = False
+
+
+class AdamWParams(AdamParams):
+    """AdamW; the decay is always decoupled."""
+
+    adam_w_mode: Annotated[
+        bool, exactly(True, "AdamW always decouples the decay; for the other kind write type Adam")
+    ] = True
+
+
+class SgdParams(Section):
+    """Stochastic gradient descent with momentum, as torch.optim.SGD."""
+
+    lr: NonNegative = 1e-3
+    momentum: NonNegative = 0.0
+    dampening: Annotated[float, real()] = 0.0
+    weight_decay: NonNegative = 0.0
+    nesterov: Flag = False
+
+
+class AdagradParams(Section):
+    """Adagrad, as torch.optim.Adagrad."""
+
+    lr: NonNegative = 1e-2
+    lr_decay: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+    initial_accumulator_value: NonNegative = 0.0
+    eps: NonNegative = 1e-10
+
+
+class LionParams(Section):
+    """Lion: the sign of a momentum, one state tensor."""
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.99)
+    weight_decay: NonNegative = 0.0
+
+
+class RmspropParams(Section):
+    """RMSprop, as torch.optim.RMSprop."""
+
+    lr: NonNegative = 1e-2
+    alpha: NonNegative = 0.99
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    momentum: NonNegative = 0.0
+    centered: Flag = False
+
+
+class LambParams(Section):
+    """Lamb: each parameter's rate follows its own norm, taken over all ranks."""
+
+    lr: NonNegative = 1e-3
+    bias_correction: Flag = True
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    eps_inside_sqrt: Flag = False
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Annotated[float, _zero("clip by the top-level key gradient_clipping")] = 0.0
+    max_coeff: NonNegative = 10.0
+    min_coeff: NonNegative = 0.01
+    amsgrad: Annotated[bool, exactly(False, "Lamb has no amsgrad")] = False
+
+    @field_validator("min_coeff")
+    @classmethod
+    def _in_order(cls, value: float, info: ValidationInfo) -> float:
+        if value > info.data.get("max_coeff", value):
+            raise refuse(f"at most max_coeff, which is {info.data['max_coeff']:g}", value)
+        return value
+
+
+class MuonParams(Section):
+    """Muon for hidden matrices (two dims or more, no "embed" or "lm_head" in the name), Adam for the rest.
+
+    `muon_lr` and `adam_lr` go before `lr`; where none is given, matrices have 0.02 and the rest 3e-4. Decay is
+    decoupled.
+    """
+
+    lr: NonNegative | None = None
+    momentum: Annotated[float, real(0)] = 0.95
+    weight_decay: NonNegative = 0.0
+    muon_lr: NonNegative | None = None
+    adam_lr: NonNegative | None = None
+    betas: Betas = (0.9, 0.95)
+    eps: NonNegative = 1e-10
+    ns_method: Annotated[Literal["gram", "standard"], one_of("gram", "standard")] = "gram"
+
+
+class _OneBitParams(Section):
+    """What 1-bit optimizers share. `cuda_aware` and `comm_backend_name` have no effect: the process group is used."""
+
+    lr: NonNegative = 1e-3
+    freeze_step: Count = 100_000
+    bias_correction: Flag = True
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    eps_inside_sqrt: Flag = False
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Annotated[float, _zero("averaged gradients are not there to be clipped")] = 0.0
+    amsgrad: _NoAmsgrad = False
+    cuda_aware: Flag = False
+    comm_backend_name: str = "nccl"
+
+
+class OneBitAdamParams(_OneBitParams):
+    """1-bit Adam, at stages 0 and 1: Adam for `freeze_step` steps, then ranks average one bit per parameter.
+
+    `bias_correction` has no effect, as in DeepSpeed: neither phase corrects bias.
+    """
+
+
+class OneBitLambParams(_OneBitParams):
+    """1-bit Lamb, at stages 0 and 1: Lamb for `freeze_step` steps, then ranks average one bit per parameter."""
+
+    max_coeff: NonNegative = 10.0
+    min_coeff: NonNegative = 0.01
+    coeff_beta: Annotated[float, real(0, below=1)] = 0.9
+    factor_max: NonNegative = 4.0
+    factor_min: NonNegative = 0.5
+    factor_threshold: NonNegative = 0.1
+
+
+OPTIMIZERS: Mapping[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamWParams,
+    "SGD": SgdParams,
+    "Adagrad": AdagradParams,
+    "Lion": LionParams,
+    "RMSprop": RmspropParams,
+    "Lamb": LambParams,
+    "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
+    "OneBitLamb": OneBitLambParams,
+}
+ONE_BIT = ("OneBitAdam", "OneBitLamb")
+"""Those that never average gradients after their warm-up: each rank keeps them whole, and nothing clips them."""
+OPTIMIZER_ALIASES: Mapping[str, str] = {
+    "DeepSpeedCPUAdam": "Adam",
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdagrad": "Adagrad",
+    "DeepSpeedCPULion": "Lion",
+    "FusedLion": "Lion",
+    "FusedLamb": "Lamb",
+    "MuonAdamW": "Muon",
+}
+"""Names that fail or are unusual in DeepSpeed but say clearly what is meant."""
+
+UNBUILT_OPTIMIZERS = (
+    "ZeroOneAdam",
+    *("MuAdam", "MuAdamW", "MuSGD", "Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "Rprop"),
+    "SparseAdam",
+)

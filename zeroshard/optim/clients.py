@@ -1,0 +1,157 @@
+"""The user's own optimizer, built in torch, as a sharded one.
+
+In order: ours wait to be sharded; for some of torch's we have a rule that computes the same on flat state; any other
+runs itself on one slice per parameter, if each element's update depends on that element alone. That is known of
+torch's; of a foreign one the user has to say it (zero_allow_untested_optimizer), and then a trial on a few numbers
+checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.muon_source import muon_source
+from zeroshard.optim.named import SourcedOptimizer
+from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, PLAIN_SGD, SGD, Rule, rmsprop_rule
+from zeroshard.optim.sources import Source, rule_source
+from zeroshard.optim.trial import differs_on_slices
+from zeroshard.optim.updates import TorchUpdate
+
+ELEMENTWISE: Mapping[type[torch.optim.Optimizer], int] = {
+    torch.optim.Adam: 2,
+    torch.optim.AdamW: 2,
+    torch.optim.SGD: 1,
+    torch.optim.Adagrad: 1,
+    torch.optim.Adadelta: 2,
+    torch.optim.Adamax: 2,
+    torch.optim.NAdam: 2,
+    torch.optim.RAdam: 2,
+    torch.optim.RMSprop: 1,
+    torch.optim.Rprop: 2,
+    torch.optim.ASGD: 1,
+}
+"""Torch optimizers whose update of an element depends on that element alone, and their state tensors per parameter."""
+
+WHOLE: Mapping[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "its direction comes from products over all parameters",
+    torch.optim.Adafactor: "it keeps sums over rows and columns of each matrix; use AdamW, or Lion for less state",
+    torch.optim.SparseAdam: "it works on sparse gradients; use AdamW, and nn.Embedding with sparse=False",
+}
+"""Torch optimizers that can't run on slices of parameters, and why."""
+Factory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def client_source(
+    client: torch.optim.Optimizer | Factory, parameters: Iterable[Any], *, allow_untested: bool
+) -> Source:
+    """A source from the user's optimizer, or from a callable that makes one from parameters or parameter groups.
+
+    Raises:
+        UsageError: it has stepped already, or the callable gave something else.
+        PlanError: it can't run on shards, or is not known to; see `check_elementwise`.
+    """
+    built = client if isinstance(client, torch.optim.Optimizer) else client(parameters)
+    if not isinstance(built, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer callable returned a {type(built).__name__}: it must return a torch.optim.Optimizer over "
+            "the parameters that it is given"
+        )
+    if any(_stepped(state) for state in built.state.values()):
+        raise UsageError(
+            f"the {type(built).__name__} has stepped already and its state would be lost: shard before stepping"
+        )
+    if isinstance(built, SourcedOptimizer):
+        return built.source()
+    return torch_source(built, allow_untested=allow_untested)
+
+
+def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Source:
+    """A source from a torch optimizer; by a flat rule where one computes the same.
+
+    Raises:
+        PlanError: it can't run on shards, or is not known to; see `check_elementwise`.
+    """
+    kind, groups = type(optimizer), optimizer.param_groups
+    rule = flat_rule(optimizer)
+    if rule is not None:
+        return rule_source(rule, (), {}, optimizer)
+    if isinstance(optimizer, torch.optim.Muon):
+        for group in groups:
+            group["use_muon"] = True
+        return muon_source(groups, kind.__name__, optimizer)
+    moments = check_elementwise(optimizer, allow_untested=allow_untested)
+    defaults = optimizer.defaults
+    return Source(
+        kind.__name__,
+        groups,
+        defaults,
+        moments,
+        lambda site: TorchUpdate(kind, defaults, site.regions, groups),
+        client=optimizer,
+    )
+
+
+def _stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state is more than what Adagrad's constructor already makes."""
+    return bool(state) and float(state.get("step", 1)) > 0
+
+
+def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """Our rule that computes what a torch optimizer does, None if there is none."""
+    groups, kind = optimizer.param_groups, type(optimizer)
+    if any(group.get("maximize") or group.get("differentiable") or group.get("amsgrad") for group in groups):
+        return None
+    if any(isinstance(group["lr"], torch.Tensor) for group in groups):
+        return None
+    if kind is torch.optim.AdamW:
+        return ADAMW
+    if kind is torch.optim.Adam:
+        return ADAMW if all(group.get("decoupled_weight_decay") for group in groups) else ADAM
+    if kind is torch.optim.SGD:
+        return SGD if any(group["momentum"] for group in groups) else PLAIN_SGD
+    if kind is torch.optim.Adagrad:
+        return ADAGRAD
+    if kind is torch.optim.RMSprop:
+        return rmsprop_rule(
+            momentum=any(group["momentum"] > 0 for group in groups), centered=any(group["centered"] for group in groups)
+        )
+    return None
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> int:
+    """State tensors per parameter of a torch optimizer that may run on slices of parameters.
+
+    Raises:
+        PlanError: the optimizer is not element-wise, or not known to be and `allow_untested` is False.
+    """
+    kind = type(optimizer)
+    known = ELEMENTWISE.get(kind)
+    if known is not None:
+        return known + (1 if any(group.get("amsgrad") for group in optimizer.param_groups) else 0)
+    for base, reason in WHOLE.items():
+        if isinstance(optimizer, base):
+            raise PlanError(f"optimizer {kind.__name__} can't run on sharded state: {reason}")
+    if kind.__module__.startswith("torchao."):
+        raise PlanError(
+            f"optimizer {kind.__name__} of torchao keeps its moments in blocks that would straddle ranks; this is not built "
+            "yet. Use AdamW, or Lion or Muon for less state"
+        )
+    if not allow_untested:
+        names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+        raise PlanError(
+            f"optimizer {kind.__name__} is not known to be element-wise, so it can't run on sharded state. "
+            f"Known: {names}. If each element's update depends on that element alone, allow it with "
+            "zero_allow_untested_optimizer (config) or allow_untested=True (shard)"
+        )
+    if differs_on_slices(optimizer):
+        raise PlanError(
+            f"optimizer {kind.__name__} was allowed as untested, but a trial on a few numbers gave other values for a "
+            "matrix than for the same numbers in two slices: its update of an element depends on other elements, and "
+            "on sharded state it would compute something else than you wrote. Use stage 0 in torch itself, or one of "
+            "zeroshard's own (Lamb, MuonAdamW), which see whole parameters"
+        )
+    return 2

@@ -1,0 +1,62 @@
+"""The optimizer that a DeepSpeed config names, as a source: type and parameters as `zeroshard.config` resolved them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zeroshard.optim.lamb import lamb_source
+from zeroshard.optim.muon_source import muon_source, split_groups
+from zeroshard.optim.onebit.source import onebit_source
+from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, PLAIN_SGD, SGD, Rule, rmsprop_rule
+from zeroshard.optim.sources import Source, as_groups, rule_source
+
+
+def configured_source(
+    kind: str, params: Mapping[str, Any], parameters: Sequence[Any], names: Mapping[int, str]
+) -> Source:
+    """The source for a config's optimizer.
+
+    Args:
+        kind: the resolved type.
+        params: every parameter of that type.
+        parameters: parameters or parameter groups to train.
+        names: the model's parameter names by id.
+
+    Raises:
+        PlanError: there is nothing to train, or hyper-parameters of a group have no meaning.
+    """
+    if kind == "Lamb":
+        return lamb_source(as_groups(parameters), _without(params, "max_grad_norm", "amsgrad"))
+    if kind in ("OneBitAdam", "OneBitLamb"):
+        inert = ("freeze_step", "bias_correction", "max_grad_norm", "amsgrad", "cuda_aware", "comm_backend_name")
+        return onebit_source(kind, as_groups(parameters), _without(params, *inert), params["freeze_step"])
+    if kind == "Muon":
+        return _muon(params, parameters, names)
+    return rule_source(_rule(kind, params), parameters, _without(params, "adam_w_mode", "torch_adam", "amsgrad"))
+
+
+def _rule(kind: str, params: Mapping[str, Any]) -> Rule:
+    """DeepSpeed's Adam decouples the decay unless adam_w_mode is false."""
+    if kind in ("Adam", "AdamW"):
+        return ADAMW if params.get("adam_w_mode", True) else ADAM
+    if kind == "SGD":
+        return SGD if params["momentum"] else PLAIN_SGD
+    if kind == "RMSprop":
+        return rmsprop_rule(momentum=params["momentum"] > 0, centered=params["centered"])
+    return {"Adagrad": ADAGRAD, "Lion": LION}[kind]
+
+
+def _muon(params: Mapping[str, Any], parameters: Sequence[Any], names: Mapping[int, str]) -> Source:
+    """`muon_lr` and `adam_lr` go before `lr`; what is not given is the default of either kind."""
+    matrix = {key: params[key] for key in ("momentum", "weight_decay", "ns_method")}
+    other = {key: params[key] for key in ("betas", "eps", "weight_decay")}
+    for options, own in ((matrix, "muon_lr"), (other, "adam_lr")):
+        rate = params[own] if params[own] is not None else params["lr"]
+        if rate is not None:
+            options["lr"] = rate
+    return muon_source(split_groups(as_groups(parameters), names, matrix, other), "Muon")
+
+
+def _without(params: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in names}

@@ -1,0 +1,133 @@
+"""Muon on sharded state: the momentum of each whole matrix is made orthogonal, and that is its update.
+
+    divided:    momentum of my pieces --exchange--> matrices at their owners, Newton-Schulz --exchange--> my pieces
+    undivided:  momentum --Newton-Schulz--> update, matrix by matrix, without a buffer
+
+Everything that is not a matrix (biases, norms) and what should not be treated as one (embeddings, the head) is updated
+by Adam with decoupled decay, from groups whose `use_muon` is False. Matrices are flat groups of their own in the plan,
+since they have one state tensor and not two.
+
+Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for `adjust_lr_fn="match_rms_adamw"`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.errors import PlanError
+from zeroshard.optim.exchange import WIRE, MatrixExchange
+from zeroshard.optim.newton_schulz import orthogonalize
+from zeroshard.optim.regions import Region
+from zeroshard.optim.segments import Flags, Piece, pieces_of
+from zeroshard.optim.site import Site
+from zeroshard.plan.matrices import matrix_shape
+
+
+class MatrixUpdate:
+    """The update of this rank's regions of matrices. Regions must number their flags from 0."""
+
+    lazy = False
+
+    def __init__(self, site: Site) -> None:
+        self.regions = site.regions
+        self._flags = Flags(site.regions, site.device)
+        self._state = [torch.zeros_like(region.master) for region in site.regions]
+        divided: dict[str, list[tuple[int, Region]]] = {}
+        for number, region in enumerate(site.regions):
+            if region.divided:
+                if len(region.owners) != len(region.layout.segments):
+                    raise PlanError(
+                        f"the plan names no owners for the matrices of {region.label}, which Muon needs whole; name "
+                        "them in Recipe(matrices=...), or let zeroshard make the plan"
+                    )
+                divided.setdefault(region.axis, []).append((number, region))
+        exchanges = {axis: MatrixExchange(members, site.axes[axis], site.device) for axis, members in divided.items()}
+        self._exchanges = list(exchanges.values())
+        self._exchange_of = {number: exchanges[axis] for axis, members in divided.items() for number, _ in members}
+        self._groups: Sequence[Mapping[str, Any]] = ()
+        self._coefficient = torch.zeros((), dtype=torch.float64, device=site.device)
+        self._on = self._flags.owned
+        self._left: set[int] = set()
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes that a step takes on this rank to bring matrices together."""
+        return sum(exchange.buffer_nbytes for exchange in self._exchanges)
+
+    def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
+        """See DeviceUpdate. Divided matrices are exchanged and made orthogonal here."""
+        self._groups, self._coefficient = groups, coefficient
+        self._on = active & self._flags.owned
+        self._left = set(self._exchange_of)
+        for exchange in self._exchanges:
+            exchange.begin()
+        for number, exchange in self._exchange_of.items():
+            for piece in pieces_of(self.regions[number]):
+                exchange.piece(number, piece.index).copy_(self._momentum(number, piece))
+        for exchange in self._exchanges:
+            exchange.run(self._orthogonal)
+
+    def apply(self, number: int) -> None:
+        """See DeviceUpdate."""
+        region, exchange = self.regions[number], self._exchange_of.get(number)
+        for piece in pieces_of(region):
+            if exchange is not None:
+                update = exchange.piece(number, piece.index)
+            else:
+                update = self._orthogonal(number, piece.index, self._momentum(number, piece).to(WIRE)).reshape(-1)
+            self._step(region, piece, update)
+        self._left.discard(number)
+        if not self._left:
+            for each in self._exchanges:
+                each.end()
+
+    def _momentum(self, number: int, piece: Piece) -> torch.Tensor:
+        """Move the momentum where the parameter is active; what is to be made orthogonal."""
+        hyper, buffer = self._groups[piece.group], self._state[number][piece.cut]
+        grad = self.regions[number].grad()[piece.cut].float() * self._coefficient
+        momentum = hyper["momentum"]
+        buffer.copy_(torch.where(self._on[piece.flag], buffer.lerp(grad, 1 - momentum), buffer))
+        return grad.lerp(buffer, momentum) if hyper["nesterov"] else buffer
+
+    def _orthogonal(self, number: int, index: int, flat: torch.Tensor) -> torch.Tensor:
+        region = self.regions[number]
+        if region.hyper[index] < 0:
+            return flat  # not the optimizer's: nobody reads it
+        batch, rows, columns = matrix_shape(region.layout.segments[index].shape)
+        shape = (rows, columns) if batch == 1 else (batch, rows, columns)
+        return orthogonalize(flat.view(shape), self._groups[region.hyper[index]])
+
+    def _step(self, region: Region, piece: Piece, update: torch.Tensor) -> None:
+        hyper, values = self._groups[piece.group], region.master[piece.cut]
+        rate = float(hyper["lr"])
+        scale = lr_scale(region.layout.segments[piece.index].shape, hyper["adjust_lr_fn"])
+        stepped = values.mul(1 - rate * hyper["weight_decay"]).add_(update, alpha=-(rate * scale))
+        values.copy_(torch.where(self._on[piece.flag], stepped, values))
+        if region.param is not None:
+            region.param[piece.cut].copy_(values)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Momentum by region."""
+        return {f"{number}.momentum_buffer": tensor for number, tensor in enumerate(self._state)}
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    def counters(self) -> dict[str, Any]:
+        return {}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        assert not counters
+
+
+def lr_scale(shape: Sequence[int], adjust: str | None) -> float:
+    """What the rate of a matrix is multiplied by: sqrt(max(1, rows/columns)), or to match Adam's updates."""
+    _, rows, columns = matrix_shape(shape)
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / max(1, columns)))

@@ -1,0 +1,177 @@
+"""Muon as a source: which parameters are matrices, and the two updates that work side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from zeroshard.errors import PlanError
+from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.muon import MatrixUpdate
+from zeroshard.optim.newton_schulz import COEFFICIENTS, check_method
+from zeroshard.optim.parts import DeviceParts, HostParts, Part, site_of_part
+from zeroshard.optim.rules import ADAMW, check_common
+from zeroshard.optim.site import Site
+from zeroshard.optim.sources import ParamGroups, Source, fill_group
+from zeroshard.optim.updates import DeviceUpdate, FlatUpdate, HostDriven, UpdateMethod
+
+MATRIX_DEFAULTS: Mapping[str, Any] = {
+    "lr": 0.02,
+    "momentum": 0.95,
+    "weight_decay": 0.0,
+    "nesterov": True,
+    "ns_method": "standard",
+    "ns_steps": 5,
+    "ns_coefficients": COEFFICIENTS,
+    "eps": 1e-7,
+    "adjust_lr_fn": None,
+}
+OTHER_DEFAULTS: Mapping[str, Any] = {
+    "lr": 3e-4,
+    "betas": (0.9, 0.95),
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "decoupled": True,
+}
+NOT_HIDDEN = ("embed", "lm_head")
+"""Parts of names of matrices that are updated by Adam all the same, as DeepSpeed has it."""
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is updated as a matrix by default: two dims or more, and no embedding or head by name."""
+    return parameter.dim() >= 2 and not any(part in name.lower() for part in NOT_HIDDEN)
+
+
+def split_groups(
+    groups: Iterable[Mapping[str, Any]],
+    names: Mapping[int, str],
+    matrix: Mapping[str, Any],
+    other: Mapping[str, Any],
+) -> ParamGroups:
+    """Each group as one of hidden matrices and one of the rest, those that are empty left out.
+
+    Args:
+        names: the parameters' names by id. A parameter's own attribute `use_muon` goes before its name and shape.
+        matrix, other: what is added to the groups of either kind.
+    """
+    found: ParamGroups = []
+    for group in groups:
+        kinds: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+        for parameter in group["params"]:
+            marked = vars(parameter).get("use_muon")
+            hidden = is_hidden_matrix(names.get(id(parameter), ""), parameter) if marked is None else bool(marked)
+            kinds[hidden].append(parameter)
+        given = {key: value for key, value in group.items() if key != "params"}
+        for use_muon, members in kinds.items():
+            if members:
+                options = matrix if use_muon else other
+                found.append({**options, **given, "params": members, "use_muon": use_muon})
+    return found
+
+
+def muon_source(groups: ParamGroups, name: str, client: torch.optim.Optimizer | None = None) -> Source:
+    """A source over groups that say by `use_muon` how they are updated.
+
+    Raises:
+        PlanError: a group does not say it, holds vectors as matrices, or has hyper-parameters without meaning.
+    """
+    matrices: set[int] = set()
+    for number, group in enumerate(groups):
+        if not isinstance(group.get("use_muon"), bool):
+            raise PlanError(
+                f"optimizer group {number} does not say whether it is of matrices: give each group 'use_muon': True or "
+                "False"
+            )
+        fill_group(group, MATRIX_DEFAULTS if group["use_muon"] else OTHER_DEFAULTS)
+        check_common(group)
+        if group["use_muon"]:
+            _check_matrices(number, group)
+            matrices |= {id(parameter) for parameter in group["params"]}
+        else:
+            ADAMW.check(group)
+    return Source(
+        name,
+        groups,
+        {},
+        2,
+        lambda site: _host_update(site, groups),
+        on_device=(lambda site: device_update(site, groups)) if find_spec("triton") is not None else None,
+        matrices=frozenset(matrices),
+        client=client,
+    )
+
+
+def _check_matrices(number: int, group: Mapping[str, Any]) -> None:
+    check_method(group)
+    if not 0.0 <= group["momentum"] <= 1.0:
+        raise PlanError(f"optimizer momentum {group['momentum']!r}: a number from 0 to 1 is needed")
+    if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise PlanError(f"optimizer adjust_lr_fn {group['adjust_lr_fn']!r}: it is 'original' or 'match_rms_adamw'")
+    for parameter in group["params"]:
+        if parameter.dim() < 2:
+            raise PlanError(
+                f"optimizer group {number} has 'use_muon': True and a parameter of shape {tuple(parameter.shape)}, "
+                "which is no matrix; put it into a group with 'use_muon': False"
+            )
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The site's regions of matrices and the others: the plan keeps them apart."""
+
+    matrices: list[int]
+    others: list[int]
+    matrix_site: Site
+    other_site: Site
+    matrix_flags: list[int]
+    other_flags: list[int]
+
+
+def _kinds(site: Site, groups: ParamGroups) -> _Kinds:
+    matrices: list[int] = []
+    others: list[int] = []
+    for number, region in enumerate(site.regions):
+        kinds = {bool(groups[group]["use_muon"]) for group in region.hyper if group >= 0}
+        if len(kinds) == 2:
+            raise PlanError(
+                f"the plan keeps matrices and other parameters of {region.label} in one flat group; name the matrices "
+                "in Recipe(matrices=...), or let zeroshard make the plan"
+            )
+        (matrices if kinds == {True} else others).append(number)
+    matrix_site, matrix_flags = site_of_part(site, matrices)
+    other_site, other_flags = site_of_part(site, others)
+    return _Kinds(matrices, others, matrix_site, other_site, matrix_flags, other_flags)
+
+
+def _host_update(site: Site, groups: ParamGroups) -> UpdateMethod:
+    kinds = _kinds(site, groups)
+    matrices, others = (
+        HostDriven(MatrixUpdate(kinds.matrix_site), site.device),
+        FlatUpdate(ADAMW, kinds.other_site.regions),
+    )
+    return HostParts(
+        [
+            Part[UpdateMethod]("matrices", matrices, kinds.matrices, kinds.matrix_flags),
+            Part[UpdateMethod]("others", others, kinds.others, kinds.other_flags),
+        ]
+    )
+
+
+def device_update(site: Site, groups: ParamGroups) -> DeviceUpdate:
+    """The update that needs no host: matrices, and Adam for the rest."""
+    kinds = _kinds(site, groups)
+    matrices, others = MatrixUpdate(kinds.matrix_site), DeviceAdam(ADAMW, kinds.other_site.regions, site.device)
+    return DeviceParts(
+        [
+            Part[DeviceUpdate]("matrices", matrices, kinds.matrices, kinds.matrix_flags),
+            Part[DeviceUpdate]("others", others, kinds.others, kinds.other_flags),
+        ],
+        site.regions,
+        site.device,
+    )

@@ -1,0 +1,217 @@
+"""Our own optimizers that torch does not have, to be built like torch's and passed to `shard` or `initialize`.
+
+    optimizer = zeroshard.Lamb(model.parameters(), lr=1e-3)
+    model, optimizer = zeroshard.shard(model, optimizer, plan=3)
+
+They are real torch optimizers, so groups, schedulers and `add_param_group` work before the model is sharded. Until then
+they can't step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zeroshard.errors import UsageError
+from zeroshard.optim.lamb import lamb_source
+from zeroshard.optim.muon_source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
+from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source
+from zeroshard.optim.rules import LION, Rule
+from zeroshard.optim.sources import Source, rule_source
+
+Parameters = Iterable[Any]
+
+
+class SourcedOptimizer(torch.optim.Optimizer):
+    """An optimizer of ours that waits to be sharded."""
+
+    def source(self) -> Source:
+        """What it becomes."""
+        raise UsageError(f"{type(self).__name__} has no sharded form")
+
+    def step(self, closure: Any = None) -> Any:
+        """Refused: it runs on sharded state only. Raises UsageError."""
+        raise UsageError(
+            f"{type(self).__name__}.step(): this optimizer is still unsharded; pass it to zeroshard.shard() or "
+            "initialize() and step the optimizer that comes back"
+        )
+
+
+class _RuleOptimizer(SourcedOptimizer):
+    """One that is computed by an element-wise rule."""
+
+    rule: Rule
+
+    def source(self) -> Source:
+        return rule_source(self.rule, (), self.defaults, self)
+
+
+class Lion(_RuleOptimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675): the sign of a momentum; one state tensor.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: usually 3 to 10 times smaller than AdamW's, with a decay as many times larger.
+    """
+
+    rule = LION
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+
+class Lamb(SourcedOptimizer):
+    """Lamb (You et al. 2020, arXiv:1904.00962) with the true ratio of each parameter, although it is sharded.
+
+    Args:
+        params: parameters or parameter groups.
+        eps_inside_sqrt: add eps to the second moment before the root, not after it.
+        max_coeff, min_coeff: bounds of the ratio of a parameter's norm to that of its update.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+
+    def source(self) -> Source:
+        return lamb_source(self.param_groups, self.defaults, self)
+
+
+class MuonAdamW(SourcedOptimizer):
+    """Muon for hidden matrices, AdamW for the rest; for matrices alone torch.optim.Muon may be passed as well.
+
+    Args:
+        params: `model.named_parameters()`, whose hidden matrices are found by shape and name; or groups that each say
+            'use_muon': True or False.
+        lr: rate of the matrices; `adam_lr` that of the rest. A group may have its own.
+        adjust_lr_fn: 'original' (None) multiplies the rate by sqrt(max(1, rows/columns)), 'match_rms_adamw' by
+            0.2 sqrt(max(rows, columns)) (arXiv:2502.16982).
+        ns_method: 'standard' or 'gram', see `zeroshard.optim.newton_schulz`.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        adam_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        nesterov: bool = True,
+        ns_method: str = "standard",
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        matrix = {
+            **MATRIX_DEFAULTS,
+            **given,
+            "ns_method": ns_method,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        other = {**OTHER_DEFAULTS, "lr": adam_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        items = list(params)
+        if items and isinstance(items[0], tuple):
+            names = {id(parameter): name for name, parameter in items}
+            items = split_groups([{"params": [parameter for _, parameter in items]}], names, matrix, other)
+        elif items and isinstance(items[0], dict):
+            items = [{**(matrix if group.get("use_muon") else other), **group} for group in items]
+        super().__init__(items, {})
+
+    def source(self) -> Source:
+        return muon_source(self.param_groups, "MuonAdamW", self)
+
+
+class OneBitAdam(SourcedOptimizer):
+    """1-bit Adam (arXiv:2102.02888): after `freeze_step` steps ranks average momentum in one bit, not gradients.
+
+    At stages 0 and 1, without clipping. Neither phase corrects bias.
+
+    Args:
+        params: parameters or parameter groups.
+        freeze_step: steps of Adam with averaged gradients; then the second moment is frozen.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        freeze_step: int = FREEZE_STEP,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self._freeze_step = freeze_step
+        given = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__(params, {**given, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay})
+
+    def source(self) -> Source:
+        return onebit_source("OneBitAdam", self.param_groups, self.defaults, self._freeze_step, self)
+
+
+class OneBitLamb(SourcedOptimizer):
+    """1-bit Lamb (arXiv:2104.06069): as OneBitAdam, with Lamb's ratios, which go on to follow the gradients slowly.
+
+    Args:
+        params: parameters or parameter groups.
+        freeze_step: steps of Lamb with averaged gradients; then the second moment is frozen.
+        max_coeff, min_coeff: bounds of the ratio in the warm-up; `coeff_beta` decays its mean.
+        factor_max, factor_min, factor_threshold: bounds of what that mean is multiplied by later, and how much it may
+            change in one step.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        freeze_step: int = FREEZE_STEP,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        self._freeze_step = freeze_step
+        given = {"lr": lr, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay}
+        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
+        factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        super().__init__(params, {**given, **bounds, **factors})
+
+    def source(self) -> Source:
+        return onebit_source("OneBitLamb", self.param_groups, self.defaults, self._freeze_step, self)

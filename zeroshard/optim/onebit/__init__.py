@@ -1,0 +1,1 @@
+"""Optimizers whose ranks average one bit per parameter instead of gradients."""

@@ -1,0 +1,163 @@
+"""What 1-bit Adam and 1-bit Lamb share: warm-up with averaged gradients, then the momentum averaged in one bit.
+
+    warm-up (freeze_step steps)   averaged gradients -> momentum and second moment of my part -> update
+    at its end                    momentum is gathered whole, once; the second moment is frozen
+    afterwards                    own gradients -> momentum, whole -> OneBitMean -> update of my part
+
+Each rank needs the whole momentum, since its own gradients move all of it; at stage 1 only master weights and second
+moments are divided. Tang et al. 2021 (arXiv:2102.02888, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.errors import PlanError
+from zeroshard.optim.onebit.mean import OneBitMean
+from zeroshard.optim.regions import Region
+from zeroshard.optim.segments import Piece, pieces_of
+from zeroshard.optim.site import Site
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a step updates: the flags of all parameters, and the pieces of those that are active, by region."""
+
+    active: Sequence[bool]
+    pieces: Sequence[Sequence[Piece]]
+
+
+class OneBitUpdate(ABC):
+    """The update of this rank's regions.
+
+    Args:
+        freeze_step: steps of the warm-up.
+    """
+
+    lazy = False
+
+    def __init__(self, site: Site, freeze_step: int) -> None:
+        for region in site.regions:
+            if region.axis != "dp" or region.whole_grad is None:
+                raise PlanError(
+                    f"{region.label} is divided within subgroups, where gradients can't be averaged in one bit"
+                )
+        self.regions = site.regions
+        self._site = site
+        self._freeze_step = freeze_step
+        self._steps = 0
+        layouts = [region.layout for region in site.regions]
+        self._mean = OneBitMean(layouts, site.control, site.device)
+        self._momentum = [torch.zeros(layout.numel, dtype=torch.float32, device=site.device) for layout in layouts]
+        self._second = [torch.zeros_like(region.master) for region in site.regions]
+
+    @property
+    def compressing(self) -> bool:
+        """See CompressedUpdate."""
+        return self._steps >= self._freeze_step
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Groups) -> None:
+        """See UpdateMethod; gradients are this rank's own while `compressing`."""
+        due = Due(active, [[p for p in pieces_of(region) if active[p.flag]] for region in self.regions])
+        if self.compressing:
+            before = [self._own(number).clone() for number in range(len(self.regions))] if self._needs_before else []
+            self._average_momentum(coefficient, active, hyper)
+            self._step_frozen(due, hyper, before)
+        else:
+            self._move_moments(coefficient, due, hyper)
+            self._step_warm(due, hyper)
+        self._steps += 1
+        if self._steps == self._freeze_step:
+            self._end_warm_up()
+
+    _needs_before = False
+    """Whether `_step_frozen` is given the momentum as it was."""
+
+    @abstractmethod
+    def _step_warm(self, due: Due, groups: Groups) -> None:
+        """Update parameters in the warm-up; moments have been moved."""
+
+    @abstractmethod
+    def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
+        """Update parameters after the warm-up; momentum has been averaged."""
+
+    def _end_warm_up(self) -> None:
+        for number, region in enumerate(self.regions):
+            if region.divided:
+                control = self._site.control
+                control.wait(control.all_gather(self._momentum[number], self._own(number), "(momentum)"))
+
+    def _own(self, number: int) -> torch.Tensor:
+        """The part of the momentum that belongs to this rank's region."""
+        region = self.regions[number]
+        return self._momentum[number][region.start : region.start + region.master.numel()]
+
+    def _move_moments(self, coefficient: float, due: Due, groups: Groups) -> None:
+        for number, pieces in enumerate(due.pieces):
+            grads, own, second = self.regions[number].grad(), self._own(number), self._second[number]
+            for piece in pieces:
+                beta1, beta2 = groups[piece.group]["betas"]
+                grad = grads[piece.cut].float() * coefficient
+                own[piece.cut].mul_(beta1).add_(grad, alpha=1 - beta1)
+                second[piece.cut].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def _average_momentum(self, coefficient: float, active: Sequence[bool], groups: Groups) -> None:
+        """Move the whole momentum by this rank's own gradients, then take the ranks' mean of it."""
+        skip: list[list[bool]] = []
+        for region, momentum in zip(self.regions, self._momentum, strict=True):
+            assert region.whole_grad is not None
+            grads, left_out = region.whole_grad(), []
+            for index, segment in enumerate(region.layout.segments):
+                group = region.hyper[index]
+                on = group >= 0 and active[region.first_flag + index]
+                left_out.append(not on)
+                if on:
+                    beta1 = groups[group]["betas"][0]
+                    cut = slice(segment.offset, segment.end)
+                    momentum[cut].mul_(beta1).add_(grads[cut].float() * coefficient, alpha=1 - beta1)
+            skip.append(left_out)
+        self._mean.average(self._momentum, skip)
+
+    def _direction(self, number: int, piece: Piece, hyper: Mapping[str, Any], *, decay: bool = True) -> torch.Tensor:
+        """Momentum over the root of the second moment, with the decay added. No bias correction: the papers drop it."""
+        found = self._own(number)[piece.cut] / self._root(self._second[number][piece.cut], hyper)
+        if decay and hyper["weight_decay"]:
+            found.add_(self.regions[number].master[piece.cut], alpha=hyper["weight_decay"])
+        return found
+
+    @staticmethod
+    def _root(second: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Tensor:
+        return (second + hyper["eps"]).sqrt_() if hyper["eps_inside_sqrt"] else second.sqrt().add_(hyper["eps"])
+
+    def _write(self, region: Region, piece: Piece, direction: torch.Tensor, rate: float) -> None:
+        region.master[piece.cut].sub_(direction * rate)
+        if region.param is not None:
+            region.param[piece.cut].copy_(region.master[piece.cut])
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, errors in enumerate(self._mean.errors):
+            yield f"{number}.exp_avg", self._momentum[number]
+            yield f"{number}.exp_avg_sq", self._second[number]
+            yield f"{number}.worker_error", errors.worker
+            yield f"{number}.server_error", errors.server
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments and compression errors by region."""
+        return dict(self._named())
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+
+    def counters(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self._steps = int(counters["steps"])

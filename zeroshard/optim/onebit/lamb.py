@@ -1,0 +1,140 @@
+"""1-bit Lamb (Li et al. 2021, arXiv:2104.06069, algorithm 2): Lamb, then one-bit momentum whose ratios move slowly.
+
+    warm-up      ratio = |p| / |u| within bounds; its running mean is what is kept of it
+    afterwards   ratio = that mean * factor, and factor = max(sqrt(v frozen) / sqrt(v now)) within bounds, where v now
+                 is made from gradients that are read back from the averaged momentum
+
+The factor moves by at most `factor_threshold` in each step. The paper also scales all momenta to one size before they
+are compressed together; here each piece of a parameter has a scale of its own, from which such a factor cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
+from zeroshard.optim.segments import Piece
+from zeroshard.optim.site import Site
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+DEFAULTS: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "eps_inside_sqrt": False,
+    "weight_decay": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+    "coeff_beta": 0.9,
+    "factor_max": 4.0,
+    "factor_min": 0.5,
+    "factor_threshold": 0.1,
+}
+
+
+class OneBitLambUpdate(OneBitUpdate):
+    """The update of this rank's regions."""
+
+    _needs_before = True
+
+    def __init__(self, site: Site, freeze_step: int) -> None:
+        super().__init__(site, freeze_step)
+        self._fresh = [torch.zeros_like(second) for second in self._second]
+        self._group_of = [group for region in site.regions for group in region.hyper]
+        self._ratios = [0.0] * len(self._group_of)
+        self._factors = [1.0] * len(self._group_of)
+
+    def _step_warm(self, due: Due, groups: Groups) -> None:
+        weights, updates = self._norms(due, lambda number, piece: self._weights_and_update(number, piece, groups))
+        used = [1.0] * len(self._group_of)
+        for flag, hyper in self._active(due, groups):
+            if weights[flag] and updates[flag]:
+                used[flag] = min(max(weights[flag] / updates[flag], hyper["min_coeff"]), hyper["max_coeff"])
+            beta = hyper["coeff_beta"]
+            self._ratios[flag] = beta * self._ratios[flag] + (1 - beta) * used[flag]
+        self._write_all(due, groups, used)
+
+    def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
+        maxima = torch.zeros(len(self._group_of), dtype=torch.float64, device=self._site.device)
+        for number, pieces in enumerate(due.pieces):
+            for piece in pieces:
+                self._renew(number, piece, groups[piece.group], before[number])
+                roots = [self._root(second[piece.cut], groups[piece.group]) for second in self._both(number)]
+                maxima[piece.flag] = (roots[0] / roots[1]).max()
+        if self._site.divided:
+            control = self._site.control
+            control.wait(control.all_reduce(maxima, "(ratios)", op=dist.ReduceOp.MAX))
+        bare, decayed = self._norms(due, lambda number, piece: self._bare_and_decayed(number, piece, groups))
+        largest: list[float] = maxima.tolist()
+        used = [1.0] * len(self._group_of)
+        for flag, hyper in self._active(due, groups):
+            share = min(1.0, bare[flag] / decayed[flag]) if hyper["weight_decay"] and decayed[flag] else 1.0
+            factor = largest[flag] * share + (1.0 - share)
+            factor = min(max(factor, hyper["factor_min"]), hyper["factor_max"])
+            last, threshold = self._factors[flag], hyper["factor_threshold"]
+            self._factors[flag] = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
+            used[flag] = self._ratios[flag] * self._factors[flag]
+        self._write_all(due, groups, used)
+
+    def _end_warm_up(self) -> None:
+        super()._end_warm_up()
+        for fresh, second in zip(self._fresh, self._second, strict=True):
+            fresh.copy_(second)
+
+    def _active(self, due: Due, groups: Groups) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The parameters to update, wherever they are, with their hyper-parameters: equal on all ranks."""
+        for flag, group in enumerate(self._group_of):
+            if group >= 0 and due.active[flag]:
+                yield flag, groups[group]
+
+    def _renew(self, number: int, piece: Piece, hyper: Mapping[str, Any], before: torch.Tensor) -> None:
+        """Move the second moment that goes on, by the gradient that the momentum has taken up."""
+        beta1, beta2 = hyper["betas"]
+        grad = (self._own(number)[piece.cut] - before[piece.cut] * beta1) / (1 - beta1)
+        self._fresh[number][piece.cut].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def _both(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._second[number], self._fresh[number]
+
+    def _weights_and_update(self, number: int, piece: Piece, groups: Groups) -> Pair:
+        return self.regions[number].master[piece.cut], self._direction(number, piece, groups[piece.group])
+
+    def _bare_and_decayed(self, number: int, piece: Piece, groups: Groups) -> Pair:
+        hyper = groups[piece.group]
+        return self._direction(number, piece, hyper, decay=False), self._direction(number, piece, hyper)
+
+    def _norms(self, due: Due, pair_of: Callable[[int, Piece], Pair]) -> tuple[list[float], list[float]]:
+        """Two norms of each parameter over all ranks."""
+        squares = torch.zeros(2, len(self._group_of), dtype=torch.float64, device=self._site.device)
+        for number, pieces in enumerate(due.pieces):
+            for piece in pieces if self._site.counts(self.regions[number]) else ():
+                for row, values in enumerate(pair_of(number, piece)):
+                    squares[row, piece.flag] = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        if self._site.divided:
+            self._site.control.wait(self._site.control.all_reduce(squares, "(norms)"))
+        first, second = squares.sqrt().tolist()
+        return first, second
+
+    def _write_all(self, due: Due, groups: Groups, ratios: Sequence[float]) -> None:
+        for number, pieces in enumerate(due.pieces):
+            for piece in pieces:
+                hyper = groups[piece.group]
+                rate = float(hyper["lr"]) * ratios[piece.flag]
+                self._write(self.regions[number], piece, self._direction(number, piece, hyper), rate)
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super()._named()
+        for number, fresh in enumerate(self._fresh):
+            yield f"{number}.exp_avg_sq_fresh", fresh
+
+    def counters(self) -> dict[str, Any]:
+        return {**super().counters(), "ratios": self._ratios, "factors": self._factors}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        super().load_counters(counters)
+        self._ratios = [float(value) for value in counters["ratios"]]
+        self._factors = [float(value) for value in counters["factors"]]

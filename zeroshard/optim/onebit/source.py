@@ -1,0 +1,77 @@
+"""1-bit optimizers as sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.errors import PlanError
+from zeroshard.optim.onebit import adam, lamb
+from zeroshard.optim.onebit.adam import OneBitAdamUpdate
+from zeroshard.optim.onebit.base import OneBitUpdate
+from zeroshard.optim.onebit.lamb import OneBitLambUpdate
+from zeroshard.optim.rules import check_betas, check_common
+from zeroshard.optim.site import Site
+from zeroshard.optim.sources import ParamGroups, Source, fill_group
+
+FREEZE_STEP = 100_000
+
+
+@dataclass(frozen=True)
+class _Kind:
+    defaults: Mapping[str, Any]
+    make: Callable[[Site, int], OneBitUpdate]
+    sums: int = 0
+    maxima: int = 0
+    fresh: int = 0
+
+
+_KINDS = {
+    "OneBitAdam": _Kind(adam.DEFAULTS, OneBitAdamUpdate),
+    "OneBitLamb": _Kind(lamb.DEFAULTS, OneBitLambUpdate, sums=2, maxima=1, fresh=1),
+}
+
+
+def onebit_source(
+    name: str,
+    groups: ParamGroups,
+    defaults: Mapping[str, Any],
+    freeze_step: int,
+    client: torch.optim.Optimizer | None = None,
+) -> Source:
+    """A source over `groups`.
+
+    Args:
+        name: OneBitAdam or OneBitLamb.
+        freeze_step: steps of the warm-up, with averaged gradients.
+
+    Raises:
+        PlanError: hyper-parameters without meaning.
+    """
+    kind = _KINDS[name]
+    if freeze_step < 1:
+        raise PlanError(f"{name} freeze_step {freeze_step}: at least one step of warm-up is needed for a second moment")
+    for group in groups:
+        fill_group(group, {**kind.defaults, **defaults})
+        check_common(group)
+        check_betas(group)
+        if not group["eps"] >= 0.0:
+            raise PlanError(f"optimizer eps {group['eps']!r} must not be negative")
+
+    def make(site: Site) -> OneBitUpdate:
+        return kind.make(site, freeze_step)
+
+    return Source(
+        name,
+        groups,
+        {**kind.defaults, **defaults},
+        1 + kind.fresh,
+        make,
+        parameter_sums=kind.sums,
+        parameter_maxima=kind.maxima,
+        compressed=make,
+        client=client,
+    )

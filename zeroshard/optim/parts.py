@@ -1,0 +1,91 @@
+"""Several updates as one: each has some of the regions, which it numbers from 0 as if there were no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from zeroshard.optim.regions import Region
+from zeroshard.optim.site import Site, flags_of, renumbered
+from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
+
+Update = TypeVar("Update", bound=StatefulUpdate)
+
+
+@dataclass(frozen=True)
+class Part(Generic[Update]):
+    """One update.
+
+    Attributes:
+        name: prefix of its state's names in checkpoints.
+        members: numbers of its regions among all.
+        flags: positions of its parameters among all trainable parameters.
+    """
+
+    name: str
+    update: Update
+    members: Sequence[int]
+    flags: Sequence[int]
+
+
+def site_of_part(site: Site, members: Sequence[int]) -> tuple[Site, list[int]]:
+    """The site with some of its regions only, renumbered, and the flags that they had."""
+    chosen = [site.regions[number] for number in members]
+    return replace(site, regions=renumbered(chosen)), flags_of(chosen)
+
+
+class _Parts(Generic[Update]):
+    """The state of all parts; names are those of each part after its own name."""
+
+    lazy = False
+
+    def __init__(self, parts: Sequence[Part[Update]]) -> None:
+        self._parts = parts
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"{part.name}.{name}": t for part in self._parts for name, t in part.update.tensors().items()}
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for part in self._parts:
+            prefix = f"{part.name}."
+            part.update.load_tensors(
+                {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            )
+
+    def counters(self) -> dict[str, Any]:
+        return {part.name: part.update.counters() for part in self._parts}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        for part in self._parts:
+            part.update.load_counters(counters[part.name])
+
+
+class HostParts(_Parts[UpdateMethod]):
+    """Updates that the host tells what to do."""
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        for part in self._parts:
+            part.update.apply(coefficient, [active[flag] for flag in part.flags], hyper)
+
+
+class DeviceParts(_Parts[DeviceUpdate]):
+    """Updates that learn what to do on the device."""
+
+    def __init__(self, parts: Sequence[Part[DeviceUpdate]], regions: Sequence[Region], device: torch.device) -> None:
+        super().__init__(parts)
+        self.regions = regions
+        self._flags = [torch.tensor(part.flags, dtype=torch.int64).to(device) for part in parts]
+        self._where = {number: (part, place) for part in parts for place, number in enumerate(part.members)}
+
+    def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
+        """See DeviceUpdate."""
+        for part, flags in zip(self._parts, self._flags, strict=True):
+            part.update.prepare(coefficient, active[flags], groups)
+
+    def apply(self, number: int) -> None:
+        """See DeviceUpdate."""
+        part, place = self._where[number]
+        part.update.apply(place)

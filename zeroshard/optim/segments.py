@@ -1,0 +1,66 @@
+"""What device updates that work parameter by parameter share: the group of each parameter, and who is updated when.
+
+Flags are positions among all trainable parameters, in plan order; a vector over flags has one value per parameter. The
+host knows which optimizer group a flag belongs to, never whether it is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.errors import PlanError
+from zeroshard.optim.regions import Region
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that a region has: its flag, its optimizer group, and where it lies."""
+
+    flag: int
+    index: int
+    group: int
+    cut: slice
+
+
+def pieces_of(region: Region) -> Iterator[Piece]:
+    """The pieces of a region that the optimizer has."""
+    for index, low, high in region.pieces:
+        if region.hyper[index] >= 0:
+            yield Piece(region.first_flag + index, index, region.hyper[index], slice(low, high))
+
+
+class Flags:
+    """Vectors over the flags of some regions, which number them from 0."""
+
+    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        group_of = [group for region in regions for group in region.hyper]
+        self.count = len(group_of)
+        self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
+        self.owned = self._group_of >= 0
+        self.steps = torch.zeros(self.count, dtype=torch.float64, device=device)
+
+    def belongs_to(self, group: int) -> torch.Tensor:
+        """bool (flags,): whether a flag's parameter is in optimizer group `group`."""
+        return self._group_of == group
+
+    def value_of(self, groups: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
+        """float64 (flags,): a hyper-parameter of each flag's group."""
+        found = torch.zeros_like(self.steps)
+        for index, hyper in enumerate(groups):
+            if name in hyper:
+                found = torch.where(self.belongs_to(index), float(hyper[name]), found)
+        return found
+
+
+def refuse_split(regions: Sequence[Region], name: str) -> None:
+    """Raises PlanError where master weights are a remainder beside the parameters, which only one kernel reads."""
+    for region in regions:
+        if region.master.dtype == torch.int16:
+            raise PlanError(
+                f"{name} needs whole master weights, but the plan keeps those of {region.label} as a 16-bit remainder: "
+                f'write Precision(master="float32") into the recipe'
+            )

@@ -1,0 +1,60 @@
+"""A trial whether an optimizer that nobody knows is element-wise: the same numbers as a matrix, and in two slices.
+
+    matrix (4, 6)              --3 steps-->  24 values
+    slice (10,), slice (14,)   --3 steps-->  24 values     equal for an element-wise optimizer
+
+It can refute, not prove. An optimizer that draws random numbers gives other values on every run, which says nothing;
+it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.optim.updates import accepted_defaults, group_options
+
+_SHAPE = (4, 6)
+_CUT = 10
+_STEPS = 3
+_TOLERANCE = 1e-5
+"""Relative; kernels may order the same operations differently for other shapes."""
+
+
+def differs_on_slices(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of the same kind and options gives a matrix other values than two slices of it."""
+    numel = _SHAPE[0] * _SHAPE[1]
+    generator = torch.Generator().manual_seed(0)
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.device("cpu")
+    start = torch.randn(numel, generator=generator)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(_STEPS)]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        whole = _run(optimizer, [start.view(_SHAPE)], [[g.view(_SHAPE)] for g in gradients], device)
+        again = _run(optimizer, [start.view(_SHAPE)], [[g.view(_SHAPE)] for g in gradients], device)
+        cut = [[g[:_CUT], g[_CUT:]] for g in gradients]
+        sliced = _run(optimizer, [start[:_CUT], start[_CUT:]], cut, device)
+    if not torch.equal(whole, again):
+        return False
+    return not torch.allclose(whole, sliced, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _run(
+    optimizer: torch.optim.Optimizer,
+    values: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    device: torch.device,
+) -> torch.Tensor:
+    kind: Any = type(optimizer)
+    parameters = [torch.nn.Parameter(value.clone().to(device)) for value in values]
+    options = group_options(optimizer.param_groups[0])
+    trial = kind([{"params": parameters, **options}], **accepted_defaults(kind, optimizer.defaults))
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone().to(device)
+        trial.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).cpu()
