@@ -137,8 +137,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool)
             raise PlanError(f"optimizer {kind.__name__} can't run on sharded state: {reason}")
     if kind.__module__.startswith("torchao."):
         raise PlanError(
-            f"optimizer {kind.__name__} of torchao keeps its moments in blocks that would straddle ranks; this is not built "
-            "yet. Use AdamW, or Lion or Muon for less state"
+            f"optimizer {kind.__name__} of torchao keeps its moments in blocks that would straddle ranks; this is not "
+            "built yet. Use AdamW, or Lion or Muon for less state"
         )
     if not allow_untested:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
