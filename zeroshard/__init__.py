@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         shard,
     )
     from zeroshard.from_config import initialize
-    from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb
+    from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb, ZeroOneAdam
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.placement import STAGES, Sharding
     from zeroshard.plan.plan import ExecutionPolicy, Plan
@@ -43,6 +43,7 @@ _HOME = {
     "Recipe": "zeroshard.plan.builder",
     "STAGES": "zeroshard.plan.placement",
     "Sharding": "zeroshard.plan.placement",
+    "ZeroOneAdam": "zeroshard.optim.named",
     "build_plan": "zeroshard.plan.builder",
     "clip_grad_norm_": "zeroshard.engine.native",
     "close": "zeroshard.engine.native",
@@ -71,6 +72,7 @@ __all__ = [
     "Precision",
     "Recipe",
     "Sharding",
+    "ZeroOneAdam",
     "build_plan",
     "clip_grad_norm_",
     "close",

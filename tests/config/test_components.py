@@ -79,7 +79,8 @@ def test_sgd_takes_its_own_parameters() -> None:
         (optimizer("xyz"), 'unknown type "xyz"; use one of Adam, AdamW, SGD, Adagrad'),
         (
             {"optimizer": {"type": 3}},
-            "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, OneBitAdam, OneBitLamb, not 3",
+            "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, "
+            "not 3",
         ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing, but optimizer.params.lr"),
         ({"optimizer": {"params": {}}}, "optimizer.type (config): is missing, but params is there; name the type"),
@@ -208,7 +209,7 @@ def test_the_top_of_a_warm_up_is_the_optimizers_rate_or_the_default_of_the_type(
 
 
 def test_the_scripts_own_optimizer_and_schedule_replace_the_configs_with_a_warning() -> None:
-    config = {"train_batch_size": 2, **optimizer("ZeroOneAdam"), **scheduler("OneCycle")}
+    config = {"train_batch_size": 2, **optimizer("MuAdam"), **scheduler("OneCycle")}
     with pytest.warns(ZeroShardWarning) as warned:
         loaded = load_config(config, world_size=2, client_optimizer=True, client_scheduler=True)
     assert (loaded.optimizer, loaded.scheduler) == (None, None)

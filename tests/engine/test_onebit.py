@@ -157,6 +157,145 @@ def _one_bit(value: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class _ZeroOne(_Simulation):
+    """0/1 Adam with a model for each rank."""
+
+    def __init__(self, plan: Plan, world: int, policy: dict[str, int]) -> None:
+        super().__init__(plan, world, lamb=False)
+        self.policy = policy
+        self.models = [_model() for _ in range(world)]
+        self.every = {"variance": 1, "talk": 1}
+        self.count = {"variance": 0, "talk": 0}
+        zeros = self.m
+        self.moments = [{name: zero.clone() for name, zero in zeros.items()} for _ in range(world)]
+        self.sums = [{name: zero.clone() for name, zero in zeros.items()} for _ in range(world)]
+        self.rates = dict.fromkeys(zeros, 0.0)
+        self.anchor: dict[str, torch.Tensor] = {}
+
+    def flat(self, rank: int, name: str) -> torch.Tensor:
+        return dict(self.models[rank].named_parameters())[name].view(-1)
+
+    @torch.no_grad()
+    def step(self, number: int) -> None:
+        step, grads = number + 1, []
+        for rank, model in enumerate(self.models):
+            self.model, self.parameters = model, {n: p for n, p in model.named_parameters() if p.requires_grad}
+            grads.append(self._gradients(Batch(number, 0, rank)))
+        active = [name for name in self.parameters if any(name in own for own in grads)]
+        each = {name: [own.get(name, torch.zeros_like(self.v[name])) for own in grads] for name in active}
+        if step <= self.policy["var_freeze_step"]:
+            self._early(step, each)
+        else:
+            self._late(step, each)
+        if step == self.policy["var_freeze_step"]:
+            for errors in (*self.worker, self.server):
+                for error in errors.values():
+                    error.zero_()
+            self.anchor = {name: self.flat(0, name).clone() for name in self.parameters}
+
+    def _tick(self, what: str, scaler: int, most: int) -> None:
+        self.count[what] += 1
+        if self.count[what] == scaler:
+            self.count[what], self.every[what] = 0, min(most, 2 * self.every[what])
+
+    def _early(self, step: int, each: dict[str, list[torch.Tensor]]) -> None:
+        variance = step % self.every["variance"] == 0
+        for name, grads in each.items():
+            hyper = self.hyper(name)
+            beta1, beta2 = hyper["betas"]
+            grad = sum(grads[1:], grads[0]) * (1 / self.world) if variance else self._average(name, grads)
+            for moments in self.moments:
+                moments[name] = moments[name] * beta1 + grad * (1 - beta1)
+            if variance:
+                self.v[name] = self.v[name] * beta2 + grad * grad * (1 - beta2)
+            for rank in range(self.world):
+                self._move(rank, name, hyper)
+        if variance:
+            self._tick("variance", self.policy["var_update_scaler"], 1 << 30)
+
+    def _move(self, rank: int, name: str, hyper: dict[str, Any]) -> None:
+        flat = self.flat(rank, name)
+        update = self.moments[rank][name] / (self.v[name].sqrt() + hyper["eps"]) + flat * hyper["weight_decay"]
+        flat -= update * hyper["lr"]
+
+    def _late(self, step: int, each: dict[str, list[torch.Tensor]]) -> None:
+        local = self.policy["local_step_clipper"] > 1
+        for name, grads in each.items():
+            hyper = self.hyper(name)
+            beta1 = hyper["betas"][0]
+            for rank, grad in enumerate(grads):
+                self.moments[rank][name] = self.moments[rank][name] * beta1 + grad * (1 - beta1)
+            if not local:
+                mean = self._average(name, [moments[name] for moments in self.moments])
+                for moments in self.moments:
+                    moments[name] = mean.clone()
+            self.rates[name] += hyper["lr"]
+            for rank in range(self.world):
+                self.sums[rank][name] = self.sums[rank][name] + self.moments[rank][name] * hyper["lr"]
+                self._move(rank, name, hyper)
+        if local and step % self.every["talk"] == 0:
+            self._talk()
+        self._tick("talk", self.policy["local_step_scaler"], self.policy["local_step_clipper"])
+
+    def _talk(self) -> None:
+        for name, total in self.rates.items():
+            if total == 0.0:
+                continue
+            hyper = self.hyper(name)
+            mean = self._average(name, [sums[name] for sums in self.sums])
+            self.anchor[name] = self.anchor[name] * (1 - hyper["weight_decay"] * total)
+            self.anchor[name] -= mean / (self.v[name].sqrt() + hyper["eps"])
+            for rank in range(self.world):
+                self.moments[rank][name] = mean / total
+                self.flat(rank, name).copy_(self.anchor[name])
+                self.sums[rank][name] = torch.zeros_like(mean)
+            self.rates[name] = 0.0
+
+
+POLICIES: dict[str, dict[str, int]] = {
+    "local": {"var_freeze_step": 5, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
+    "talking": {"var_freeze_step": 5, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 1},
+}
+VARIANCE = (1, 2, 4)
+"""Steps, from 1, of a freeze at 5 with an update scaler of 2: each until two are done, then every second."""
+TALKS = (6, 7, 8, 12)
+"""The same of talking: at most every fourth step, counted from the first."""
+
+
+def _zero_one(rank: int, world: int) -> None:
+    for name, stage in (("local", 0), ("talking", 0), ("talking", 1)):
+        model = _model()
+        policy = POLICIES[name]
+        _, optimizer = zeroshard.shard(model, zeroshard.ZeroOneAdam(_groups(model), **ADAM, **policy), plan=stage)
+        simulation = _ZeroOne(zeroshard.plan_of(model), world, policy)
+        for step in range(1, 13):
+            forget_sent(model)
+            _loss(model, Batch(step - 1, 0, rank)).backward()
+            optimizer.step()
+            if step not in (1, policy["var_freeze_step"]):
+                local = name == "local" and step > 5 and step not in TALKS
+                compressed = step not in VARIANCE and not local
+                expected = step_traffic(zeroshard.plan_of(model), compressed=compressed, local=local)
+                assert sent(model) == expected, (name, stage, step)
+            simulation.step(step - 1)
+            wanted = {key: value.detach() for key, value in simulation.models[rank].named_parameters()}
+            assert_close(full_parameters(model), wanted, 2e-6, f"{name}, stage {stage}, step {step}")
+            assert held_bytes(model) == replace(state_bytes(zeroshard.plan_of(model)), no_sync=0), (name, stage)
+            if name == "talking" or step <= 5 or step in TALKS:
+                same = [simulation.flat(r, key) for key in simulation.parameters for r in range(world)]
+                assert all(torch.equal(a, b) for a, b in zip(same[::world], same[world - 1 :: world], strict=True))
+        zeroshard.close(model)
+    if world > 1:
+        model = _model()
+        with pytest.raises(PlanError, match="use stage 0, or set local_step_clipper to 1"):
+            zeroshard.shard(model, zeroshard.ZeroOneAdam(model.parameters()), plan=1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_zero_one_adam_equals_a_simulation_and_talks_as_often_as_it_should(world: int) -> None:
+    run_ranks(world, _zero_one)
+
+
 def _equal(rank: int, world: int) -> None:
     for name, make in MAKERS.items():
         for stage in (0, 1):
@@ -235,15 +374,23 @@ def _skips_and_resumes(rank: int, world: int, folder: str) -> None:
                 ends.append(full_parameters(model))
                 zeroshard.close(model)
             assert_same(ends[1], ends[0], f"{name}: a skipped step leaves no trace")
+    for name in CONFIGURED:
         _resumes(rank, name, folder)
+
+
+CONFIGURED: dict[str, dict[str, int]] = {
+    "OneBitAdam": {"freeze_step": FREEZE},
+    "OneBitLamb": {"freeze_step": FREEZE},
+    "ZeroOneAdam": {"var_freeze_step": FREEZE, "local_step_scaler": 1, "local_step_clipper": 2},
+}
 
 
 def _resumes(rank: int, name: str, folder: str) -> None:
     """Saved in the warm-up or after it, training goes on as if nothing had happened."""
     config = {
         "train_batch_size": 2,
-        "optimizer": {"type": name, "params": {"lr": 1e-2, "freeze_step": FREEZE}},
-        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": name, "params": {"lr": 1e-2, **CONFIGURED[name]}},
+        "zero_optimization": {"stage": 0 if name == "ZeroOneAdam" else 1},
     }
     ends: list[dict[str, torch.Tensor]] = []
     for saves in ((), (1, FREEZE + 1)):

@@ -31,7 +31,7 @@ class Operation(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
-        return "a step" if self.kind == STEP else f"{self.kind} of unit {self.unit}"
+        return "an optimizer step" if self.kind == STEP else f"{self.kind} of unit {self.unit}"
 
 
 @dataclass(frozen=True)

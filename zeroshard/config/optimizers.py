@@ -141,7 +141,6 @@ class _OneBitParams(Section):
     """What 1-bit optimizers share. `cuda_aware` and `comm_backend_name` have no effect: the process group is used."""
 
     lr: NonNegative = 1e-3
-    freeze_step: Count = 100_000
     bias_correction: Flag = True
     betas: Betas = (0.9, 0.999)
     eps: NonNegative = 1e-8
@@ -159,16 +158,31 @@ class OneBitAdamParams(_OneBitParams):
     `bias_correction` has no effect, as in DeepSpeed: neither phase corrects bias.
     """
 
+    freeze_step: Count = 100_000
+
 
 class OneBitLambParams(_OneBitParams):
     """1-bit Lamb, at stages 0 and 1: Lamb for `freeze_step` steps, then ranks average one bit per parameter."""
 
+    freeze_step: Count = 100_000
     max_coeff: NonNegative = 10.0
     min_coeff: NonNegative = 0.01
     coeff_beta: Annotated[float, real(0, below=1)] = 0.9
     factor_max: NonNegative = 4.0
     factor_min: NonNegative = 0.5
     factor_threshold: NonNegative = 0.1
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """0/1 Adam, at stage 0: one bit per parameter but for ever fewer variance steps, then local steps.
+
+    At stage 1 with `local_step_clipper` 1. `bias_correction` has no effect, as in DeepSpeed.
+    """
+
+    var_freeze_step: Count = 100_000
+    var_update_scaler: Count = 16
+    local_step_scaler: Count = 32_678
+    local_step_clipper: Count = 16
 
 
 OPTIMIZERS: Mapping[str, type[Section]] = {
@@ -182,8 +196,9 @@ OPTIMIZERS: Mapping[str, type[Section]] = {
     "Muon": MuonParams,
     "OneBitAdam": OneBitAdamParams,
     "OneBitLamb": OneBitLambParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
 }
-ONE_BIT = ("OneBitAdam", "OneBitLamb")
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 """Those that never average gradients after their warm-up: each rank keeps them whole, and nothing clips them."""
 OPTIMIZER_ALIASES: Mapping[str, str] = {
     "DeepSpeedCPUAdam": "Adam",
@@ -197,7 +212,6 @@ OPTIMIZER_ALIASES: Mapping[str, str] = {
 """Names that fail or are unusual in DeepSpeed but say clearly what is meant."""
 
 UNBUILT_OPTIMIZERS = (
-    "ZeroOneAdam",
     *("MuAdam", "MuAdamW", "MuSGD", "Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "Rprop"),
     "SparseAdam",
 )

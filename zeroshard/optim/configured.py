@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from zeroshard.optim.lamb import lamb_source
 from zeroshard.optim.muon_source import muon_source, split_groups
-from zeroshard.optim.onebit.source import onebit_source
+from zeroshard.optim.onebit.source import onebit_source, zero_one_source
+from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, PLAIN_SGD, SGD, Rule, rmsprop_rule
 from zeroshard.optim.sources import Source, as_groups, rule_source
+
+_ONE_BIT_INERT = ("bias_correction", "max_grad_norm", "amsgrad", "cuda_aware", "comm_backend_name")
+_POLICY = tuple(field.name for field in fields(Policy))
 
 
 def configured_source(
@@ -29,8 +34,11 @@ def configured_source(
     if kind == "Lamb":
         return lamb_source(as_groups(parameters), _without(params, "max_grad_norm", "amsgrad"))
     if kind in ("OneBitAdam", "OneBitLamb"):
-        inert = ("freeze_step", "bias_correction", "max_grad_norm", "amsgrad", "cuda_aware", "comm_backend_name")
-        return onebit_source(kind, as_groups(parameters), _without(params, *inert), params["freeze_step"])
+        hyper = _without(params, "freeze_step", *_ONE_BIT_INERT)
+        return onebit_source(kind, as_groups(parameters), hyper, params["freeze_step"])
+    if kind == "ZeroOneAdam":
+        policy = Policy(**{name: params[name] for name in _POLICY})
+        return zero_one_source(as_groups(parameters), _without(params, *_POLICY, *_ONE_BIT_INERT), policy)
     if kind == "Muon":
         return _muon(params, parameters, names)
     return rule_source(_rule(kind, params), parameters, _without(params, "adam_w_mode", "torch_adam", "amsgrad"))

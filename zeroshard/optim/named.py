@@ -17,7 +17,8 @@ import torch
 from zeroshard.errors import UsageError
 from zeroshard.optim.lamb import lamb_source
 from zeroshard.optim.muon_source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
-from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source
+from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source, zero_one_source
+from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import LION, Rule
 from zeroshard.optim.sources import Source, rule_source
 
@@ -215,3 +216,37 @@ class OneBitLamb(SourcedOptimizer):
 
     def source(self) -> Source:
         return onebit_source("OneBitLamb", self.param_groups, self.defaults, self._freeze_step, self)
+
+
+class ZeroOneAdam(SourcedOptimizer):
+    """0/1 Adam (arXiv:2202.06009): gradients in one bit but for ever fewer variance steps, then local steps.
+
+    At stage 0; at stage 1 with `local_step_clipper` 1, which takes no local steps. Between two steps that talk the
+    ranks' parameters differ.
+
+    Args:
+        params: parameters or parameter groups.
+        var_freeze_step: steps until the second moment is frozen and local steps begin.
+        var_update_scaler: variance steps until they become half as frequent, each time.
+        local_step_scaler: steps until ranks talk half as often, each time, at least every `local_step_clipper` steps.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        var_freeze_step: int = FREEZE_STEP,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self._policy = Policy(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
+        given = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__(params, {**given, "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay})
+
+    def source(self) -> Source:
+        return zero_one_source(self.param_groups, self.defaults, self._policy, self)

@@ -34,12 +34,15 @@ class Traffic:
         return sum(self.nbytes.values())
 
 
-def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False, compressed: bool = False) -> Traffic:
+def step_traffic(
+    plan: Plan, *, micro_batches: int = 1, no_sync: bool = False, compressed: bool = False, local: bool = False
+) -> Traffic:
     """Traffic of one steady optimizer step of `micro_batches` forward and backward passes.
 
     Args:
         no_sync: all but the last micro-batch run under no_sync.
-        compressed: the optimizer is past its warm-up and averages momentum in compressed form, not gradients.
+        compressed: a 1-bit optimizer averages in compressed form, not gradients.
+        local: it averages nothing in this step.
     """
     programs = build_programs(plan)
     ledger = new_ledger(plan)
@@ -50,7 +53,7 @@ def step_traffic(plan: Plan, *, micro_batches: int = 1, no_sync: bool = False, c
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             count.run(programs.forward, ledger, reduce=False, last=last)
-            count.run(programs.backward, ledger, reduce=(last or not no_sync) and not compressed, last=last)
+            count.run(programs.backward, ledger, reduce=(last or not no_sync) and not (compressed or local), last=last)
         count.add("all-reduce", stats_numel(plan) * 8, plan.dp)
         count.add("all-reduce", sums_numel(plan) * 8, plan.dp)
         for axis, nbytes in exchange_nbytes(plan).items():

@@ -69,6 +69,12 @@ class OneBitMean:
             for layout in layouts
         ]
 
+    def forget(self) -> None:
+        """Set all errors to 0: what is averaged from now on is another quantity."""
+        for error in self.errors:
+            error.worker.zero_()
+            error.server.zero_()
+
     def average(self, values: Sequence[torch.Tensor], skip: Sequence[Skip]) -> None:
         """Replace each buffer by the compressed mean of it over the ranks.
 

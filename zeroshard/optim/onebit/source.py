@@ -13,6 +13,7 @@ from zeroshard.optim.onebit import adam, lamb
 from zeroshard.optim.onebit.adam import OneBitAdamUpdate
 from zeroshard.optim.onebit.base import OneBitUpdate
 from zeroshard.optim.onebit.lamb import OneBitLambUpdate
+from zeroshard.optim.onebit.zero_one import Policy, ZeroOneAdamUpdate
 from zeroshard.optim.rules import check_betas, check_common
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
@@ -52,14 +53,9 @@ def onebit_source(
         PlanError: hyper-parameters without meaning.
     """
     kind = _KINDS[name]
+    _check_groups(groups, {**kind.defaults, **defaults})
     if freeze_step < 1:
         raise PlanError(f"{name} freeze_step {freeze_step}: at least one step of warm-up is needed for a second moment")
-    for group in groups:
-        fill_group(group, {**kind.defaults, **defaults})
-        check_common(group)
-        check_betas(group)
-        if not group["eps"] >= 0.0:
-            raise PlanError(f"optimizer eps {group['eps']!r} must not be negative")
 
     def make(site: Site) -> OneBitUpdate:
         return kind.make(site, freeze_step)
@@ -75,3 +71,25 @@ def onebit_source(
         compressed=make,
         client=client,
     )
+
+
+def zero_one_source(
+    groups: ParamGroups, defaults: Mapping[str, Any], policy: Policy, client: torch.optim.Optimizer | None = None
+) -> Source:
+    """A source of 0/1 Adam over `groups`. Raises PlanError for hyper-parameters without meaning."""
+    _check_groups(groups, {**adam.DEFAULTS, **defaults})
+
+    def make(site: Site) -> OneBitUpdate:
+        return ZeroOneAdamUpdate(site, policy)
+
+    moments = 3 if policy.local_step_clipper > 1 else 1
+    return Source("ZeroOneAdam", groups, {**adam.DEFAULTS, **defaults}, moments, make, compressed=make, client=client)
+
+
+def _check_groups(groups: ParamGroups, defaults: Mapping[str, Any]) -> None:
+    for group in groups:
+        fill_group(group, defaults)
+        check_common(group)
+        check_betas(group)
+        if not group["eps"] >= 0.0:
+            raise PlanError(f"optimizer eps {group['eps']!r} must not be negative")
