@@ -51,7 +51,7 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.parts import site_of_part
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.memory import state_bytes
-from zeroshard.plan.placement import STAGES
+from zeroshard.plan.placement import STAGES, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite, Plan
 from zeroshard.plan.traffic import step_traffic
 
@@ -161,9 +161,10 @@ PAIRS: dict[str, tuple[Make, Make]] = {
 }
 
 
-def _equal(rank: int, world: int, stages: tuple[int, ...]) -> int:
+def _equal(rank: int, world: int, stages: tuple[int, ...], names: tuple[str, ...]) -> int:
     checked = 0
-    for name, (ours, plain) in PAIRS.items():
+    for name in names:
+        ours, plain = PAIRS[name]
         for task, setting in CASES:
             reference = train_reference(task, replace(setting, optimizer=plain), world, rank)
             for stage in stages:
@@ -179,8 +180,31 @@ def _equal(rank: int, world: int, stages: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_each_equals_its_unsharded_reference_bit_for_bit(world: int) -> None:
-    stages = (0, 1, 2, 3) if world == 2 else (0, 3) if world == 1 else (1, 3) if world == 3 else (2,)
-    assert run_ranks(world, _equal, stages) == [len(PAIRS) * 2 * len(stages)] * world
+    stages = {1: (3,), 2: (0, 1, 2, 3), 3: (1, 3), 4: (2,)}[world]
+    names = tuple(PAIRS) if world == 2 else ("Lion", "Lamb", "Muon")
+    assert run_ranks(world, _equal, stages, names) == [len(names) * 2 * len(stages)] * world
+
+
+def _in_subgroups(rank: int, world: int) -> None:
+    """State divided within pairs of ranks, each pair holding all of it."""
+    task, setting = CASES[0]
+    recipe = Recipe(Sharding(param=True, grad=True, state=True, axis="shard"))
+    for name in ("Lamb", "Muon"):
+        ours, plain = PAIRS[name]
+        reference = train_reference(task, replace(setting, optimizer=plain, steps=3), world, rank)
+        model = build(task)
+        _, optimizer = zeroshard.shard(model, ours(model), plan=recipe, shard_size=2)
+        for step in range(3):
+            forget_sent(model)
+            _two_ranks(model, Batch(step, 0, rank)).backward()
+            optimizer.step()
+        assert sent(model) == step_traffic(zeroshard.plan_of(model)), name
+        assert_close(full_parameters(model), reference.parameters, 5e-7, name)
+        zeroshard.close(model)
+
+
+def test_lamb_and_muon_over_state_that_is_divided_within_subgroups() -> None:
+    run_ranks(4, _in_subgroups)
 
 
 def _planned(rank: int, world: int) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from zeroshard.engine.handle import Handle
 from zeroshard.engine.step_base import StepReport
 from zeroshard.engine.stepper import HostStepper
-from zeroshard.errors import UsageError
+from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import CompressedUpdate
@@ -23,6 +23,10 @@ class CompressedStepper(HostStepper):
 
     def __init__(self, handle: Handle, update: CompressedUpdate, scaler: LossScaler | None) -> None:
         super().__init__(handle, update, scaler)
+        if handle.plan.policy.clip_norm:
+            raise PlanError(
+                "the plan clips by the gradients' norm, which a 1-bit optimizer never knows: set clip_norm 0"
+            )
         handle.runtime.keep_local_while(lambda: update.compressing)
 
     def step(self, optimizer: ShardedOptimizer) -> None:

@@ -266,7 +266,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     axis=unit.plan.axis,
                     divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
                     owners=group.plan.owners,
-                    whole_grad=partial(_whole_grad, group),
+                    whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                 )
             )
             first_flag += len(group.parameters)
@@ -275,6 +275,10 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
 
 def _update_grad(group: Group) -> torch.Tensor:
     return group.update_grad
+
+
+def _has_whole_grad(group: Group) -> bool:
+    return group.plan.grad is not None and group.plan.grad.axis is None
 
 
 def _whole_grad(group: Group) -> torch.Tensor:

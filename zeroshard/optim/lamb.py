@@ -14,6 +14,7 @@ included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def lamb_source(
         {**DEFAULTS, **defaults},
         2,
         lambda site: HostDriven(LambUpdate(site), site.device),
-        on_device=LambUpdate,
+        on_device=LambUpdate if find_spec("triton") is not None else None,
         parameter_sums=2,
         client=client,
     )

@@ -47,7 +47,8 @@ class OneBitUpdate(ABC):
         for region in site.regions:
             if region.axis != "dp" or region.whole_grad is None:
                 raise PlanError(
-                    f"{region.label} is divided within subgroups, where gradients can't be averaged in one bit"
+                    f"the plan divides the gradients of {region.label}, or within subgroups: 1-bit optimizers run at "
+                    "stages 0 and 1 over all ranks only"
                 )
         self.regions = site.regions
         self._site = site
