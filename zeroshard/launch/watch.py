@@ -6,8 +6,9 @@
 
 The elastic agent polls ten times a second and stamps failures in whole seconds, so that when one rank is killed and its
 peers report lost connections, it may name a peer. Here the order is that in which the sockets speak. A rank that says
-"failed" is reported at once, while the agent is still ending the others; for one that just vanishes the cause (signal
-or exit code) comes from the agent.
+"failed" is reported while the agent is still ending the others; for one that just vanishes the cause (signal or exit
+code) comes from the agent. One exception to the order: the kernel closes a killed rank's last socket first, so that its
+peers can fail before our end of file comes. A rank that was killed outright within a tenth of a second goes before them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from typing import NamedTuple
 # A rank that vanished is announced without its cause if the agent has not given one by then (it restarts, or waits for
 # a rank that does not want to end).
 _CAUSE_SECONDS = 1.0
+# A rank that says "failed" is announced after this time, in which one that was killed can still go before it.
+_SETTLE_SECONDS = 0.1
+# After its last descriptor is closed a process has this long to become one whose status can be read.
+_STATUS_SECONDS = 0.05
+# Sent by the kernel or from outside of the job. SIGTERM is the agent's, SIGABRT often a consequence (a lost peer).
+_VIOLENT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 class RankProcess(NamedTuple):
@@ -43,10 +50,11 @@ class RankProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that failed: with a traceback in its error file, or by vanishing."""
+    """A rank that failed: with a traceback in its error file, or by vanishing; `violent` if it was killed outright."""
 
     process: RankProcess
     recorded: bool
+    violent: bool = False
 
 
 @dataclass
@@ -66,13 +74,15 @@ class _Attempt:
 
 @dataclass
 class RankWatch:
-    """Listens at `path` from `__enter__` to `__exit__`; calls `announce` once per attempt, from its own thread.
+    """Listens at `path` from `__enter__` to `__exit__`; calls `announce` once per attempt, from its own thread, and
+    `died` before it, at the first sign of the same death (twice if a violent one then goes before another).
 
     After `__exit__`, `processes` holds every rank that said hello, and `first(attempt)` the first death of an attempt.
     """
 
     path: Path
     announce: Callable[[Death], None]
+    died: Callable[[Death], None] = lambda death: None
     processes: list[RankProcess] = field(default_factory=list)
     _attempts: dict[int, _Attempt] = field(default_factory=dict)
 
@@ -121,7 +131,8 @@ class RankWatch:
     def _serve(self) -> None:
         stopping = False
         while True:
-            ready = self._selector.select(timeout=0 if stopping else _CAUSE_SECONDS / 4)
+            pending = any(not attempt.announced for attempt in self._attempts.values())
+            ready = self._selector.select(timeout=0 if stopping else _SETTLE_SECONDS / 2 if pending else 1.0)
             if stopping and not ready:
                 return
             for key, _ in ready:
@@ -146,7 +157,7 @@ class RankWatch:
             self._selector.unregister(peer.connection)
             peer.connection.close()
             if peer.process is not None and not peer.ended:
-                self._died(Death(peer.process, recorded=False))
+                self._died(Death(peer.process, recorded=False, violent=_end_signal(peer.process.pid) in _VIOLENT))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
         for line in lines:
@@ -164,22 +175,38 @@ class RankWatch:
 
     def _died(self, death: Death) -> None:
         number = death.process.attempt
-        if number in self._attempts:
+        known = self._attempts.get(number)
+        if known is not None and (known.announced or known.first.violent or not death.violent):
             return
-        self._attempts[number] = _Attempt(death, time.monotonic() + _CAUSE_SECONDS)
-        if death.recorded:
-            self._announce(self._attempts[number])
+        seconds = _SETTLE_SECONDS if death.recorded else _CAUSE_SECONDS
+        self._attempts[number] = _Attempt(death, time.monotonic() + seconds)
+        self.died(death)
 
     def _announce_where(self, due: Callable[[int, _Attempt], bool]) -> None:
         for number, attempt in self._attempts.items():
             # A script may close descriptors that it does not know, and a large process takes seconds to go: only what
             # has ended is called dead.
-            if not attempt.announced and due(number, attempt) and not _is_running_child(attempt.first.process.pid):
+            ended = attempt.first.recorded or not _is_running_child(attempt.first.process.pid)
+            if not attempt.announced and due(number, attempt) and ended:
                 self._announce(attempt)
 
     def _announce(self, attempt: _Attempt) -> None:
         attempt.announced = True
         self.announce(attempt.first)
+
+
+def _end_signal(pid: int) -> int | None:
+    """The signal that ended a child; None if it exited, or does not end in time."""
+    deadline = time.monotonic() + _STATUS_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None
+        if status is not None:
+            return status.si_status if status.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
+        time.sleep(0.002)
+    return None
 
 
 def _exists(pid: int) -> bool:
