@@ -76,6 +76,9 @@ def launch(ranks: Ranks, voice: Voice) -> int:
     except ChildFailedError as error:
         return _conclude(error, watch, ranks.host, voice)
     except SignalException as stop:
+        death = watch.first()
+        if death is not None and not watch.announced(death):
+            voice.cause(report.announcement(death, ranks.host))  # the signal came before the agent had seen it
         return voice.stopped(signal.Signals(int(stop.sigval)), [])
     except (RendezvousError, dist.DistError) as error:
         raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
@@ -98,6 +101,7 @@ def _config(ranks: Ranks) -> LaunchConfig:
         rdzv_configs={} if alone else {"rank": job.node_rank, "timeout": job.rendezvous_timeout},
         local_addr="localhost" if job.nnodes == 1 else None,
         max_restarts=job.max_restarts,
+        log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
         logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console),
     )
 
@@ -167,13 +171,13 @@ def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice
     death = watch.first()
     if death is None or death.process.rank not in exits:
         # Died before it could say hello, or after it had said that all is done.
-        first, announced = error.get_first_failure()[0], False
+        first, told = error.get_first_failure()[0], False
         voice.died(first, violent=False)
     else:
-        first, announced = death.process.rank, watch.announced(death)
+        # A death that was announced without its cause is told again with it.
+        first, told = death.process.rank, watch.announced(death) and (death.recorded or death.signal is not None)
     cause = exits.pop(first)
-    # A death that was announced without its cause is told again with it.
-    if not (announced and Path(cause.process.error_file).exists()):
+    if not told:
         voice.cause(report.cause(cause, host))
     return voice.ended(report.exit_status(cause.code), report.consequences(exits))
 

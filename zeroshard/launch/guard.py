@@ -6,11 +6,12 @@
 | killed | who ends the others |
 |---|---|
 | a rank | the agent |
-| the agent | the kernel ends the ranks, the guard whatever they had started: orphans become its children |
-| the guard | the kernel tells the agent, which ends the ranks and their process groups |
+| the agent | the kernel ends the ranks, the guard whatever they had started |
+| the guard | the kernel tells the agent, which ends the ranks and whatever they had started |
 
-A watch by process groups alone was rejected: a process that makes a session of its own leaves the group, and with the
-agent nobody would be left to end it.
+What they had started is known by a variable that it inherits, and to the guard as its own children, which orphans
+become. Process groups were rejected: a process that makes a session of its own has left them. A job that ends well may
+leave a process behind on purpose.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -32,8 +35,9 @@ from zeroshard.errors import ZeroShardError
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# The ranks of an agent that was killed have got SIGTERM from the kernel: how long they may take.
-_ORPHAN_SECONDS = 2.0
+_JOB_VARIABLE = "ZEROSHARD_JOB"
+# How long what is left may take to end by itself; as long again, it is waited for after SIGKILL.
+_LEFT_SECONDS = 2.0
 
 Work = Callable[[str], int]
 Control = Callable[[Callable[[signal.Signals], None]], None]
@@ -47,38 +51,42 @@ def guarded(work: Work, killed: Callable[[signal.Signals], None], control: Contr
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    job = uuid.uuid4().hex
+    os.environ[_JOB_VARIABLE] = job
     with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
         _adopt_orphans()
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            os._exit(_in_child(work, directory, parent))
-        return _wait(child, killed, control)
+            os._exit(_in_child(work, directory, parent, job))
+        return _wait(child, killed, control, job)
 
 
-def _in_child(work: Work, directory: str, parent: int) -> int:
+def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     # Ctrl-C at a terminal goes to its foreground group: to the guard alone, which passes it on once.
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             return 128 + signal.SIGTERM
+    status = 1
     try:
-        return work(directory)
+        status = work(directory)
     except ZeroShardError as error:
         print(f"zeroshard: {error}", file=sys.stderr)
-        return 2
+        status = 2
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        status = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()  # a fault of ours: it must not run on into the guard's code
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if status != 0:
+        _end_what_is_left(job)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
 
 
-def _wait(child: int, killed: Callable[[signal.Signals], None], control: Control | None) -> int:
+def _wait(child: int, killed: Callable[[signal.Signals], None], control: Control | None, job: str) -> int:
     def tell(number: signal.Signals) -> None:
         with reaping:  # else the number might be another process's by now
             if not ended:
@@ -103,9 +111,10 @@ def _wait(child: int, killed: Callable[[signal.Signals], None], control: Control
         ended.append(child)
         _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        _end_what_is_left(job)
     if code >= 0:
         return code
-    _end_descendants()
     killed(signal.Signals(-code))
     return 128 - code
 
@@ -117,36 +126,52 @@ def _reap_others(child: int) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _end_descendants() -> None:
-    """End all that the child left: with time for those that the kernel has told, then outright."""
-    deadline = time.monotonic() + _ORPHAN_SECONDS
-    while pids := _living_children():
-        if time.monotonic() > deadline:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+def _end_what_is_left(job: str) -> None:
+    """End the processes that ranks have left: with time to do it themselves, then outright."""
+    begun = time.monotonic()
+    told: set[int] = set()
+    while pids := _left(job):
+        late = time.monotonic() - begun > _LEFT_SECONDS
+        for pid in pids if late else pids - told:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        told |= pids
+        if time.monotonic() - begun > 2 * _LEFT_SECONDS:
+            return  # in the kernel, on a device that does not answer: SIGKILL waits there
         time.sleep(0.02)
 
 
-def _living_children() -> list[int]:
-    """Children of this process that have not ended; those of a child that ends become ours."""
-    living: list[int] = []
-    for pid in _children(os.getpid()):
-        if os.waitpid(pid, os.WNOHANG) == (0, 0):
-            living.append(pid)
-    return living
+def _left(job: str) -> set[int]:
+    """What runs and is a child of this process or has inherited the job's variable."""
+    found: set[int] = set()
+    mark = f"{_JOB_VARIABLE}={job}".encode()
+    for pid, parent, state in _processes():
+        if state == "Z":
+            if parent == os.getpid():
+                os.waitpid(pid, os.WNOHANG)
+            continue
+        try:
+            ours = parent == os.getpid() or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended meanwhile, or is another user's
+        if ours:
+            found.add(pid)
+    return found
 
 
 def _children(parent: int) -> list[int]:
-    found: list[int] = []
+    return [pid for pid, theirs, _ in _processes() if theirs == parent]
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    """Number, parent and state of every process."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             # After the name, which is in parentheses and may hold anything: state, parent.
-            fields = status.read_text().rpartition(")")[2].split()
+            state, parent, *_ = status.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has ended meanwhile
-        if int(fields[1]) == parent:
-            found.append(int(status.parent.name))
-    return found
+        yield int(status.parent.name), int(parent), state
 
 
 def _adopt_orphans() -> None:

@@ -23,6 +23,7 @@ from zeroshard.launch import frames
 from zeroshard.launch.binding import bind_ranks
 from zeroshard.launch.guard import guarded
 from zeroshard.launch.job import Job
+from zeroshard.launch.network import choose_interface
 from zeroshard.launch.resources import resolve_nproc, set_threads
 from zeroshard.launch.voice import ToLauncher, ToUser, say
 
@@ -50,6 +51,8 @@ def start(job: Job, directory: str) -> int:
     from zeroshard.launch.agent import Ranks, launch
     from zeroshard.launch.line import joined
 
+    if job.nnodes > 1 and job.master_addr is not None:
+        choose_interface(job.master_addr, os.environ)
     node = Ranks(job, ranks, Path(directory))
     if job.led:
         return launch(node, ToLauncher())

@@ -63,6 +63,7 @@ class Node:
     status: int | None = None
     lines: list[str] = field(default_factory=list)
     left_at: float | None = None
+    told_to_stop: bool = False
 
 
 @dataclass
@@ -202,7 +203,7 @@ class RemoteJob:
             self._lost(node, f"its agent ended with status {node.status}")
 
     def _lost(self, node: Node, how: str) -> None:
-        if self._stop is None or self._stop.number is None:
+        if not node.told_to_stop:
             self._arbiter.gone(
                 node.job.node_rank, f"zeroshard: host {node.host.name} was lost first: {how}", time.monotonic()
             )
@@ -221,6 +222,7 @@ class RemoteJob:
                 self._send_stop(node, number or signal.SIGTERM)
 
     def _send_stop(self, node: Node, number: signal.Signals) -> None:
+        node.told_to_stop = True
         if node.state is State.RUNNING:
             node.channel.write(f"stop {number.name}")
         elif node.state is not State.ENDED:

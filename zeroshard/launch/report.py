@@ -31,12 +31,14 @@ class Exit:
 
 
 def announcement(death: Death, host: str) -> str:
-    """The report at the moment of death: with the traceback if the rank recorded one."""
+    """The report at the moment of death: with the traceback if the rank recorded one, else what is known by then."""
     who = _who(death.process, host)
-    if not death.recorded:
-        return f"zeroshard: {who} died first, without a traceback; ending the other ranks"
-    summary, stack = _recorded(death.process)
-    return f"zeroshard: {who} failed first: {summary}\n{stack}".rstrip()
+    if death.recorded:
+        summary, stack = _recorded(death.process)
+        return f"zeroshard: {who} failed first: {summary}\n{stack}".rstrip()
+    if death.signal is not None:
+        return cause(Exit(death.process, -death.signal), host)
+    return f"zeroshard: {who} died first, without a traceback; ending the other ranks"
 
 
 def cause(first: Exit, host: str) -> str:

@@ -8,7 +8,7 @@ The elastic agent polls ten times a second and stamps failures in whole seconds,
 peers report lost connections, it may name a peer. Here the order is that in which the sockets speak. A rank that says
 "failed" is reported while the agent is still ending the others; for one that just vanishes the cause (signal or exit
 code) comes from the agent. One exception to the order: the kernel closes a killed rank's last socket first, so that its
-peers can fail before our end of file comes. A rank that was killed outright within a tenth of a second goes before them.
+peers can fail before our end of file comes. A rank killed outright within a tenth of a second goes before them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ _STATUS_SECONDS = 0.05
 _VIOLENT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
 class RankProcess(NamedTuple):
     """What a rank says of itself when it starts."""
 
@@ -50,11 +53,16 @@ class RankProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that failed: with a traceback in its error file, or by vanishing; `violent` if it was killed outright."""
+    """A rank that failed: with a traceback in its error file, or by vanishing, with the signal if that is known."""
 
     process: RankProcess
     recorded: bool
-    violent: bool = False
+    signal: signal.Signals | None = None
+
+    @property
+    def violent(self) -> bool:
+        """Whether it was killed outright."""
+        return self.signal in _VIOLENT
 
 
 @dataclass
@@ -85,6 +93,7 @@ class RankWatch:
     died: Callable[[Death], None] = lambda death: None
     processes: list[RankProcess] = field(default_factory=list)
     _attempts: dict[int, _Attempt] = field(default_factory=dict)
+    _told_to_stop: bool = False
 
     def __enter__(self) -> RankWatch:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,6 +103,11 @@ class RankWatch:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        # Ranks that end because the agent was told to stop have not failed: the signal is heard before they end.
+        self._signalled, self._signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self._selector.register(self._signalled, selectors.EVENT_READ)
+        self._outer_wakeup = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._serve, name="rank-watch", daemon=True)
         self._thread.start()
         return self
@@ -101,8 +115,10 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.set_wakeup_fd(self._outer_wakeup)
         self._wake.close()  # the thread reads what is pending, then ends
         self._thread.join()
+        self._signals.close()
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -116,6 +132,7 @@ class RankWatch:
         return attempt.first if attempt else None
 
     def announced(self, death: Death) -> bool:
+        """Whether the death has been told."""
         return self._attempts[death.process.attempt].announced
 
     def end_leftovers(self) -> None:
@@ -143,6 +160,8 @@ class RankWatch:
                     self._selector.unregister(self._woken)
                     self._woken.close()
                     stopping = True
+                elif key.fileobj is self._signalled:
+                    self._told_to_stop |= any(number in _STOPS for number in self._signalled.recv(64))
                 else:
                     self._read(key.data)
             if not stopping:
@@ -157,7 +176,7 @@ class RankWatch:
             self._selector.unregister(peer.connection)
             peer.connection.close()
             if peer.process is not None and not peer.ended:
-                self._died(Death(peer.process, recorded=False, violent=_end_signal(peer.process.pid) in _VIOLENT))
+                self._died(Death(peer.process, recorded=False, signal=_end_signal(peer.process.pid)))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
         for line in lines:
@@ -175,10 +194,12 @@ class RankWatch:
 
     def _died(self, death: Death) -> None:
         number = death.process.attempt
+        if self._told_to_stop:
+            return
         known = self._attempts.get(number)
         if known is not None and (known.announced or known.first.violent or not death.violent):
             return
-        seconds = _SETTLE_SECONDS if death.recorded else _CAUSE_SECONDS
+        seconds = _CAUSE_SECONDS if death.signal is None and not death.recorded else _SETTLE_SECONDS
         self._attempts[number] = _Attempt(death, time.monotonic() + seconds)
         self.died(death)
 
@@ -195,7 +216,7 @@ class RankWatch:
         self.announce(attempt.first)
 
 
-def _end_signal(pid: int) -> int | None:
+def _end_signal(pid: int) -> signal.Signals | None:
     """The signal that ended a child; None if it exited, or does not end in time."""
     deadline = time.monotonic() + _STATUS_SECONDS
     while time.monotonic() < deadline:
@@ -204,7 +225,8 @@ def _end_signal(pid: int) -> int | None:
         except ChildProcessError:
             return None
         if status is not None:
-            return status.si_status if status.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
+            killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return signal.Signals(status.si_status) if killed else None
         time.sleep(0.002)
     return None
 
