@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -143,9 +144,9 @@ def test_an_exception_is_told_first_with_its_traceback(hosts: TestHosts, tmp_pat
     [
         # The guard has the module on its command line, and its child, the agent, is a fork of it.
         ("agent", "the agent on it was killed by SIGKILL"),
-        ("guard", "the connection to it ended"),
+        ("guard", "its guard process was killed"),
         ("sshd", "the connection to it ended"),
-        ("everything", "(the connection to it ended|the agent on it was killed)"),
+        ("everything", "(the connection to it ended|its guard process was killed|the agent on it was killed)"),
     ],
 )
 def test_a_killed_host_is_named_first(hosts: TestHosts, tmp_path: Path, place: int, victim: str, cause: str) -> None:
@@ -212,6 +213,27 @@ def test_hosts_that_can_not_be_reached_are_one_error(hosts: TestHosts, tmp_path:
 
 
 @extensive
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+def test_pdsh_starts_and_ends_the_same_nodes(hosts: TestHosts, tmp_path: Path) -> None:
+    job = _running(hosts, tmp_path, "--launcher", "pdsh")
+    os.kill(hosts.find(hosts.names[1], "runner.py"), signal.SIGKILL)
+    assert re.match(r"zeroshard: rank 1 \(.*\) failed first: killed", _words(job)[0])
+    assert hosts.left_running() == {}
+
+    job = _running(hosts, tmp_path, "--launcher", "pdsh")
+    job.kill()
+    job.communicate(timeout=30)
+    assert hosts.left_running(15) == {}
+
+    file = hosts.hostfile(tmp_path, extra="10.77.0.1 slots=1\n")
+    words = ["--launcher", "pdsh", "--hostfile", file, *hosts.ssh, "script.py"]
+    status, out, said = hosts.run(tmp_path, "run", *words)
+    assert (status, out, len(said)) == (2, "", 2)
+    assert said[1].startswith("zeroshard: host 10.77.0.1 (hostfile line 3) can't be used: ssh: connect to host")
+    assert hosts.left_running() == {}
+
+
+@extensive
 def test_a_busy_port_of_the_first_host_is_one_error(hosts: TestHosts, tmp_path: Path) -> None:
     script(tmp_path, "print('started')")
     holder = "import socket, time; s = socket.create_server(('', 29555)); print(1, flush=True); time.sleep(100)"
@@ -228,4 +250,38 @@ def test_a_busy_port_of_the_first_host_is_one_error(hosts: TestHosts, tmp_path: 
         f"zeroshard: host {hosts.names[0]}: --master-port 29555: this node can't listen on it "
         "(Address already in use); choose another, or on a single node leave it out"
     ]
+    assert hosts.left_running() == {}
+
+
+def _by_hand(hosts: TestHosts, directory: Path) -> list[subprocess.Popen[str]]:
+    """The same job with the command run on each host, as a script or a pod would."""
+    script(directory, _LONG)
+    file = hosts.hostfile(directory)
+    words = ["run", "--no_ssh", "--hostfile", file, "--master_addr", hosts.names[0], "--node_rank"]
+    nodes = [
+        hosts.start(directory, *words, str(rank), "script.py", where=name) for rank, name in enumerate(hosts.names)
+    ]
+    for rank, node in enumerate(nodes):
+        assert node.stdout is not None
+        assert node.stdout.readline() == f"rank {rank} runs\n"
+    return nodes
+
+
+@extensive
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("victim", ["rank", "agent", "guard", "term"])
+def test_nodes_without_a_launcher_end_together(hosts: TestHosts, tmp_path: Path, place: int, victim: str) -> None:
+    nodes = _by_hand(hosts, tmp_path)
+    name = hosts.names[place]
+    guard, agent = sorted(pid for pid, words in hosts.processes(name).items() if "-m zeroshard run" in words)
+    pid = {"rank": hosts.find(name, "runner.py"), "agent": agent, "guard": guard, "term": guard}[victim]
+    os.kill(pid, signal.SIGTERM if victim == "term" else signal.SIGKILL)
+    said = [_words(node) for node in nodes]
+    other = said[1 - place]
+    if victim == "rank":
+        for lines in said:
+            assert re.match(rf"zeroshard: rank {place} \(local rank 0, host {name}, .*failed first: killed", lines[0])
+    else:
+        assert re.match(rf"zeroshard: node {place} \(host {name}\) was lost first: its agent", other[0]), said
+    assert all(node.returncode for node in nodes)
     assert hosts.left_running() == {}

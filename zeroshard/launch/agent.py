@@ -69,6 +69,7 @@ def launch(ranks: Ranks, voice: Voice) -> int:
         socket_path,
         announce=lambda death: voice.cause(report.announcement(death, ranks.host)),
         died=lambda death: voice.died(death.process.rank, death.violent),
+        stopping=voice.stopping,
     )
     try:
         with watch, _says_who_is_missing(job, watch):
@@ -79,7 +80,7 @@ def launch(ranks: Ranks, voice: Voice) -> int:
         death = watch.first()
         if death is not None and not watch.announced(death):
             voice.cause(report.announcement(death, ranks.host))  # the signal came before the agent had seen it
-        return voice.stopped(signal.Signals(int(stop.sigval)), [])
+        return voice.stopped(signal.Signals(int(stop.sigval)))
     except (RendezvousError, dist.DistError) as error:
         raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
     finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_SETTLE_SECONDS = 0.5
+_SETTLE_SECONDS = 1.0
 # How long the node of the first death may take to say why; it has to end its other ranks before it knows all.
 _CAUSE_SECONDS = 15.0
 

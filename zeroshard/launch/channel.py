@@ -9,11 +9,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO
 
 from zeroshard.launch.frames import Decoder, Message
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Our ends of a node's streams; unbuffered."""
+
+    input: IO[bytes]
+    output: IO[bytes]
+    errors: IO[bytes]
+
 
 # A line that does not end (a progress bar) is shown when it is so long.
 _LONGEST = 65536
@@ -23,22 +35,14 @@ _KEPT_WORDS = 400
 class Channel:
     """The ssh of one host. Nothing here blocks for long: the launcher's loop calls it when there is something."""
 
-    def __init__(self, name: str, command: list[str], variables: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], pipes: Pipes, variables: str) -> None:
         self._name = name
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environ,
-            # Ctrl-C at the terminal is for the launcher, which tells the nodes.
-            start_new_session=True,
-        )
-        out, err = self._process.stdout, self._process.stderr
-        assert out is not None
-        assert err is not None
-        self._open: dict[int, IO[bytes]] = {out.fileno(): out, err.fileno(): err}
-        self._errors = err.fileno()
+        self._process = process
+        self._shared = process.stdin is None  # a pdsh: one process for all hosts
+        self._gone_at: float | None = None
+        self._input = pipes.input
+        self._open = {stream.fileno(): stream for stream in (pipes.output, pipes.errors)}
+        self._errors = pipes.errors.fileno()
         self._decoder = Decoder()
         self._partial = dict.fromkeys(self._open, b"")
         self._words = b""
@@ -52,18 +56,14 @@ class Channel:
 
     def write(self, line: str) -> None:
         """Send a line; a node that is gone is noticed by the end of its output."""
-        pipe = self._process.stdin
-        if pipe is None or pipe.closed:
-            return
-        with suppress(OSError):
-            pipe.write(line.encode() + b"\n")
-            pipe.flush()
+        if not self._input.closed:
+            with suppress(OSError):
+                self._input.write(line.encode() + b"\n")
 
     def close_input(self) -> None:
         """Tell the node that nothing more will come."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
+        with suppress(OSError):
+            self._input.close()
 
     def read(self, descriptor: int) -> tuple[list[Message], bool]:
         """Show what has come; the messages within it, and False at the end of the stream."""
@@ -82,11 +82,18 @@ class Channel:
         self._open.pop(descriptor).close()
 
     def ended(self) -> int | None:
-        """The exit status when the process has ended and its output has been read."""
-        return None if self._open else self._process.poll()
+        """A status when the node's ssh has ended and its output has been read; 0 where pdsh keeps the status."""
+        code = self._process.poll()
+        if not self._open:
+            return 0 if code is None and self._shared else code
+        if code is None:
+            return None
+        # Output of a process that has ended is still to be read; but a fifo that no ssh opened has no end.
+        self._gone_at = self._gone_at or time.monotonic()
+        return code if self._shared and time.monotonic() - self._gone_at > 1.0 else None
 
     def kill(self) -> None:
-        """End the process and its helpers (a proxy command), and do not wait for its output."""
+        """End the process and what it started (a proxy command; under pdsh the ssh's of all hosts)."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 

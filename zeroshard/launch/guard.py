@@ -111,12 +111,11 @@ def _wait(child: int, killed: Callable[[signal.Signals], None], control: Control
         ended.append(child)
         _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        killed(signal.Signals(-code))
     if code != 0:
         _end_what_is_left(job)
-    if code >= 0:
-        return code
-    killed(signal.Signals(-code))
-    return 128 - code
+    return code if code >= 0 else 128 - code
 
 
 def _reap_others(child: int) -> None:

@@ -179,17 +179,21 @@ class Line:
         self._own = text
         self._say({"kind": "cause", "text": text})
 
-    def stopped(self, number: signal.Signals, consequences: list[str]) -> int:
-        """By a peer's trouble, or by the user's signal, which the judge hears as a node that leaves."""
+    def stopping(self, number: signal.Signals) -> None:
+        """Unless it is the judge's doing, this node is the first to go."""
         if not self._stopped:
             host = self.job.node_name or socket.gethostname()
             text = f"zeroshard: node {self.job.node_rank} (host {host}) was lost first: its agent got {number.name}"
             self._say({"kind": "gone", "text": text})
+
+    def stopped(self, number: signal.Signals) -> int:
+        """By a peer's trouble, or by a signal to this node."""
+        if not self._stopped:
             self._leave()
             say(f"zeroshard: {number.name} received, all ranks of this node ended")
             return 128 + number
         self._heard.wait(_VERDICT_SECONDS)
-        say("\n".join([self._verdict(), "zeroshard: ended the ranks of this node", *consequences]))
+        say(f"{self._verdict()}\nzeroshard: ended the ranks of this node")
         return 1
 
     def ended(self, status: int, consequences: list[str]) -> int:

@@ -35,7 +35,7 @@ def run_node(job: Job) -> int:
     """Run this node's ranks under a guard; the exit status."""
     return guarded(
         lambda directory: start(job, directory),
-        lambda number: say(f"zeroshard: the agent was killed by {number.name}; all ranks ended"),
+        lambda number: say(f"zeroshard: the agent was killed by {number.name}; ending all ranks"),
     )
 
 

@@ -12,16 +12,14 @@ back. One loop over all pipes, no thread: the order in which things are told is 
 
 from __future__ import annotations
 
-import json
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
 from types import FrameType
 
 import zeroshard
@@ -31,7 +29,6 @@ from zeroshard.launch.channel import Channel
 from zeroshard.launch.frames import Message
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job
-from zeroshard.launch.transport import Launcher, Reach, ssh_command
 from zeroshard.launch.voice import say
 
 _BEAT_SECONDS = 5.0
@@ -39,6 +36,7 @@ _HELLO_SECONDS = 120.0
 # Agents give their ranks 10 seconds; then nodes are ended outright, then the ssh's to them.
 _STOP_SECONDS = 15.0
 _KILL_SECONDS = 5.0
+_LINGER_SECONDS = 2.0
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -130,8 +128,11 @@ class RemoteJob:
                 if self._refusal is None:
                     self._refusal = f"host {node.host.name}: {message['text']}"
                 self._begin_stop(None)
-            case "stopped":
-                self._lost(node, f"its agent got {message['signal']}")
+            case "stopping" if message["orphan"] or not node.told_to_stop:
+                how = "its guard process was killed" if message["orphan"] else f"its agent got {message['signal']}"
+                self._lost(node, how)
+            case "stopping":
+                pass  # as it was told
             case "killed":
                 self._lost(node, f"the agent on it was killed by {message['signal']}")
             case "left":
@@ -188,14 +189,14 @@ class RemoteJob:
 
     def _check_end(self, node: Node, now: float) -> None:
         """A node has ended when its ssh has, or soon after it said so: what a rank left may hold the ssh open."""
-        if node.left_at is not None and now - node.left_at > 2.0:
-            node.channel.kill()
         code = node.channel.ended()
-        if code is None:
+        if code is None and (node.left_at is None or now - node.left_at < _LINGER_SECONDS):
             return
         before, node.state = node.state, State.ENDED
-        if node.status is None and self._stop is None:
+        if node.status is None:
             if before in (State.CONNECTING, State.READY):
+                if self._stop is not None:
+                    return
                 self._refusal = self._refusal or ""  # the others are heard out first: several may be unreachable
             else:
                 self._lost(node, f"the connection to it ended ({node.channel.last_words() or f'status {code}'})")
@@ -203,7 +204,8 @@ class RemoteJob:
             self._lost(node, f"its agent ended with status {node.status}")
 
     def _lost(self, node: Node, how: str) -> None:
-        if not node.told_to_stop:
+        """What the launcher's own stop can't have done; the arbiter sees whether it came too late to be the cause."""
+        if self._stop is None or not (self._stop.killed or self._stop.number):
             self._arbiter.gone(
                 node.job.node_rank, f"zeroshard: host {node.host.name} was lost first: {how}", time.monotonic()
             )
@@ -331,24 +333,3 @@ class _Wakeup:
         self._received.append(signal.Signals(number))
         with suppress(BlockingIOError):
             self._write.send(b"!")
-
-
-@contextmanager
-def open_channels(
-    launcher: Launcher, hosts: Sequence[Host], reach: Reach, variables: Mapping[str, str]
-) -> Iterator[list[Channel]]:
-    """A channel to each host, over ssh or through one pdsh; all are ended on the way out."""
-    line = json.dumps(variables)
-    directory = Path.cwd()
-    channels: list[Channel] = []
-    try:
-        if launcher is Launcher.PDSH:
-            raise UsageError("--launcher pdsh is not built yet")
-        else:
-            for host in hosts:
-                channels.append(Channel(host.name, ssh_command(host.name, reach, directory), line))
-        yield channels
-    finally:
-        for channel in channels:
-            channel.close_input()
-            channel.kill()

@@ -118,7 +118,8 @@ def _on_host(job: Job, host: Host) -> Job:
 
 
 def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
-    from zeroshard.launch.remote import Node, RemoteJob, open_channels
+    from zeroshard.launch.channels import open_channels
+    from zeroshard.launch.remote import Node, RemoteJob
 
     if job.max_restarts:
         raise UsageError("--max-restarts with several hosts is not built yet; a failure ends the job")

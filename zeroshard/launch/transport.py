@@ -1,7 +1,7 @@
 """The commands that start the nodes of a job on other hosts.
 
     ssh       one ssh per host, its input held by the launcher
-    pdsh      one pdsh, which starts the same ssh's; each reads its input from a fifo
+    pdsh      one pdsh, which starts the same ssh's, each on fifos of the launcher's
     openmpi   one mpirun, a process per host
     slurm     one srun, a task per node
 
@@ -49,6 +49,8 @@ _PACKAGE = {
     Launcher.SLURM: "run on a machine of a Slurm cluster",
 }
 
+_FIFOS = (("<", "in"), (">", "out"), ("2>", "err"))
+
 # Takes the first line of its input as variables and becomes the node, so that they hold before the interpreter starts.
 _BOOTSTRAP = (
     "import json,os,sys\n"
@@ -86,9 +88,10 @@ def ssh_command(host: str, reach: Reach, directory: Path) -> list[str]:
 
 
 def pdsh_command(hosts: Sequence[Host], reach: Reach, directory: Path, fifos: Path) -> list[str]:
-    """One pdsh for all hosts: `%n` is the number of the host, which names the fifo that it reads."""
+    """One pdsh for all hosts: `%n` is the number of the host, which names its fifos."""
     ssh = shlex.join(ssh_command("@HOST@", reach, directory))
-    shell = f"exec {ssh} < {shlex.quote(str(fifos))}/$1".replace("@HOST@", '"$0"')
+    ends = " ".join(f'{sign} {shlex.quote(str(fifos))}/"$1".{kind}' for sign, kind in _FIFOS)
+    shell = f"exec {ssh} {ends}".replace("@HOST@", '"$0"').replace("%", "%%")
     names = ",".join(host.name for host in hosts)
     return [
         require(Launcher.PDSH),

@@ -2,6 +2,7 @@
 
     died     a rank has failed or vanished: at once, perhaps without a cause yet
     cause    the report of the rank that failed first on this node, with its traceback
+    stopping a signal has come; stopped: it has done its work
     ended    the agent is through: its exit status and what followed from the cause
 
 The order in which a node learns things differs from that of another; who speaks first in public is decided by the
@@ -10,6 +11,7 @@ implementation: here the node itself (ToUser) or the launcher (ToLauncher), in l
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Protocol
@@ -28,8 +30,12 @@ class Voice(Protocol):
         """Why: the headline, then lines of traceback."""
         ...
 
-    def stopped(self, number: signal.Signals, consequences: list[str]) -> int:
-        """A signal has ended all ranks; returns the exit status."""
+    def stopping(self, number: signal.Signals) -> None:
+        """A signal tells the agent to end its ranks."""
+        ...
+
+    def stopped(self, number: signal.Signals) -> int:
+        """They have ended; returns the exit status."""
         ...
 
     def ended(self, status: int, consequences: list[str]) -> int:
@@ -46,8 +52,11 @@ class ToUser:
     def cause(self, text: str) -> None:
         say(text)
 
-    def stopped(self, number: signal.Signals, consequences: list[str]) -> int:
-        say("\n".join([f"zeroshard: {number.name} received, all ranks ended", *consequences]))
+    def stopping(self, number: signal.Signals) -> None:
+        pass  # `stopped` tells it, when it is done
+
+    def stopped(self, number: signal.Signals) -> int:
+        say(f"zeroshard: {number.name} received, all ranks ended")
         return 128 + number
 
     def ended(self, status: int, consequences: list[str]) -> int:
@@ -59,14 +68,20 @@ class ToUser:
 class ToLauncher:
     """A node of several that a launcher has started: it hears everything and speaks."""
 
+    def __init__(self) -> None:
+        self._guard = os.getppid()
+
     def died(self, rank: int, violent: bool) -> None:
         frames.send({"kind": "died", "rank": rank, "violent": violent})
 
     def cause(self, text: str) -> None:
         frames.send({"kind": "cause", "text": text})
 
-    def stopped(self, number: signal.Signals, consequences: list[str]) -> int:
-        frames.send({"kind": "stopped", "signal": number.name, "lines": consequences})
+    def stopping(self, number: signal.Signals) -> None:
+        # The kernel sends SIGTERM when the guard has gone.
+        frames.send({"kind": "stopping", "signal": number.name, "orphan": os.getppid() != self._guard})
+
+    def stopped(self, number: signal.Signals) -> int:
         return 128 + number
 
     def ended(self, status: int, consequences: list[str]) -> int:

@@ -83,7 +83,8 @@ class _Attempt:
 @dataclass
 class RankWatch:
     """Listens at `path` from `__enter__` to `__exit__`; calls `announce` once per attempt, from its own thread, and
-    `died` before it, at the first sign of the same death (twice if a violent one then goes before another).
+    `died` before it, at the first sign of the same death (twice if a violent one then goes before another). `stopping`
+    is called when a signal tells this process to stop; what ends from then on has not failed.
 
     After `__exit__`, `processes` holds every rank that said hello, and `first(attempt)` the first death of an attempt.
     """
@@ -91,6 +92,7 @@ class RankWatch:
     path: Path
     announce: Callable[[Death], None]
     died: Callable[[Death], None] = lambda death: None
+    stopping: Callable[[signal.Signals], None] = lambda number: None
     processes: list[RankProcess] = field(default_factory=list)
     _attempts: dict[int, _Attempt] = field(default_factory=dict)
     _told_to_stop: bool = False
@@ -161,7 +163,7 @@ class RankWatch:
                     self._woken.close()
                     stopping = True
                 elif key.fileobj is self._signalled:
-                    self._told_to_stop |= any(number in _STOPS for number in self._signalled.recv(64))
+                    self._hear_signals()
                 else:
                     self._read(key.data)
             if not stopping:
@@ -191,6 +193,12 @@ class RankWatch:
         peer.ended = True
         if line == b"failed":
             self._died(Death(peer.process, recorded=True))
+
+    def _hear_signals(self) -> None:
+        for number in self._signalled.recv(64):
+            if number in _STOPS and not self._told_to_stop:
+                self._told_to_stop = True
+                self.stopping(signal.Signals(number))
 
     def _died(self, death: Death) -> None:
         number = death.process.attempt
