@@ -199,7 +199,7 @@ class RemoteJob:
                     return
                 self._refusal = self._refusal or ""  # the others are heard out first: several may be unreachable
             else:
-                self._lost(node, f"the connection to it ended ({node.channel.last_words() or f'status {code}'})")
+                self._lost(node, "the connection to it ended")
         elif node.status and not self._arbiter.troubled and self._refusal is None and self._stop is None:
             self._lost(node, f"its agent ended with status {node.status}")
 
@@ -250,7 +250,7 @@ class RemoteJob:
 
     def _tell(self, final: bool) -> None:
         """The cause, once, before anything that follows from it."""
-        if self._told or (self._stop is not None and self._stop.number is not None):
+        if self._told or self._refusal is not None or (self._stop is not None and self._stop.number is not None):
             return
         verdict = self._arbiter.verdict(time.monotonic(), final)
         if verdict is not None:

@@ -12,11 +12,11 @@ import importlib.util
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 from zeroshard.cluster import NodePlace
 from zeroshard.errors import UsageError
@@ -52,7 +52,7 @@ def run(job: Job, where: Where) -> int:
     check_target(job)
     chosen = _hosts(where)
     if where.launcher in (Launcher.OPENMPI, Launcher.SLURM) and not where.no_ssh:
-        return _run_by_starter(job, where, chosen)
+        _run_by_starter(job, where, chosen)
     if chosen is None or where.no_ssh or (_is_this_host(chosen) and not where.force_multi):
         return run_node(_local(job, where, chosen))
     if where.rendezvous is not Rendezvous.ENV:
@@ -149,7 +149,7 @@ def _env_files(where: Where) -> list[Path]:
     return environment.find_files(where.env_file, [Path.cwd(), Path.home()])
 
 
-def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> int:
+def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> NoReturn:
     """Hand over to mpirun or srun, which run `zeroshard run` once per host, each finding its place by itself."""
     if where.launcher is Launcher.SLURM and chosen is not None:
         raise UsageError(
@@ -162,8 +162,11 @@ def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> in
         raise UsageError("--max-restarts with several hosts is not built yet; a failure ends the job")
     variables = environment.exported(os.environ, where.exports, _env_files(where))
     command = starter_command(job, where, chosen, sorted(variables))
-    # The starter's own environment holds the values; its arguments hold names.
-    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in its
+    # environment; its arguments hold names.
+    os.execve(command[0], command, {**os.environ, **variables})
 
 
 def starter_command(job: Job, where: Where, chosen: Sequence[Host] | None, exports: Sequence[str]) -> list[str]:
