@@ -164,8 +164,8 @@ def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> No
     command = starter_command(job, where, chosen, sorted(variables))
     sys.stdout.flush()
     sys.stderr.flush()
-    # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in its
-    # environment; its arguments hold names.
+    # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in
+    # its environment; its arguments hold names.
     os.execve(command[0], command, {**os.environ, **variables})
 
 

@@ -135,7 +135,8 @@ def _run_program() -> None:
     """Run `sys.argv` as a process of its own and end as it ended: a signal that ends it ends this one."""
     code = subprocess.Popen(sys.argv, preexec_fn=_die_with_the_launcher).wait()
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     if code:
         raise _ProgramError(f"{sys.argv[0]}: exit code {code}", code)
