@@ -114,6 +114,16 @@ class TestHosts:
                 return left
             time.sleep(0.05)
 
+    @contextmanager
+    def unplugged(self, name: str) -> Iterator[None]:
+        """The host without its network: nothing is refused or closed, packets just vanish."""
+        link = ("-n", f"{self.prefix}hub", "link", "set", f"v{self.names.index(name)}")
+        _ip(*link, "down")
+        try:
+            yield
+        finally:
+            _ip(*link, "up")
+
     def find(self, name: str, words: str) -> int:
         """The process on a host whose command line has these words."""
         found = [pid for pid, line in self.processes(name).items() if words in line]

@@ -307,3 +307,21 @@ def test_nodes_without_a_launcher_end_together(hosts: TestHosts, tmp_path: Path,
         assert re.match(rf"zeroshard: node {place} \(host {name}\) was lost first: its agent", other[0]), said
     assert all(node.returncode for node in nodes)
     assert hosts.left_running() == {}
+
+
+@extensive
+def test_a_host_that_falls_silent_is_lost_and_ends_by_itself(hosts: TestHosts, tmp_path: Path) -> None:
+    job = _running(hosts, tmp_path)
+    with hosts.unplugged(hosts.names[1]):
+        said = _words(job)
+        assert re.match(rf"zeroshard: host {hosts.names[1]} was lost first: the connection to it ended", said[0]), said
+        assert hosts.left_running(90) == {}
+
+
+@extensive
+def test_nodes_without_a_launcher_notice_a_silent_one(hosts: TestHosts, tmp_path: Path) -> None:
+    first, second = _by_hand(hosts, tmp_path)
+    with hosts.unplugged(hosts.names[1]):
+        assert re.match(rf"zeroshard: node 1 \(host {hosts.names[1]}\) was lost first", _words(first)[0])
+        assert re.match(rf"zeroshard: node 0 \(host {hosts.names[0]}\) was lost first", _words(second)[0])
+        assert hosts.left_running() == {}
