@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -35,6 +36,8 @@ _KEY = "zeroshard/line"
 # How long a node whose ranks have failed waits to hear whether another came first.
 _VERDICT_SECONDS = 15.0
 _CONNECT_SECONDS = 30.0
+_GOODBYE_SECONDS = 1.0
+_LONGEST = 1 << 20  # bytes of a message
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -54,6 +57,8 @@ class Judge:
     """Node 0's end: a thread that hears all nodes and tells all of them the first trouble and its cause."""
 
     def __init__(self, nnodes: int) -> None:
+        # Whoever can read the store belongs to the job; a port scanner does not.
+        self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("", 0), backlog=nnodes)
         self._peers: dict[socket.socket, _Peer] = {}
         self._arbiter = Arbiter()
@@ -63,9 +68,9 @@ class Judge:
         self._thread.start()
 
     @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._listener.getsockname()[1]
+    def address(self) -> str:
+        """Port and token, for the store."""
+        return f"{self._listener.getsockname()[1]} {self._token}"
 
     def close(self, well: bool) -> None:
         """Hear the others out if there is trouble, then end; `well` if this node's ranks ended well."""
@@ -86,8 +91,7 @@ class Judge:
                 for key, _ in selector.select(0.1 if self._arbiter.troubled else 5.0):
                     if key.fileobj is self._woken:
                         self._woken.close()
-                        for connection in self._peers:
-                            connection.close()
+                        self._hang_up()
                         return
                     if key.fileobj is self._listener:
                         connection, address = self._listener.accept()
@@ -99,14 +103,29 @@ class Judge:
                         self._read(key.fileobj, selector)
                 self._tell()
 
+    def _hang_up(self) -> None:
+        """Say that nothing follows, and wait for the same: a close with unread words would undo what was sent."""
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        for connection in self._peers:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        for connection in self._peers:
+            with suppress(OSError):
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                while connection.recv(65536):
+                    pass
+            connection.close()
+
     def _read(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         peer = self._peers[connection]
         messages, open_ = peer.read(connection)
         now = time.monotonic()
         for message in messages:
             match message["kind"]:
-                case "hello":
+                case "hello" if message.get("token") == self._token:
                     peer.node, peer.name = message["node"], message["host"]
+                case _ if peer.node < 0:
+                    open_ = False
                 case "died":
                     self._arbiter.died(peer.node, now, message["violent"])
                 case "cause":
@@ -153,7 +172,13 @@ class _Peer:
         except OSError:
             data = b""  # reset, or the keep-alives went unanswered
         *lines, self.received = (self.received + data).split(b"\n")
-        return [json.loads(line) for line in lines], bool(data)
+        try:
+            messages = [json.loads(line) for line in lines]
+            known = all(isinstance(message, dict) and "kind" in message for message in messages)
+        except ValueError:
+            known, messages = False, []
+        # Not one of ours: it is not heard any further.
+        return (messages, bool(data)) if known and len(self.received) <= _LONGEST else ([], False)
 
 
 @dataclass
@@ -245,15 +270,16 @@ class Line:
                 timeout=timedelta(seconds=job.rendezvous_timeout),
             )
             if judge is not None:
-                store.set(_KEY, str(judge.port))
-            port = int(store.get(_KEY))
-            connection = socket.create_connection((job.master_addr, port), timeout=_CONNECT_SECONDS)
+                store.set(_KEY, judge.address)
+            port, token = store.get(_KEY).decode().split()
+            connection = socket.create_connection((job.master_addr, int(port)), timeout=_CONNECT_SECONDS)
         except (dist.DistError, OSError):
             self._ready.set()
             return  # no rendezvous: the agent says so
         connection.settimeout(None)
         _keep_alive(connection)
-        _send(connection, {"kind": "hello", "node": job.node_rank, "host": job.node_name or socket.gethostname()})
+        host = job.node_name or socket.gethostname()
+        _send(connection, {"kind": "hello", "token": token, "node": job.node_rank, "host": host})
         self._connection = connection
         self._ready.set()
         self._hear(connection)
@@ -271,6 +297,7 @@ class Line:
                     self._left = True  # node 0 is through, and nobody is left to judge
                 elif message["node"] != self.job.node_rank:
                     self._end()
+        connection.close()
         if not self._left:
             lost = f"zeroshard: node 0 (host {self.job.master_addr}) was lost first: its agent ended without a word"
             self._first = self._first or {"node": 0, "text": lost}

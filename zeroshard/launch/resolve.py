@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -77,9 +78,10 @@ def _hosts(where: Where) -> tuple[Host, ...] | None:
 
 
 def _this_host(name: str) -> Host:
-    from zeroshard.launch.resources import resolve_nproc
-
-    return Host(name, tuple(range(resolve_nproc("auto"))))
+    # Counted in a process of its own: a look at CUDA before the guard's fork would spoil it for the agent.
+    count = "from zeroshard.launch.resources import resolve_nproc; print(resolve_nproc('auto'))"
+    done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
+    return Host(name, tuple(range(int(done.stdout))))
 
 
 def _is_this_host(chosen: Sequence[Host]) -> bool:
