@@ -95,8 +95,8 @@ def test_srun_gets_one_task_per_node(programs: Path, tmp_path: Path) -> None:
         "gpu",
     ]
     node = words[place:]
-    assert node[1:7] == ["-u", "-m", "zeroshard", "run", "--no-ssh", "--rendezvous"]
-    assert node[7:] == [
+    assert node[1:8] == ["-u", "-m", "zeroshard", "run", "--no-ssh", "--end-with-input", "--rendezvous"]
+    assert node[8:] == [
         "slurm", "--nproc", "8", "--rendezvous-timeout", "600", "--bind-cores", "-m", "--", "t", "--lr", "1"
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ def _options() -> list[set[str]]:
     """The spellings of each option of `run`."""
     group = typer.main.get_command(app)
     command = group.get_command(typer.Context(group), "run")  # pyright: ignore[reportAttributeAccessIssue]
-    return [set(option.opts) for option in command.params if option.param_type_name == "option"]
+    return [set(option.opts) for option in command.params if option.param_type_name == "option" and not option.hidden]
 
 
 def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def launch(ranks: Ranks, voice: Voice) -> int:
     )
     try:
         with watch, _says_who_is_missing(job, watch):
+            voice.ready()
             launch_agent(_config(ranks), sys.executable, _command(job))
     except ChildFailedError as error:
         return _conclude(error, watch, ranks.host, voice)

@@ -77,6 +77,7 @@ def run(
     log_dir: o.LogDir = None,
     console: o.ConsoleRanks = Console.ALL,
     enable_each_rank_log: o.OnlyLogs = None,
+    end_with_input: o.EndsWithInput = False,
 ) -> None:
     """Start SCRIPT once per rank, here or on several hosts. When a rank dies, say which and why, and end the others."""
     job = Job(
@@ -89,6 +90,7 @@ def run(
         console=Console.NONE if enable_each_rank_log else console,
         bind_cores=bind_cores or bind_core_list is not None,
         core_list=bind_core_list,
+        ends_with_input=end_with_input,
     )
     if nproc is not None and num_gpus is not None:
         raise UsageError("--nproc and --num-gpus both say how many ranks; give one")

@@ -195,6 +195,11 @@ class Line:
     _heard: threading.Event = field(default_factory=threading.Event)
     _ready: threading.Event = field(default_factory=threading.Event)
 
+    def ready(self) -> None:
+        """Wait for the line, or the death of this agent would go unheard. Node 0's starts with the agent's store."""
+        if self.job.node_rank > 0:
+            self._ready.wait(self.job.rendezvous_timeout)
+
     def died(self, rank: int, violent: bool) -> None:
         """Tell the judge at once: the order of arrival counts."""
         self._say({"kind": "died", "rank": rank, "violent": violent})

@@ -36,11 +36,21 @@ def run_node(job: Job) -> int:
     return guarded(
         lambda directory: start(job, directory),
         lambda number: say(f"zeroshard: the agent was killed by {number.name}; ending all ranks"),
+        _await_end_of_input if job.ends_with_input else None,
     )
+
+
+def _await_end_of_input(tell: Callable[[signal.Signals], None]) -> None:
+    """In a thread of the guard."""
+    while os.read(0, 65536):
+        pass
+    tell(signal.SIGTERM)
 
 
 def start(job: Job, directory: str) -> int:
     """Decide what the node leaves open, and run the agent. In the guard's child: torch is loaded here."""
+    if job.led or job.ends_with_input:
+        _leave_input()
     if job.devices is not None:
         _show_devices(job.devices)
     ranks = resolve_nproc(job.nproc)
@@ -60,6 +70,13 @@ def start(job: Job, directory: str) -> int:
         return launch(node, ToUser())
     with joined(job) as line:
         return launch(node, line)
+
+
+def _leave_input() -> None:
+    """What comes on standard input is for the guard and not for the ranks."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def _show_devices(devices: tuple[int, ...]) -> None:
@@ -95,10 +112,6 @@ def main() -> int:
 
 
 def _start_led(job: Job, directory: str) -> int:
-    # What a rank reads is not for it: the launcher's words are for the guard.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
     try:
         return start(job, directory)
     except ZeroShardError as error:

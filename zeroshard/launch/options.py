@@ -243,3 +243,4 @@ OnlyLogs = Annotated[
         rich_help_panel=_PLACE,
     ),
 ]
+EndsWithInput = Annotated[bool, typer.Option("--end-with-input", hidden=True, help="Of our own srun.")]

@@ -166,9 +166,22 @@ def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> No
     command = starter_command(job, where, chosen, sorted(variables))
     sys.stdout.flush()
     sys.stderr.flush()
+    if where.launcher is Launcher.SLURM:
+        _hold_input()
     # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in
     # its environment; its arguments hold names.
     os.execve(command[0], command, {**os.environ, **variables})
+
+
+def _hold_input() -> None:
+    """An input that ends when this process does, whatever it becomes: both ends of a pipe.
+
+    srun passes it on to its tasks. A step outlives an srun that is killed, but its tasks' input ends.
+    """
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    os.dup2(read, 0)
+    os.close(read)
 
 
 def starter_command(job: Job, where: Where, chosen: Sequence[Host] | None, exports: Sequence[str]) -> list[str]:
@@ -183,6 +196,7 @@ def starter_command(job: Job, where: Where, chosen: Sequence[Host] | None, expor
             node += [option, str(value)]
     node += _ranks_of_node(where, chosen) + job_options(job)
     if where.launcher is Launcher.SLURM:
+        node.insert(node.index("--rendezvous"), "--end-with-input")
         return transport.slurm_command(where.given.nnodes, where.reach, exports, node)
     assert chosen is not None
     return transport.openmpi_command(chosen, where.reach, exports, node)

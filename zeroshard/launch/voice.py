@@ -22,6 +22,10 @@ from zeroshard.launch import frames
 class Voice(Protocol):
     """What the agent calls; `died` and `cause` come from the thread of the watch or from the main thread."""
 
+    def ready(self) -> None:
+        """Return when it can be heard; called before any rank is started."""
+        ...
+
     def died(self, rank: int, violent: bool) -> None:
         """A rank has failed first on this node; `violent` if it was killed outright."""
         ...
@@ -45,6 +49,9 @@ class Voice(Protocol):
 
 class ToUser:
     """A node alone: everything is told at once."""
+
+    def ready(self) -> None:
+        pass
 
     def died(self, rank: int, violent: bool) -> None:
         pass  # the cause follows
@@ -70,6 +77,9 @@ class ToLauncher:
 
     def __init__(self) -> None:
         self._guard = os.getppid()
+
+    def ready(self) -> None:
+        pass  # the launcher has heard a hello
 
     def died(self, rank: int, violent: bool) -> None:
         frames.send({"kind": "died", "rank": rank, "violent": violent})
