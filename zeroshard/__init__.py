@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard.comm.join import init_distributed
     from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
     from zeroshard.engine.native import (
         clip_grad_norm_,
@@ -50,6 +51,7 @@ _HOME = {
     "drain": "zeroshard.engine.native",
     "full_state_dict": "zeroshard.engine.gathered",
     "get_global_grad_norm": "zeroshard.engine.native",
+    "init_distributed": "zeroshard.comm.join",
     "initialize": "zeroshard.from_config",
     "iterate_full_parameters": "zeroshard.engine.gathered",
     "no_sync": "zeroshard.engine.native",
@@ -79,6 +81,7 @@ __all__ = [
     "drain",
     "full_state_dict",
     "get_global_grad_norm",
+    "init_distributed",
     "initialize",
     "iterate_full_parameters",
     "no_sync",

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from zeroshard.cluster import rank_place
+from zeroshard.comm.join import init_distributed
 from zeroshard.config import Config, load_config
 from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import BatchSizes, Engine
@@ -55,6 +57,9 @@ def initialize(
         optimizer: a torch optimizer, or a callable from parameters to one, instead of the config's.
         model_parameters: parameters or parameter groups to train; by default all that require a gradient.
         training_data: a dataset; a distributed loader over it is returned.
+        distributed_port: where rank 0 listens if no group exists and the environment does not say.
+        dist_init_required: True makes a process group even for one process; False leaves that to the caller. By
+            default the group of the launcher's environment is joined, if there is one.
         lr_scheduler: a torch scheduler over `optimizer`, or a callable from optimizer to one.
         config: dict, path or JSON text (`config_params` is its older name).
 
@@ -69,7 +74,7 @@ def initialize(
         raise UsageError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
         raise UsageError("initialize: mpu and mesh_param (tensor and pipeline parallelism) are not built yet")
-    _join(dist_init_required)
+    _join(dist_init_required, distributed_port)
     world = dist.get_world_size() if dist.is_initialized() else 1
     resolved = load_config(
         _config_source(args, config, config_params),
@@ -88,14 +93,15 @@ def initialize(
     return engine, sharded, loader, scheduler
 
 
-def _join(required: bool | None) -> None:
-    """Join the process group that the launcher's environment describes, unless that has been done."""
+def _join(required: bool | None, port: int) -> None:
+    """Join the process group that the launcher's environment describes, unless that has been done.
+
+    Without such an environment this process trains alone, without a group; with `required` in a group of one.
+    """
     if not dist.is_available() or dist.is_initialized() or required is False:
         return
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    elif required:
-        raise UsageError("no process group and no RANK in the environment: start the script with `zeroshard run`")
+    if required or rank_place(os.environ, port) is not None:
+        init_distributed(distributed_port=port)
 
 
 def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource | None) -> ConfigSource:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import zeroshard as package
 from tests.launch.launcher import environment, script, zeroshard
 from zeroshard.errors import UsageError
+from zeroshard.launch.cli import app
 from zeroshard.launch.resources import resolve_nproc, set_threads, usable_cores
 
 
@@ -56,8 +58,9 @@ def test_a_named_port_is_used(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"localhost {port}\n"), done.stderr
 
 
-def test_the_version_is_printed(tmp_path: Path) -> None:
-    assert zeroshard(tmp_path, "version").stdout == f"{package.__version__}\n"
+def test_the_version_is_printed() -> None:
+    for word in ("version", "--version"):
+        assert CliRunner().invoke(app, [word]).stdout == f"{package.__version__}\n"
 
 
 def test_the_command_line_loads_nothing_of_torchs_launcher_before_it_is_needed() -> None:

@@ -117,3 +117,27 @@ def test_a_script_may_start_processes_of_its_own(tmp_path: Path) -> None:
     )
     done = zeroshard(tmp_path, "run", "--nproc", "1", name)
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
+
+
+def test_a_program_runs_by_itself_with_a_file_for_each_rank(tmp_path: Path) -> None:
+    program = "echo out $RANK; echo err $RANK >&2; sleep $RANK; exit $((RANK * 3))"
+    words = ["--num_gpus", "2", "--log-dir", "logs", "--console", "first", "--no_python", "sh", "-c", program]
+    done = zeroshard(tmp_path, "run", *words, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 3
+    assert done.stdout == "rank 0: out 0\n"
+    opening, shown, *said = done.stderr.splitlines()
+    assert "2 ranks on this node" in opening
+    assert shown == "rank 0: err 0"
+    assert "failed first: sh: exit code 3" in said[0]
+    assert len(said) == 1
+    for rank in range(2):
+        assert (tmp_path / f"logs/rank_{rank}.out").read_text() == f"out {rank}\n"
+        assert (tmp_path / f"logs/rank_{rank}.err").read_text() == f"err {rank}\n"
+
+
+def test_chosen_slots_of_this_host_are_the_gpus_that_its_ranks_see(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=4\n")
+    name = script(tmp_path, "import os; print(os.environ['WORLD_SIZE'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    words = ["--hostfile", "hosts", "--include", "localhost:1,3"]
+    done = zeroshard(tmp_path, "run", *words, name, env={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert (done.returncode, done.stdout) == (0, "2 5,7\n" * 2), done.stderr

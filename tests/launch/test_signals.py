@@ -78,10 +78,15 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path:
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the kernel ends orphaned ranks on Linux only")
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    text = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    text = """
+        import os, subprocess, time
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(os.getpid(), child.pid, flush=True)
+        time.sleep(1000)
+    """
     launcher = start(tmp_path, "run", "--nproc", "2", script(tmp_path, text), stderr=subprocess.DEVNULL)
     assert launcher.stdout is not None
-    pids = [int(launcher.stdout.readline()) for _ in range(2)]
+    pids = [int(word) for _ in range(2) for word in launcher.stdout.readline().split()]
 
     launcher.kill()
     launcher.communicate(timeout=30)  # ends when the last holder of the pipe has gone
@@ -104,3 +109,21 @@ def test_what_a_dead_rank_left_behind_is_ended(tmp_path: Path) -> None:
     assert launcher.returncode == 5
     assert "exit code 5, without a traceback" in said
     assert _left_running([int(out)]) == []
+
+
+def test_an_agent_that_was_killed_is_named_and_what_its_ranks_started_is_ended(tmp_path: Path) -> None:
+    text = """
+        import os, subprocess, time
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(os.getppid(), os.getpid(), child.pid, flush=True)
+        time.sleep(1000)
+    """
+    launcher = start(tmp_path, "run", "--nproc", "1", script(tmp_path, text), stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    agent, *pids = map(int, launcher.stdout.readline().split())
+    os.kill(agent, signal.SIGKILL)
+    _, said = launcher.communicate(timeout=30)
+
+    assert launcher.returncode == 128 + 9
+    assert said.splitlines()[1:] == ["zeroshard: the agent was killed by SIGKILL; ending all ranks"]
+    assert _left_running(pids) == []

@@ -77,7 +77,9 @@ def default_device() -> torch.device:
     """This rank's GPU (LOCAL_RANK, as torchrun sets it), or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    # A starter that shows each rank its own GPU only leaves no choice, whatever the rank's number on its node.
+    seen = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if seen > 1 else 0
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device

@@ -14,107 +14,119 @@ import os
 import signal
 import socket
 import sys
-import tempfile
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from zeroshard.cluster import DEFAULT_PORT
 from zeroshard.errors import UsageError
 from zeroshard.launch import report, runner
-from zeroshard.launch.watch import Death, RankProcess, RankWatch
+from zeroshard.launch.job import Job
+from zeroshard.launch.logs import RankLogs, log_directory
+from zeroshard.launch.voice import Voice, say
+from zeroshard.launch.watch import RankProcess, RankWatch
 
 # Ctrl-C and SIGTERM: how long a rank may take to end by itself before SIGKILL. Torch's default is 30.
 _SHUTDOWN_SECONDS = "10"
-_MULTI_NODE_PORT = 29500
+# How long the other nodes may be missing before it is said that they are waited for.
+_QUIET_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to run, and this node's place in it. `master_port` None on a single node: any free port."""
+class Ranks:
+    """What this node runs of a job: the number of ranks is known by now. `directory` is temporary."""
 
-    target: str
-    args: tuple[str, ...]
-    module: bool
+    job: Job
     nproc: int
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int | None = None
-    max_restarts: int = 0
+    directory: Path
+
+    @property
+    def host(self) -> str:
+        return self.job.node_name or socket.gethostname()
 
 
-def launch(job: Job) -> int:
+def launch(ranks: Ranks, voice: Voice) -> int:
     """Run the job's ranks on this node; the exit status, 0 if all ranks ended well.
 
     Raises UsageError if the ranks can't be started: the script is missing, the port is taken, the master is not there.
     """
-    _check_port(job)
+    job = ranks.job
+    check_port(job)
     _quiet_the_agent()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
-        os.environ[runner.WATCH_VARIABLE] = f"{directory}/watch"
-        watch = RankWatch(Path(directory, "watch"), announce=lambda death: _say(report.announcement(death)))
-        try:
-            with watch:
-                launch_agent(_config(job, directory), sys.executable, _command(job))
-        except ChildFailedError as error:
-            return _conclude(error, watch)
-        except SignalException as stop:
-            number = signal.Signals(int(stop.sigval))
-            _say(f"zeroshard: {number.name} received, all ranks ended")
-            return 128 + number
-        except (RendezvousError, dist.DistError) as error:
-            raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
-        finally:
-            watch.end_leftovers()
-    return 0
+    socket_path = ranks.directory / "watch"
+    os.environ[runner.WATCH_VARIABLE] = str(socket_path)
+    watch = RankWatch(
+        socket_path,
+        announce=lambda death: voice.cause(report.announcement(death, ranks.host)),
+        died=lambda death: voice.died(death.process.rank, death.violent),
+        stopping=voice.stopping,
+    )
+    try:
+        with watch, _says_who_is_missing(job, watch):
+            voice.ready()
+            launch_agent(_config(ranks), sys.executable, _command(job))
+    except ChildFailedError as error:
+        return _conclude(error, watch, ranks.host, voice)
+    except SignalException as stop:
+        death = watch.first()
+        if death is not None and not watch.announced(death):
+            voice.cause(report.announcement(death, ranks.host))  # the signal came before the agent had seen it
+        return voice.stopped(signal.Signals(int(stop.sigval)))
+    except (RendezvousError, dist.DistError) as error:
+        raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
+    finally:
+        watch.end_leftovers()
+    return voice.ended(0, [])
 
 
-def _config(job: Job, directory: str) -> LaunchConfig:
-    alone = job.nnodes == 1 and job.master_port is None
+def _config(ranks: Ranks) -> LaunchConfig:
+    job = ranks.job
+    alone = _is_alone(job)
     return LaunchConfig(
         min_nodes=job.nnodes,
         max_nodes=job.nnodes,
-        nproc_per_node=job.nproc,
+        nproc_per_node=ranks.nproc,
         run_id=uuid.uuid4().hex if alone else "zeroshard",
         rdzv_backend="c10d" if alone else "static",
         # Port 0: the agent's store listens on a port that the kernel picks, so two jobs on one node never collide.
         rdzv_endpoint="localhost:0" if alone else _endpoint(job),
-        rdzv_configs={} if alone else {"rank": job.node_rank},
+        rdzv_configs={} if alone else {"rank": job.node_rank, "timeout": job.rendezvous_timeout},
         local_addr="localhost" if job.nnodes == 1 else None,
         max_restarts=job.max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=directory),
+        log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
+        logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console),
     )
 
 
-def _short_directory() -> str:
-    """Where the socket goes: its path may have about 100 characters, which the TMPDIR of a cluster can exceed."""
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= 64 else "/tmp"
+def _is_alone(job: Job) -> bool:
+    return job.nnodes == 1 and job.master_port is None
 
 
 def _endpoint(job: Job) -> str:
-    return f"{job.master_addr or 'localhost'}:{job.master_port or _MULTI_NODE_PORT}"
+    return f"{job.master_addr or 'localhost'}:{job.master_port or DEFAULT_PORT}"
 
 
 def _command(job: Job) -> list[str]:
-    words = ["module" if job.module else "script", job.target, *job.args]
+    words = [job.kind.value, job.target, *job.args]
     # The agent expands $ in arguments as string.Template does; doubled, they reach the script as they were.
     return ["-u", runner.__file__, *(word.replace("$", "$$") for word in words)]
 
 
-def _check_port(job: Job) -> None:
+def check_port(job: Job) -> None:
     """The agent would try for minutes to reach whatever holds the port."""
-    if job.node_rank != 0 or (job.nnodes == 1 and job.master_port is None):
+    if job.node_rank != 0 or _is_alone(job):
         return
-    port = job.master_port or _MULTI_NODE_PORT
+    port = job.master_port or DEFAULT_PORT
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,6 +138,28 @@ def _check_port(job: Job) -> None:
             ) from error
 
 
+@contextmanager
+def _says_who_is_missing(job: Job, watch: RankWatch) -> Iterator[None]:
+    """Until the first rank has been started, now and then say that the other nodes are waited for."""
+    begun = threading.Event()
+
+    def remind() -> None:
+        waited = 0.0
+        while not begun.wait(_QUIET_SECONDS) and not watch.processes:
+            waited += _QUIET_SECONDS
+            say(
+                f"zeroshard: waiting for the other nodes at {_endpoint(job)} for {waited:.0f} s; "
+                f"an error after {job.rendezvous_timeout} s (--rendezvous-timeout)"
+            )
+
+    if job.nnodes > 1:
+        threading.Thread(target=remind, name="missing-nodes", daemon=True).start()
+    try:
+        yield
+    finally:
+        begun.set()
+
+
 def _quiet_the_agent() -> None:
     """Our report replaces the agent's log of the same events; LOGLEVEL in the environment brings it back."""
     if "LOGLEVEL" not in os.environ:
@@ -134,17 +168,20 @@ def _quiet_the_agent() -> None:
                 logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _conclude(error: ChildFailedError, watch: RankWatch) -> int:
+def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice) -> int:
     exits = {rank: _exit(rank, failure, watch) for rank, failure in error.failures.items()}
-    death: Death | None = watch.first()
+    death = watch.first()
     if death is None or death.process.rank not in exits:
         # Died before it could say hello, or after it had said that all is done.
-        first, announced = error.get_first_failure()[0], False
+        first, told = error.get_first_failure()[0], False
+        voice.died(first, violent=False)
     else:
-        first, announced = death.process.rank, watch.announced(death)
+        # A death that was announced without its cause is told again with it.
+        first, told = death.process.rank, watch.announced(death) and (death.recorded or death.signal is not None)
     cause = exits.pop(first)
-    _say(report.conclusion(cause, exits, announced))
-    return report.exit_status(cause.code)
+    if not told:
+        voice.cause(report.cause(cause, host))
+    return voice.ended(report.exit_status(cause.code), report.consequences(exits))
 
 
 def _exit(rank: int, failure: ProcessFailure, watch: RankWatch) -> report.Exit:
@@ -153,7 +190,3 @@ def _exit(rank: int, failure: ProcessFailure, watch: RankWatch) -> report.Exit:
             return report.Exit(process, failure.exitcode)
     unseen = RankProcess(rank, failure.local_rank, failure.pid, attempt=0, error_file=failure.error_file)
     return report.Exit(unseen, failure.exitcode)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

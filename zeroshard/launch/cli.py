@@ -6,17 +6,21 @@ What a command needs is imported inside it: torch's launcher, or the config with
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import zeroshard
+from zeroshard.cluster import NodePlace
 from zeroshard.errors import UsageError, ZeroShardError
-from zeroshard.launch.resources import resolve_nproc, set_threads
+from zeroshard.launch import options as o
+from zeroshard.launch import resolve
+from zeroshard.launch.job import Console, Job, TargetKind
+from zeroshard.launch.rendezvous import Rendezvous
+from zeroshard.launch.resolve import Where
+from zeroshard.launch.transport import Launcher, Reach
 
 app = typer.Typer(
     name="zeroshard",
@@ -27,43 +31,84 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(zeroshard.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """ZeRO training for PyTorch."""
+
+
 # Options stop at the first word that is none: all that follows the script is the script's, whatever it looks like.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[str, typer.Argument(help="The training script, or with -m a module.", show_default=False)],
-    args: Annotated[list[str] | None, typer.Argument(help="Its arguments, passed on untouched.")] = None,
-    nproc: Annotated[str, typer.Option(help="Ranks on this node: a number, auto, gpu or cpu.")] = "auto",
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
-    nnodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; run the command on each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="This node's number, from 0.")] = 0,
-    master_addr: Annotated[str | None, typer.Option(help="Address of node 0.", show_default=False)] = None,
-    master_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port on node 0. [default: any free one; several nodes: 29500]"),
-    ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Restart all ranks so often when one dies.")] = 0,
+    script: o.Target,
+    args: o.Arguments = None,
+    nproc: o.Nproc = None,
+    module: o.Module = False,
+    no_python: o.NoPython = False,
+    max_restarts: o.MaxRestarts = 0,
+    hostfile: o.Hostfile = None,
+    include: o.Include = None,
+    exclude: o.Exclude = None,
+    num_gpus: o.NumGpus = None,
+    launcher: o.LauncherName = Launcher.SSH,
+    launcher_args: o.LauncherArgs = "",
+    ssh_port: o.SshPort = None,
+    export: o.Export = None,
+    env_file: o.EnvFile = None,
+    force_multi: o.ForceMulti = False,
+    no_ssh: o.NoSsh = False,
+    nnodes: o.Nnodes = None,
+    node_rank: o.NodeRank = None,
+    master_addr: o.MasterAddr = None,
+    master_port: o.MasterPort = None,
+    rendezvous: o.RendezvousName = Rendezvous.ENV,
+    rendezvous_timeout: o.RendezvousTimeout = 600,
+    bind_cores: o.BindCores = False,
+    bind_core_list: o.CoreList = None,
+    log_dir: o.LogDir = None,
+    console: o.ConsoleRanks = Console.ALL,
+    enable_each_rank_log: o.OnlyLogs = None,
+    end_with_input: o.EndsWithInput = False,
 ) -> None:
-    """Start SCRIPT once per rank. When a rank dies, say which one and why, and end the others."""
-    _check_nodes(nnodes, node_rank, master_addr)
-    _check_target(script, module)
-    ranks = resolve_nproc(nproc)
-    threads = set_threads(ranks, os.environ)
-    print(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {threads}", file=sys.stderr, flush=True)
-
-    from zeroshard.launch.agent import Job, launch
-
+    """Start SCRIPT once per rank, here or on several hosts. When a rank dies, say which and why, and end the others."""
     job = Job(
         target=script,
         args=tuple(args or ()),
-        module=module,
-        nproc=ranks,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
+        kind=_kind(module, no_python),
+        rendezvous_timeout=rendezvous_timeout,
         max_restarts=max_restarts,
+        log_dir=enable_each_rank_log or log_dir,
+        console=Console.NONE if enable_each_rank_log else console,
+        bind_cores=bind_cores or bind_core_list is not None,
+        core_list=bind_core_list,
+        ends_with_input=end_with_input,
     )
-    raise typer.Exit(launch(job))
+    if nproc is not None and num_gpus is not None:
+        raise UsageError("--nproc and --num-gpus both say how many ranks; give one")
+    where = Where(
+        NodePlace(nnodes, node_rank, master_addr, master_port, nproc),
+        hostfile=hostfile,
+        include=include,
+        exclude=exclude,
+        num_slots=num_gpus,
+        launcher=launcher,
+        reach=Reach(ssh_port, tuple(shlex.split(launcher_args))),
+        exports=tuple(export or ()),
+        env_file=env_file,
+        force_multi=force_multi,
+        no_ssh=no_ssh,
+        rendezvous=rendezvous,
+    )
+    raise typer.Exit(resolve.run(job, where))
 
 
 @app.command(
@@ -91,19 +136,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _check_nodes(nnodes: int, node_rank: int, master_addr: str | None) -> None:
-    if nnodes > 1 and master_addr is None:
-        raise UsageError(f"--nnodes {nnodes}: the nodes meet at node 0; give its address as --master-addr")
-    if node_rank >= nnodes:
-        raise UsageError(f"--node-rank {node_rank}: with --nnodes {nnodes} it is from 0 to {nnodes - 1}")
-
-
-def _check_target(script: str, module: bool) -> None:
-    if not module:
-        if not Path(script).exists():
-            raise UsageError(f"{script}: no such script")
-        return
-    sys.path.insert(0, str(Path.cwd()))
-    # The first name only: finding a submodule would import its package, in the launcher.
-    if importlib.util.find_spec(script.partition(".")[0]) is None:
-        raise UsageError(f"-m {script}: no such module in {Path.cwd()} or among the installed packages")
+def _kind(module: bool, no_python: bool) -> TargetKind:
+    if module and no_python:
+        raise UsageError("--module and --no-python can't be combined")
+    return TargetKind.MODULE if module else TargetKind.PROGRAM if no_python else TargetKind.SCRIPT

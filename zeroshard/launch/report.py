@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,23 +30,28 @@ class Exit:
     code: int
 
 
-def announcement(death: Death) -> str:
-    """The report at the moment of death: with the traceback if the rank recorded one."""
-    who = _who(death.process)
-    if not death.recorded:
-        return f"zeroshard: {who} died first, without a traceback; ending the other ranks"
-    summary, stack = _recorded(death.process)
-    return f"zeroshard: {who} failed first: {summary}\n{stack}"
+def announcement(death: Death, host: str) -> str:
+    """The report at the moment of death: with the traceback if the rank recorded one, else what is known by then."""
+    who = _who(death.process, host)
+    if death.recorded:
+        summary, stack = _recorded(death.process)
+        return f"zeroshard: {who} failed first: {summary}\n{stack}".rstrip()
+    if death.signal is not None:
+        return cause(Exit(death.process, -death.signal), host)
+    return f"zeroshard: {who} died first, without a traceback; ending the other ranks"
 
 
-def conclusion(first: Exit, others: Mapping[int, Exit], announced: bool) -> str:
-    """The report when all ranks have ended: the cause if it has not been told, then the consequences."""
+def cause(first: Exit, host: str) -> str:
+    """The report of the rank that failed first when it has ended: with the signal or exit code if it left no error."""
+    if Path(first.process.error_file).exists():
+        return announcement(Death(first.process, recorded=True), host)
+    headline = f"zeroshard: {_who(first.process, host)} failed first: {_cause(first.code)}"
+    return "\n".join([headline, *_fatal_stacks(first.process)])
+
+
+def consequences(others: Mapping[int, Exit]) -> list[str]:
+    """A line for each rank that failed after the first, and one for those that were ended."""
     lines: list[str] = []
-    if not Path(first.process.error_file).exists():
-        lines.append(f"zeroshard: {_who(first.process)} failed first: {_cause(first.code)}")
-        lines += _fatal_stacks(first.process)
-    elif not announced:
-        lines.append(announcement(Death(first.process, recorded=True)))
     stopped = 0
     for rank, other in sorted(others.items()):
         if Path(other.process.error_file).exists():
@@ -58,7 +62,7 @@ def conclusion(first: Exit, others: Mapping[int, Exit], announced: bool) -> str:
             lines.append(f"zeroshard: then rank {rank}: {_cause(other.code)}")
     if stopped:
         lines.append(f"zeroshard: ended {stopped} other rank{'s' if stopped > 1 else ''}")
-    return "\n".join(lines)
+    return lines
 
 
 def exit_status(code: int) -> int:
@@ -66,9 +70,8 @@ def exit_status(code: int) -> int:
     return code if code > 0 else 128 - code
 
 
-def _who(process: RankProcess) -> str:
+def _who(process: RankProcess, host: str) -> str:
     attempt = f", restart {process.attempt}" if process.attempt else ""
-    host = socket.gethostname()
     return f"rank {process.rank} (local rank {process.local_rank}, host {host}, pid {process.pid}{attempt})"
 
 

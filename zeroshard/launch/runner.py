@@ -21,6 +21,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -28,14 +29,16 @@ from pathlib import Path
 from types import TracebackType
 
 WATCH_VARIABLE = "ZEROSHARD_WATCH"
+CORES_VARIABLE = "ZEROSHARD_CORES"
 FATAL_STACKS = "fatal.txt"
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run `argv[2:]` as a script (`argv[1] == "script"`) or as a module (`"module"`)."""
-    kind, *sys.argv = sys.argv[1:]
+    """Run `argv[2:]`: `argv[1]` says whether that is a script, a module or a program."""
     _die_with_the_launcher()
+    _bind()
+    kind, *sys.argv = sys.argv[1:]
     error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     # Left open for the life of the process: a crash in native code writes the Python stacks there.
     faulthandler.enable(file=error_file.with_name(FATAL_STACKS).open("w"))
@@ -51,6 +54,10 @@ def main() -> None:
             _record(stop, error_file)
             _tell(launcher, "failed")
         raise
+    except _ProgramError as error:
+        _write_error(str(error), "", error_file)
+        _tell(launcher, "failed")
+        sys.exit(error.code)
     except BaseException as error:
         _record(error, error_file)
         if not _tell(launcher, "failed"):
@@ -65,6 +72,24 @@ def _die_with_the_launcher() -> None:
     """A launcher that is killed outright can't end its ranks; the kernel does it (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _bind() -> None:
+    """Keep to the cores that `--bind-cores` gave this rank; under numactl, which starts this file anew, if it is there.
+
+    numactl keeps the process: its number, its parent and what the kernel sends it at the parent's death.
+    """
+    text = os.environ.pop(CORES_VARIABLE, None)
+    if text is None:
+        return
+    mine = json.loads(text)[int(os.environ["LOCAL_RANK"])]
+    os.sched_setaffinity(0, mine["cores"])
+    if mine["numactl"] is not None:
+        cores, nodes = (",".join(str(number) for number in mine[what]) for what in ("cores", "nodes"))
+        # One node can be preferred; several are shared by turns, or an allocation would fill the first.
+        memory = f"--preferred={nodes}" if len(mine["nodes"]) == 1 else f"--interleave={nodes}"
+        words = [mine["numactl"], f"--physcpubind={cores}", memory, sys.executable, "-u", __file__, *sys.argv[1:]]
+        os.execv(words[0], words)
 
 
 def _greet(error_file: Path) -> socket.socket:
@@ -98,21 +123,41 @@ def _run(kind: str, target: str) -> None:
     # Python put this file's directory first, but not under PYTHONSAFEPATH, which forbids the script's just as well.
     if sys.path and os.path.realpath(sys.path[0]) == own:
         sys.path[0] = first
-    if kind == "module":
+    if kind == "program":
+        _run_program()
+    elif kind == "module":
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
 
 
+def _run_program() -> None:
+    """Run `sys.argv` as a process of its own and end as it ended: a signal that ends it ends this one."""
+    code = subprocess.Popen(sys.argv, preexec_fn=_die_with_the_launcher).wait()
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    if code:
+        raise _ProgramError(f"{sys.argv[0]}: exit code {code}", code)
+
+
+class _ProgramError(Exception):
+    """A program that ended with another exit code than 0; it has printed why itself."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def _record(error: BaseException, error_file: Path) -> None:
     """Write the error file of torch.distributed.elastic; its own writer would import torch before the script does."""
-    message = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(type(error), error, _user_frames(error))),
-            "timestamp": str(int(time.time())),
-        },
-    }
+    stack = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
+    _write_error(f"{type(error).__name__}: {error}", stack, error_file)
+
+
+def _write_error(summary: str, stack: str, error_file: Path) -> None:
+    message = {"message": summary, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
     partial = error_file.with_suffix(".partial")
     partial.write_text(json.dumps({"message": message}))
     partial.replace(error_file)

@@ -6,8 +6,9 @@
 
 The elastic agent polls ten times a second and stamps failures in whole seconds, so that when one rank is killed and its
 peers report lost connections, it may name a peer. Here the order is that in which the sockets speak. A rank that says
-"failed" is reported at once, while the agent is still ending the others; for one that just vanishes the cause (signal
-or exit code) comes from the agent.
+"failed" is reported while the agent is still ending the others; for one that just vanishes the cause (signal or exit
+code) comes from the agent. One exception to the order: the kernel closes a killed rank's last socket first, so that its
+peers can fail before our end of file comes. A rank killed outright within a tenth of a second goes before them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ from typing import NamedTuple
 # A rank that vanished is announced without its cause if the agent has not given one by then (it restarts, or waits for
 # a rank that does not want to end).
 _CAUSE_SECONDS = 1.0
+# A rank that says "failed" is announced after this time, in which one that was killed can still go before it.
+_SETTLE_SECONDS = 0.1
+# After its last descriptor is closed a process has this long to become one whose status can be read.
+_STATUS_SECONDS = 0.05
+# Sent by the kernel or from outside of the job. SIGTERM is the agent's, SIGABRT often a consequence (a lost peer).
+_VIOLENT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankProcess(NamedTuple):
@@ -43,10 +53,16 @@ class RankProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """A rank that failed: with a traceback in its error file, or by vanishing."""
+    """A rank that failed: with a traceback in its error file, or by vanishing, with the signal if that is known."""
 
     process: RankProcess
     recorded: bool
+    signal: signal.Signals | None = None
+
+    @property
+    def violent(self) -> bool:
+        """Whether it was killed outright."""
+        return self.signal in _VIOLENT
 
 
 @dataclass
@@ -66,15 +82,20 @@ class _Attempt:
 
 @dataclass
 class RankWatch:
-    """Listens at `path` from `__enter__` to `__exit__`; calls `announce` once per attempt, from its own thread.
+    """Listens at `path` from `__enter__` to `__exit__`; calls `announce` once per attempt, from its own thread, and
+    `died` before it, at the first sign of the same death (twice if a violent one then goes before another). `stopping`
+    is called when a signal tells this process to stop; what ends from then on has not failed.
 
     After `__exit__`, `processes` holds every rank that said hello, and `first(attempt)` the first death of an attempt.
     """
 
     path: Path
     announce: Callable[[Death], None]
+    died: Callable[[Death], None] = lambda death: None
+    stopping: Callable[[signal.Signals], None] = lambda number: None
     processes: list[RankProcess] = field(default_factory=list)
     _attempts: dict[int, _Attempt] = field(default_factory=dict)
+    _told_to_stop: bool = False
 
     def __enter__(self) -> RankWatch:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -84,6 +105,11 @@ class RankWatch:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        # Ranks that end because the agent was told to stop have not failed: the signal is heard before they end.
+        self._signalled, self._signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self._selector.register(self._signalled, selectors.EVENT_READ)
+        self._outer_wakeup = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._serve, name="rank-watch", daemon=True)
         self._thread.start()
         return self
@@ -91,8 +117,10 @@ class RankWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.set_wakeup_fd(self._outer_wakeup)
         self._wake.close()  # the thread reads what is pending, then ends
         self._thread.join()
+        self._signals.close()
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -106,6 +134,7 @@ class RankWatch:
         return attempt.first if attempt else None
 
     def announced(self, death: Death) -> bool:
+        """Whether the death has been told."""
         return self._attempts[death.process.attempt].announced
 
     def end_leftovers(self) -> None:
@@ -121,7 +150,8 @@ class RankWatch:
     def _serve(self) -> None:
         stopping = False
         while True:
-            ready = self._selector.select(timeout=0 if stopping else _CAUSE_SECONDS / 4)
+            pending = any(not attempt.announced for attempt in self._attempts.values())
+            ready = self._selector.select(timeout=0 if stopping else _SETTLE_SECONDS / 2 if pending else 1.0)
             if stopping and not ready:
                 return
             for key, _ in ready:
@@ -132,6 +162,8 @@ class RankWatch:
                     self._selector.unregister(self._woken)
                     self._woken.close()
                     stopping = True
+                elif key.fileobj is self._signalled:
+                    self._hear_signals()
                 else:
                     self._read(key.data)
             if not stopping:
@@ -146,7 +178,7 @@ class RankWatch:
             self._selector.unregister(peer.connection)
             peer.connection.close()
             if peer.process is not None and not peer.ended:
-                self._died(Death(peer.process, recorded=False))
+                self._died(Death(peer.process, recorded=False, signal=_end_signal(peer.process.pid)))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
         for line in lines:
@@ -162,24 +194,49 @@ class RankWatch:
         if line == b"failed":
             self._died(Death(peer.process, recorded=True))
 
+    def _hear_signals(self) -> None:
+        for number in self._signalled.recv(64):
+            if number in _STOPS and not self._told_to_stop:
+                self._told_to_stop = True
+                self.stopping(signal.Signals(number))
+
     def _died(self, death: Death) -> None:
         number = death.process.attempt
-        if number in self._attempts:
+        if self._told_to_stop:
             return
-        self._attempts[number] = _Attempt(death, time.monotonic() + _CAUSE_SECONDS)
-        if death.recorded:
-            self._announce(self._attempts[number])
+        known = self._attempts.get(number)
+        if known is not None and (known.announced or known.first.violent or not death.violent):
+            return
+        seconds = _CAUSE_SECONDS if death.signal is None and not death.recorded else _SETTLE_SECONDS
+        self._attempts[number] = _Attempt(death, time.monotonic() + seconds)
+        self.died(death)
 
     def _announce_where(self, due: Callable[[int, _Attempt], bool]) -> None:
         for number, attempt in self._attempts.items():
             # A script may close descriptors that it does not know, and a large process takes seconds to go: only what
             # has ended is called dead.
-            if not attempt.announced and due(number, attempt) and not _is_running_child(attempt.first.process.pid):
+            ended = attempt.first.recorded or not _is_running_child(attempt.first.process.pid)
+            if not attempt.announced and due(number, attempt) and ended:
                 self._announce(attempt)
 
     def _announce(self, attempt: _Attempt) -> None:
         attempt.announced = True
         self.announce(attempt.first)
+
+
+def _end_signal(pid: int) -> signal.Signals | None:
+    """The signal that ended a child; None if it exited, or does not end in time."""
+    deadline = time.monotonic() + _STATUS_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None
+        if status is not None:
+            killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return signal.Signals(status.si_status) if killed else None
+        time.sleep(0.002)
+    return None
 
 
 def _exists(pid: int) -> bool:

@@ -1,0 +1,145 @@
+"""Which hosts and which slots of them: the hostfile, `--include`, `--exclude`, `--num-nodes` and `--num-gpus`.
+
+    # hostfile                --include 'a:0,2@b'      a: slots 0 and 2, b: all
+    a slots=4                 --exclude 'a:1@b'        all but slot 1 of a and all of b
+    b slots=4
+
+The formats are those of DeepSpeed's launcher. What it lets pass is refused here: a host that is there twice, a slot
+that the host does not have, a filter that leaves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zeroshard.errors import UsageError
+
+_LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>\d+)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and the numbers of its slots that are used; `filtered` if these are not all that it has."""
+
+    name: str
+    slots: tuple[int, ...]
+    line: int = 0
+    filtered: bool = False
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file of lines `host slots=N`; empty lines and what follows a # are skipped.
+
+    Raises UsageError with the number of the line that is wrong.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"--hostfile {path}: can't be read ({reason})") from error
+    hosts: dict[str, Host] = {}
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise UsageError(f"{path}, line {number}: {line!r} is not of the form 'host slots=N'")
+        name, slots = match["name"], int(match["slots"])
+        if slots == 0:
+            raise UsageError(f"{path}, line {number}: {name} has no slots; leave the line out, or give slots=1 or more")
+        if name in hosts:
+            raise UsageError(f"{path}, line {number}: {name} is there twice, first in line {hosts[name].line}")
+        hosts[name] = Host(name, tuple(range(slots)), number)
+    if not hosts:
+        raise UsageError(f"--hostfile {path}: it names no host; write a line 'host slots=N' for each")
+    return tuple(hosts.values())
+
+
+def select(
+    hosts: Sequence[Host],
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int | None = None,
+    num_slots: int | None = None,
+) -> tuple[Host, ...]:
+    """The hosts that take part, in the order of `hosts`.
+
+    Raises UsageError for hosts or slots that are not there, filters that can't be combined, and an empty result.
+    """
+    if include and exclude:
+        raise UsageError("--include and --exclude can't be combined; give the one that is shorter")
+    if (include or exclude) and (num_nodes is not None or num_slots is not None):
+        raise UsageError("--num-nodes and --num-gpus can't be combined with --include or --exclude")
+    if include:
+        chosen = _included(hosts, _parse("--include", include, hosts))
+    elif exclude:
+        chosen = _excluded(hosts, _parse("--exclude", exclude, hosts))
+    else:
+        chosen = _first(hosts, num_nodes, num_slots)
+    if not chosen:
+        raise UsageError(f"--exclude {exclude}: no host is left")
+    return tuple(chosen)
+
+
+def _parse(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...] | None]:
+    """Slots by host, None for all of them."""
+    known = {host.name: host for host in hosts}
+    parsed: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, slots = part.strip().partition(":")
+        if name not in known:
+            raise UsageError(f"{option} {text}: {name!r} is no host; there are {', '.join(known)}")
+        if name in parsed:
+            raise UsageError(f"{option} {text}: {name} is there twice; write its slots as {name}:0,1")
+        parsed[name] = _slots(option, text, slots, known[name]) if colon else None
+    return parsed
+
+
+def _slots(option: str, text: str, slots: str, host: Host) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", slots):
+        raise UsageError(f"{option} {text}: the slots of {host.name} are not of the form 0,1,2")
+    numbers = tuple(sorted(int(slot) for slot in slots.split(",")))
+    for number in numbers:
+        if number not in host.slots:
+            raise UsageError(f"{option} {text}: {host.name} has no slot {number}; it has {_span(host.slots)}")
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"{option} {text}: a slot of {host.name} is there twice")
+    return numbers
+
+
+def _span(slots: tuple[int, ...]) -> str:
+    return f"slots 0 to {slots[-1]}" if len(slots) > 1 else "slot 0 alone"
+
+
+def _included(hosts: Sequence[Host], wanted: dict[str, tuple[int, ...] | None]) -> list[Host]:
+    return [_with_slots(host, wanted[host.name] or host.slots) for host in hosts if host.name in wanted]
+
+
+def _excluded(hosts: Sequence[Host], unwanted: dict[str, tuple[int, ...] | None]) -> list[Host]:
+    chosen: list[Host] = []
+    for host in hosts:
+        gone = (unwanted[host.name] or host.slots) if host.name in unwanted else ()
+        left = tuple(slot for slot in host.slots if slot not in gone)
+        if left:
+            chosen.append(_with_slots(host, left))
+    return chosen
+
+
+def _first(hosts: Sequence[Host], num_nodes: int | None, num_slots: int | None) -> list[Host]:
+    if num_nodes is not None and num_nodes > len(hosts):
+        raise UsageError(f"--num-nodes {num_nodes}: the hostfile has {len(hosts)}")
+    chosen = list(hosts[:num_nodes])
+    if num_slots is None:
+        return chosen
+    for host in chosen:
+        if num_slots > len(host.slots):
+            raise UsageError(f"--num-gpus {num_slots}: {host.name} has {len(host.slots)} slots (line {host.line})")
+    return [_with_slots(host, host.slots[:num_slots]) for host in chosen]
+
+
+def _with_slots(host: Host, slots: tuple[int, ...]) -> Host:
+    return replace(host, slots=slots, filtered=host.filtered or slots != host.slots)

@@ -1,0 +1,246 @@
+"""The options of `zeroshard run`, each with the spellings of torchrun and of DeepSpeed's launcher.
+
+A table of types, so that the command itself (cli.py) reads as what it does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroshard.launch.job import Console
+from zeroshard.launch.rendezvous import Rendezvous
+from zeroshard.launch.transport import Launcher
+
+_WHAT, _HOSTS, _BY_HAND, _PLACE = "What to run", "Several hosts", "Nodes started one by one", "Cores and output"
+
+Target = Annotated[
+    str, typer.Argument(help="The training script, with -m a module, with --no-python a program.", show_default=False)
+]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments, passed on untouched.")]
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.", rich_help_panel=_WHAT)
+]
+NoPython = Annotated[
+    bool, typer.Option("--no-python", "--no_python", help="SCRIPT is a program of its own.", rich_help_panel=_WHAT)
+]
+Nproc = Annotated[
+    str | None,
+    typer.Option(
+        "--nproc",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        help="Ranks on this node: a number, auto, gpu or cpu. [default: auto]",
+        show_default=False,
+        rich_help_panel=_WHAT,
+    ),
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts",
+        "--max_restarts",
+        min=0,
+        help="Restart all ranks so often when one dies.",
+        rich_help_panel=_WHAT,
+    ),
+]
+Hostfile = Annotated[
+    Path | None,
+    typer.Option(
+        "-H",
+        "--hostfile",
+        help="Lines 'host slots=N': start N ranks on each host.",
+        show_default=False,
+        rich_help_panel=_HOSTS,
+    ),
+]
+Include = Annotated[
+    str | None,
+    typer.Option(
+        "-i",
+        "--include",
+        help="Only these hosts and slots: host1:0,2@host2.",
+        show_default=False,
+        rich_help_panel=_HOSTS,
+    ),
+]
+Exclude = Annotated[
+    str | None,
+    typer.Option("-e", "--exclude", help="All but these: host1:1@host2.", show_default=False, rich_help_panel=_HOSTS),
+]
+NumGpus = Annotated[
+    int | None,
+    typer.Option(
+        "--num-gpus",
+        "--num_gpus",
+        min=1,
+        help="The first so many slots of each host; without a hostfile the ranks of this node.",
+        show_default=False,
+        rich_help_panel=_HOSTS,
+    ),
+]
+LauncherName = Annotated[Launcher, typer.Option("--launcher", help="What starts the nodes.", rich_help_panel=_HOSTS)]
+LauncherArgs = Annotated[
+    str,
+    typer.Option(
+        "--launcher-args",
+        "--launcher_args",
+        help="Further arguments for ssh, mpirun or srun, in one word.",
+        rich_help_panel=_HOSTS,
+    ),
+]
+SshPort = Annotated[
+    int | None,
+    typer.Option(
+        "--ssh-port",
+        "--ssh_port",
+        "-p",
+        min=1,
+        max=65535,
+        help="Port of the hosts' sshd.",
+        show_default=False,
+        rich_help_panel=_HOSTS,
+    ),
+]
+Export = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--export",
+        help="Also pass on this variable, or all that match (HF_*). May be repeated.",
+        show_default=False,
+        rich_help_panel=_HOSTS,
+    ),
+]
+EnvFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--env-file",
+        "--env_file",
+        help="Lines NAME=VALUE for the nodes. [default: .zeroshard_env or .deepspeed_env, here or in the home]",
+        show_default=False,
+        rich_help_panel=_HOSTS,
+    ),
+]
+ForceMulti = Annotated[
+    bool,
+    typer.Option(
+        "--force-multi", "--force_multi", help="Use ssh even if this is the only host.", rich_help_panel=_HOSTS
+    ),
+]
+NoSsh = Annotated[
+    bool,
+    typer.Option(
+        "--no-ssh",
+        "--no_ssh",
+        help="Run this node's part; the command is run on each host, with its --node-rank.",
+        rich_help_panel=_BY_HAND,
+    ),
+]
+Nnodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nnodes",
+        "--num-nodes",
+        "--num_nodes",
+        min=1,
+        help="Nodes of the job; with a hostfile its first so many. [default: 1]",
+        show_default=False,
+        rich_help_panel=_BY_HAND,
+    ),
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(
+        "--node-rank",
+        "--node_rank",
+        min=0,
+        help="This node's number, from 0. [default: 0]",
+        show_default=False,
+        rich_help_panel=_BY_HAND,
+    ),
+]
+MasterAddr = Annotated[
+    str | None,
+    typer.Option(
+        "--master-addr",
+        "--master_addr",
+        help="Address of node 0. [default with a hostfile: where its ssh came in]",
+        show_default=False,
+        rich_help_panel=_BY_HAND,
+    ),
+]
+MasterPort = Annotated[
+    int | None,
+    typer.Option(
+        "--master-port",
+        "--master_port",
+        min=1,
+        max=65535,
+        help="Port on node 0. [default: any free one; nodes started one by one: 29500]",
+        show_default=False,
+        rich_help_panel=_BY_HAND,
+    ),
+]
+RendezvousName = Annotated[
+    Rendezvous,
+    typer.Option(
+        "--rendezvous",
+        help="Where this node's place comes from when the options do not say: PET_* variables, or those of a pod, "
+        "a Slurm step or an mpirun.",
+        rich_help_panel=_BY_HAND,
+    ),
+]
+RendezvousTimeout = Annotated[
+    int,
+    typer.Option(
+        "--rendezvous-timeout", min=1, help="Seconds until missing nodes are an error.", rich_help_panel=_BY_HAND
+    ),
+]
+BindCores = Annotated[
+    bool,
+    typer.Option(
+        "--bind-cores",
+        "--bind-cores-to-rank",
+        "--bind_cores_to_rank",
+        help="Give each rank cores of its own, on the NUMA node of its GPU.",
+        rich_help_panel=_PLACE,
+    ),
+]
+CoreList = Annotated[
+    str | None,
+    typer.Option(
+        "--bind-core-list",
+        "--bind_core_list",
+        help="The cores to divide: 0-27,56. Implies --bind-cores.",
+        show_default=False,
+        rich_help_panel=_PLACE,
+    ),
+]
+LogDir = Annotated[
+    str | None,
+    typer.Option(
+        "--log-dir",
+        "--log_dir",
+        help="Also write each rank's output to DIR/rank_N.out and .err.",
+        show_default=False,
+        rich_help_panel=_PLACE,
+    ),
+]
+ConsoleRanks = Annotated[
+    Console,
+    typer.Option("--console", help="With --log-dir: whose output is shown as well.", rich_help_panel=_PLACE),
+]
+OnlyLogs = Annotated[
+    str | None,
+    typer.Option(
+        "--enable-each-rank-log",
+        "--enable_each_rank_log",
+        help="DeepSpeed's name for --log-dir DIR --console none.",
+        show_default=False,
+        rich_help_panel=_PLACE,
+    ),
+]
+EndsWithInput = Annotated[bool, typer.Option("--end-with-input", hidden=True, help="Of our own srun.")]

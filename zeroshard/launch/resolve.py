@@ -1,0 +1,248 @@
+"""From the options of `zeroshard run` to what is done: one node here, several by ssh, or another starter's command.
+
+no hosts, or this one alone         this process runs the node                    (node.py)
+hosts, --launcher ssh or pdsh       a RemoteJob                                   (remote.py)
+--launcher openmpi or slurm         mpirun or srun of `zeroshard run --no-ssh ...` (transport.py)
+--no-ssh                            this process runs its node of the hostfile
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+from zeroshard.cluster import NodePlace
+from zeroshard.errors import UsageError
+from zeroshard.launch import environment, hosts, transport
+from zeroshard.launch.hosts import Host
+from zeroshard.launch.job import Job, TargetKind
+from zeroshard.launch.node import run_node
+from zeroshard.launch.rendezvous import Rendezvous, find_place
+from zeroshard.launch.transport import Launcher, Reach
+from zeroshard.launch.voice import say
+
+
+@dataclass(frozen=True)
+class Where:
+    """The options that say on which hosts the job runs."""
+
+    given: NodePlace
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_slots: int | None = None
+    launcher: Launcher = Launcher.SSH
+    reach: Reach = field(default_factory=Reach)
+    exports: tuple[str, ...] = ()
+    env_file: Path | None = None
+    force_multi: bool = False
+    no_ssh: bool = False
+    rendezvous: Rendezvous = Rendezvous.ENV
+
+
+def run(job: Job, where: Where) -> int:
+    """Carry the job out; the exit status."""
+    check_target(job)
+    chosen = _hosts(where)
+    if where.launcher in (Launcher.OPENMPI, Launcher.SLURM) and not where.no_ssh:
+        _run_by_starter(job, where, chosen)
+    if chosen is None or where.no_ssh or (_is_this_host(chosen) and not where.force_multi):
+        return run_node(_local(job, where, chosen))
+    if where.rendezvous is not Rendezvous.ENV:
+        raise UsageError(f"--rendezvous {where.rendezvous.value} is for nodes started one by one: add --no-ssh")
+    return _run_remote(job, where, chosen)
+
+
+def _hosts(where: Where) -> tuple[Host, ...] | None:
+    """Those of the hostfile that take part; None where there is no hostfile and no host was named."""
+    if where.hostfile is not None:
+        listed = hosts.read_hostfile(where.hostfile)
+    elif where.include is not None:
+        name = where.include.partition(":")[0]
+        if name not in ("localhost", socket.gethostname()) or "@" in where.include:
+            raise UsageError(f"--include {where.include}: other hosts than localhost need a --hostfile")
+        listed = (_this_host(name),)
+    elif where.exclude is not None:
+        listed = (_this_host("localhost"),)
+    else:
+        return None
+    return hosts.select(listed, where.include, where.exclude, where.given.nnodes, where.num_slots)
+
+
+def _this_host(name: str) -> Host:
+    # Counted in a process of its own: a look at CUDA before the guard's fork would spoil it for the agent.
+    count = "from zeroshard.launch.resources import resolve_nproc; print(resolve_nproc('auto'))"
+    done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
+    return Host(name, tuple(range(int(done.stdout))))
+
+
+def _is_this_host(chosen: Sequence[Host]) -> bool:
+    return len(chosen) == 1 and chosen[0].name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+
+
+def _local(job: Job, where: Where, chosen: Sequence[Host] | None) -> Job:
+    """The node that this process runs."""
+    given = where.given
+    if where.no_ssh and chosen is not None:
+        given = replace(given, nnodes=len(chosen))
+    elif chosen is not None:
+        given = replace(given, nnodes=None)  # the one host: --num-nodes was about the file
+    if where.num_slots is not None and chosen is None:
+        given = replace(given, nproc=str(where.num_slots))
+    place = find_place(given, where.rendezvous, os.environ)
+    assert place.nnodes is not None
+    assert place.node_rank is not None
+    job = replace(
+        job,
+        nproc=place.nproc or "auto",
+        nnodes=place.nnodes,
+        node_rank=place.node_rank,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+    )
+    if place.nnodes > 1 and job.max_restarts:
+        raise UsageError("--max-restarts with several nodes is not built yet; a failure ends the job")
+    if chosen is None:
+        return job
+    return _on_host(job, chosen[place.node_rank if where.no_ssh else 0])
+
+
+def _on_host(job: Job, host: Host) -> Job:
+    return replace(job, nproc=str(len(host.slots)), devices=host.slots if host.filtered else None, node_name=host.name)
+
+
+def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
+    from zeroshard.launch.channels import open_channels
+    from zeroshard.launch.remote import Node, RemoteJob
+
+    if job.max_restarts:
+        raise UsageError("--max-restarts with several hosts is not built yet; a failure ends the job")
+    if where.given.node_rank is not None:
+        raise UsageError("--node-rank goes with --no-ssh; with a hostfile the launcher numbers the nodes itself")
+    if where.given.nproc is not None:
+        raise UsageError("--nproc: with a hostfile its slots say how many ranks; use --num-gpus for the first so many")
+    ranks = sum(len(host.slots) for host in chosen)
+    names = ", ".join(f"{host.name} ({len(host.slots)})" for host in chosen)
+    say(f"zeroshard: {ranks} ranks on {len(chosen)} hosts: {names}")
+    job = replace(
+        job,
+        nnodes=len(chosen),
+        master_addr=where.given.master_addr,
+        master_port=where.given.master_port,
+        log_dir=str(Path(job.log_dir).expanduser().absolute()) if job.log_dir else None,
+        led=True,
+    )
+    jobs = [replace(_on_host(job, host), node_rank=rank) for rank, host in enumerate(chosen)]
+    variables = environment.exported(os.environ, where.exports, _env_files(where))
+    with open_channels(where.launcher, chosen, where.reach, variables) as channels:
+        nodes = [Node(host, one, channel) for host, one, channel in zip(chosen, jobs, channels, strict=True)]
+        return RemoteJob(nodes).run()
+
+
+def _env_files(where: Where) -> list[Path]:
+    return environment.find_files(where.env_file, [Path.cwd(), Path.home()])
+
+
+def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> NoReturn:
+    """Hand over to mpirun or srun, which run `zeroshard run` once per host, each finding its place by itself."""
+    if where.launcher is Launcher.SLURM and chosen is not None:
+        raise UsageError(
+            "--launcher slurm: Slurm knows its hosts; leave out --hostfile, --include and --exclude, and choose with "
+            "--num-nodes, --num-gpus or --launcher-args '--nodelist=...'"
+        )
+    if where.launcher is Launcher.OPENMPI and (chosen is None or where.hostfile is None):
+        raise UsageError("--launcher openmpi needs a --hostfile")
+    if job.max_restarts:
+        raise UsageError("--max-restarts with several hosts is not built yet; a failure ends the job")
+    variables = environment.exported(os.environ, where.exports, _env_files(where))
+    command = starter_command(job, where, chosen, sorted(variables))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if where.launcher is Launcher.SLURM:
+        _hold_input()
+    # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in
+    # its environment; its arguments hold names.
+    os.execve(command[0], command, {**os.environ, **variables})
+
+
+def _hold_input() -> None:
+    """An input that ends when this process does, whatever it becomes: both ends of a pipe.
+
+    srun passes it on to its tasks. A step outlives an srun that is killed, but its tasks' input ends.
+    """
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    os.dup2(read, 0)
+    os.close(read)
+
+
+def starter_command(job: Job, where: Where, chosen: Sequence[Host] | None, exports: Sequence[str]) -> list[str]:
+    """The mpirun or srun of a job."""
+    node = [sys.executable, "-u", "-m", "zeroshard", "run", "--no-ssh", "--rendezvous", where.launcher.value]
+    address = where.given.master_addr
+    if where.launcher is Launcher.OPENMPI:
+        assert chosen is not None
+        address = address or chosen[0].name
+    for option, value in (("--master-addr", address), ("--master-port", where.given.master_port)):
+        if value is not None:
+            node += [option, str(value)]
+    node += _ranks_of_node(where, chosen) + job_options(job)
+    if where.launcher is Launcher.SLURM:
+        node.insert(node.index("--rendezvous"), "--end-with-input")
+        return transport.slurm_command(where.given.nnodes, where.reach, exports, node)
+    assert chosen is not None
+    return transport.openmpi_command(chosen, where.reach, exports, node)
+
+
+def _ranks_of_node(where: Where, chosen: Sequence[Host] | None) -> list[str]:
+    if chosen is None or where.hostfile is None:
+        nproc = str(where.num_slots) if where.num_slots is not None else where.given.nproc
+        return [] if nproc is None else ["--nproc", nproc]
+    # All nodes run the same command: each reads its line, so the file is on all of them, as the script is.
+    words = ["--hostfile", str(where.hostfile.absolute())]
+    for option, value in (
+        ("--include", where.include),
+        ("--exclude", where.exclude),
+        ("--num-nodes", where.given.nnodes),
+        ("--num-gpus", where.num_slots),
+    ):
+        if value is not None:
+            words += [option, str(value)]
+    return words
+
+
+def job_options(job: Job) -> list[str]:
+    """The options that make the same job on a node, ending with the target and its arguments."""
+    words = ["--rendezvous-timeout", str(job.rendezvous_timeout)]
+    if job.log_dir is not None:
+        words += ["--log-dir", str(Path(job.log_dir).expanduser().absolute()), "--console", job.console.value]
+    if job.core_list is not None:
+        words += ["--bind-core-list", job.core_list]
+    elif job.bind_cores:
+        words.append("--bind-cores")
+    words += {TargetKind.SCRIPT: [], TargetKind.MODULE: ["-m"], TargetKind.PROGRAM: ["--no-python"]}[job.kind]
+    return [*words, "--", job.target, *job.args]
+
+
+def check_target(job: Job) -> None:
+    """A missing script is told here, once, and not by every rank."""
+    match job.kind:
+        case TargetKind.SCRIPT:
+            if not Path(job.target).exists():
+                raise UsageError(f"{job.target}: no such script")
+        case TargetKind.PROGRAM:
+            if shutil.which(job.target) is None:
+                raise UsageError(f"--no-python {job.target}: no such program, or it may not be executed")
+        case TargetKind.MODULE:
+            sys.path.insert(0, str(Path.cwd()))
+            # The first name only: finding a submodule would import its package, in the launcher.
+            if importlib.util.find_spec(job.target.partition(".")[0]) is None:
+                raise UsageError(f"-m {job.target}: no such module in {Path.cwd()} or among the installed packages")

@@ -1,0 +1,132 @@
+"""The commands that start the nodes of a job on other hosts.
+
+    ssh       one ssh per host, its input held by the launcher
+    pdsh      one pdsh, which starts the same ssh's, each on fifos of the launcher's
+    openmpi   one mpirun, a process per host
+    slurm     one srun, a task per node
+
+With ssh and pdsh the launcher feeds and watches each node (remote.py). mpirun and srun have their own way to start,
+feed and end processes; there a node finds its place in their environment (`--rendezvous`), and they end all nodes when
+one fails. No command holds a variable's value: only names are arguments.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from zeroshard.errors import UsageError
+from zeroshard.launch.hosts import Host
+
+
+class Launcher(str, Enum):
+    """What starts the nodes."""
+
+    SSH = "ssh"
+    PDSH = "pdsh"
+    OPENMPI = "openmpi"
+    SLURM = "slurm"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How to reach the hosts: port and further arguments of ssh, or of mpirun and srun."""
+
+    port: int | None = None
+    arguments: tuple[str, ...] = ()
+
+
+_PROGRAM = {Launcher.SSH: "ssh", Launcher.PDSH: "pdsh", Launcher.OPENMPI: "mpirun", Launcher.SLURM: "srun"}
+_PACKAGE = {
+    Launcher.SSH: "install an ssh client (openssh-client)",
+    Launcher.PDSH: "install pdsh, or use --launcher ssh, which needs nothing more",
+    Launcher.OPENMPI: "install Open MPI, or load its module",
+    Launcher.SLURM: "run on a machine of a Slurm cluster",
+}
+
+_FIFOS = (("<", "in"), (">", "out"), ("2>", "err"))
+
+# Takes the first line of its input as variables and becomes the node, so that they hold before the interpreter starts.
+_BOOTSTRAP = (
+    "import json,os,sys\n"
+    "line=b''\n"
+    "while not line.endswith(b'\\n'):\n"
+    " byte=os.read(0,1)\n"
+    " if not byte: sys.exit(1)\n"
+    " line+=byte\n"
+    "os.environ.update(json.loads(line))\n"
+    "os.execv(sys.executable,[sys.executable,'-u','-m','zeroshard.launch.node'])\n"
+)
+
+
+def require(launcher: Launcher) -> str:
+    """The path of the launcher's program; UsageError if it is not installed."""
+    path = shutil.which(_PROGRAM[launcher])
+    if path is None:
+        raise UsageError(f"--launcher {launcher.value}: there is no {_PROGRAM[launcher]} here; {_PACKAGE[launcher]}")
+    return path
+
+
+def node_command(directory: Path) -> str:
+    """What the shell of a host runs: in the same directory and with the same Python as here."""
+    return f"cd {shlex.quote(str(directory))} && exec {shlex.join([sys.executable, '-c', _BOOTSTRAP])}"
+
+
+def ssh_command(host: str, reach: Reach, directory: Path) -> list[str]:
+    """The ssh to a host: it never asks, notices a dead connection in 30 s, and shares none (it may be killed)."""
+    options = ["BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
+    options += ["ControlMaster=no", "ControlPath=none", "ForwardX11=no", "LogLevel=ERROR"]
+    words = [require(Launcher.SSH), "-T", *(word for option in options for word in ("-o", option))]
+    if reach.port is not None:
+        words += ["-p", str(reach.port)]
+    return [*words, *reach.arguments, "--", host, node_command(directory)]
+
+
+def pdsh_command(hosts: Sequence[Host], reach: Reach, directory: Path, fifos: Path) -> list[str]:
+    """One pdsh for all hosts: `%n` is the number of the host, which names its fifos."""
+    ssh = shlex.join(ssh_command("@HOST@", reach, directory))
+    ends = " ".join(f'{sign} {shlex.quote(str(fifos))}/"$1".{kind}' for sign, kind in _FIFOS)
+    shell = f"exec {ssh} {ends}".replace("@HOST@", '"$0"').replace("%", "%%")
+    names = ",".join(host.name for host in hosts)
+    return [
+        require(Launcher.PDSH),
+        "-S",
+        "-R",
+        "exec",
+        "-f",
+        str(len(hosts)),
+        "-w",
+        names,
+        "sh",
+        "-c",
+        shell,
+        "%h",
+        "%n",
+    ]
+
+
+def openmpi_command(hosts: Sequence[Host], reach: Reach, exports: Sequence[str], node: Sequence[str]) -> list[str]:
+    """One mpirun with a process on each host; `exports` are names of variables, `node` is what each process runs."""
+    names = ",".join(f"{host.name}:1" for host in hosts)
+    words = [require(Launcher.OPENMPI), "-n", str(len(hosts)), "--host", names, "--map-by", "ppr:1:node"]
+    # mpirun would bind a process to one core, and with it all ranks of the node.
+    words += ["--bind-to", "none"]
+    if reach.port is not None:
+        words += ["--mca", "plm_rsh_args", f"-p {reach.port}"]
+    for name in exports:
+        words += ["-x", name]
+    return [*words, *reach.arguments, *node]
+
+
+def slurm_command(nnodes: int | None, reach: Reach, exports: Sequence[str], node: Sequence[str]) -> list[str]:
+    """One srun with a task on each of `nnodes` nodes of the allocation, by default on all."""
+    words = [require(Launcher.SLURM), "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpu-bind=none"]
+    if nnodes is not None:
+        words += [f"--nodes={nnodes}", f"--ntasks={nnodes}"]
+    words.append("--export=" + ",".join(["ALL", *exports]))
+    return [*words, *reach.arguments, *node]

@@ -1,0 +1,104 @@
+"""How an agent tells of what happens: to its user, to a launcher at the other end of its standard error, or to peers.
+
+    died     a rank has failed or vanished: at once, perhaps without a cause yet
+    cause    the report of the rank that failed first on this node, with its traceback
+    stopping a signal has come; stopped: it has done its work
+    ended    the agent is through: its exit status and what followed from the cause
+
+The order in which a node learns things differs from that of another; who speaks first in public is decided by the
+implementation: here the node itself (ToUser) or the launcher (ToLauncher), in line.py the nodes among them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Protocol
+
+from zeroshard.launch import frames
+
+
+class Voice(Protocol):
+    """What the agent calls; `died` and `cause` come from the thread of the watch or from the main thread."""
+
+    def ready(self) -> None:
+        """Return when it can be heard; called before any rank is started."""
+        ...
+
+    def died(self, rank: int, violent: bool) -> None:
+        """A rank has failed first on this node; `violent` if it was killed outright."""
+        ...
+
+    def cause(self, text: str) -> None:
+        """Why: the headline, then lines of traceback."""
+        ...
+
+    def stopping(self, number: signal.Signals) -> None:
+        """A signal tells the agent to end its ranks."""
+        ...
+
+    def stopped(self, number: signal.Signals) -> int:
+        """They have ended; returns the exit status."""
+        ...
+
+    def ended(self, status: int, consequences: list[str]) -> int:
+        """All ranks have ended; returns the exit status."""
+        ...
+
+
+class ToUser:
+    """A node alone: everything is told at once."""
+
+    def ready(self) -> None:
+        pass
+
+    def died(self, rank: int, violent: bool) -> None:
+        pass  # the cause follows
+
+    def cause(self, text: str) -> None:
+        say(text)
+
+    def stopping(self, number: signal.Signals) -> None:
+        pass  # `stopped` tells it, when it is done
+
+    def stopped(self, number: signal.Signals) -> int:
+        say(f"zeroshard: {number.name} received, all ranks ended")
+        return 128 + number
+
+    def ended(self, status: int, consequences: list[str]) -> int:
+        if consequences:
+            say("\n".join(consequences))
+        return status
+
+
+class ToLauncher:
+    """A node of several that a launcher has started: it hears everything and speaks."""
+
+    def __init__(self) -> None:
+        self._guard = os.getppid()
+
+    def ready(self) -> None:
+        pass  # the launcher has heard a hello
+
+    def died(self, rank: int, violent: bool) -> None:
+        frames.send({"kind": "died", "rank": rank, "violent": violent})
+
+    def cause(self, text: str) -> None:
+        frames.send({"kind": "cause", "text": text})
+
+    def stopping(self, number: signal.Signals) -> None:
+        # The kernel sends SIGTERM when the guard has gone.
+        frames.send({"kind": "stopping", "signal": number.name, "orphan": os.getppid() != self._guard})
+
+    def stopped(self, number: signal.Signals) -> int:
+        return 128 + number
+
+    def ended(self, status: int, consequences: list[str]) -> int:
+        frames.send({"kind": "ended", "status": status, "lines": consequences})
+        return status
+
+
+def say(text: str) -> None:
+    """Write to standard error in one piece."""
+    print(text, file=sys.stderr, flush=True)
