@@ -25,9 +25,7 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.schedules import build_scheduler
 from zeroshard.optim.sources import Source
-from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
-from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
+from zeroshard.recipes import recipe_of
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -116,41 +114,6 @@ def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource |
     return source
 
 
-def recipe_of(config: Config, model: nn.Module) -> Recipe:
-    """The recipe that a config describes."""
-    precision, zero = config.precision, config.zero
-    low = precision.compute != "fp32"
-    reduction = config.reduction
-    policy = ExecutionPolicy(
-        prefetch=MAX_PREFETCH,
-        reuse=zero.max_reuse_distance > 0,
-        accumulate=config.batch.accumulation > 1,
-        overlap_step=zero.overlap_comm,
-        predivide=reduction.predivide_factor if reduction.prescale else 1.0,
-        mean=reduction.op == "mean",
-        clip_norm=config.gradient_clipping,
-        on_nonfinite=OnNonFinite.SKIP if low else OnNonFinite.RAISE,
-        cast_inputs=precision.compute if low else None,
-    )
-    kept = precision.keep_in_fp32_modules
-    if kept == "auto":
-        kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return Recipe(
-        sharding=STAGES[zero.stage],
-        precision=Precision(
-            param=precision.compute if low else None,
-            wire=precision.communication,
-            accumulate=precision.grad_accum,
-            keep_fp32=kept,
-        ),
-        policy=policy,
-        persistence_threshold=zero.param_persistence_threshold,
-        persistence_budget=zero.model_persistence_threshold,
-        prefetch_numel=zero.prefetch_bucket_size,
-        live_numel=zero.max_live_parameters,
-    )
-
-
 def _scaler(config: Config, device: torch.device) -> LossScaler | None:
     scale = config.loss_scale
     if scale is None:
@@ -177,7 +140,8 @@ def _shard(
     trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     source = _source(config, client, trained, names)
-    plan = make_plan(model, recipe_of(config, model), source, device)
+    keep_fp32 = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    plan = make_plan(model, recipe_of(config, keep_fp32), source, device)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 
 

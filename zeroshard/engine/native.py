@@ -39,8 +39,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source, check_parameters
-from zeroshard.optim.split import REMAINDER
-from zeroshard.plan.builder import Recipe, build_plan, with_peer_copies
+from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.sharding.units import find_units
@@ -200,7 +199,7 @@ def make_plan(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
     )
     if device.type == "cuda":
-        recipe = _for_device(recipe, source)
+        recipe = for_gpu(recipe, split_master=source is not None and source.split_master)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     made = build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
     if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
@@ -227,15 +226,6 @@ def _check_compressed(recipe: Recipe, name: str) -> None:
 def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:
     """Names of the parameters whose id is in `members`."""
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) in members)
-
-
-def _for_device(recipe: Recipe, source: Source | None) -> Recipe:
-    """On a GPU what the recipe leaves open is decided for memory: split master weights, gradients only when there."""
-    precision = recipe.precision
-    if precision.master is None and source is not None and source.split_master:
-        precision = dataclasses.replace(precision, master=REMAINDER)
-    transient = True if recipe.transient_gradients is None else recipe.transient_gradients
-    return dataclasses.replace(recipe, precision=precision, transient_gradients=transient)
 
 
 def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> Site:

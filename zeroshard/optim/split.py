@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import torch
 
-REMAINDER = "int16"
-"""Dtype name of the remainder, as plans write it."""
-
 
 def join(upper: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The float32 values of bfloat16 `upper` and int16 `remainder`, elementwise."""

@@ -21,6 +21,8 @@ from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 MAX_PREFETCH = 4
 LOW_PRECISION = ("bfloat16", "float16")
+SPLIT_MASTER = "int16"
+"""Master weights as the remainder beside bfloat16 parameters; see optim.split."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,19 @@ class Recipe:
     prefetch_numel: int | None = None
     live_numel: int | None = None
     peer_copies: bool | None = None
+
+
+def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
+    """What the recipe leaves open, decided for a GPU's memory: gradients only when there, and split master weights.
+
+    Args:
+        split_master: the optimizer can update split master weights (Adam in the device's own kernel).
+    """
+    precision = recipe.precision
+    if precision.master is None and split_master:
+        precision = replace(precision, master=SPLIT_MASTER)
+    transient = True if recipe.transient_gradients is None else recipe.transient_gradients
+    return replace(recipe, precision=precision, transient_gradients=transient)
 
 
 def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int | None = None) -> Plan:

@@ -1,0 +1,61 @@
+"""What kernels and the engine's own passes cost on a card, by the share of its peaks that they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.placement import StateKind
+from zeroshard.plan.plan import GroupPlan, UnitPlan
+from zeroshard.planner.hardware import Cluster
+from zeroshard.planner.kernels import Kernel, KernelKind
+
+
+def kernel_seconds(cluster: Cluster, kernel: Kernel) -> float:
+    """One launch: the slower of its arithmetic and its memory traffic."""
+    gpu, share = cluster.gpu, cluster.efficiency
+    moving = kernel.nbytes / (gpu.hbm * share.elementwise)
+    if kernel.kind is KernelKind.ELEMENTWISE:
+        return share.kernel_latency + moving
+    reached = share.products if kernel.kind is KernelKind.GEMM else share.attention
+    return share.kernel_latency + max(kernel.flops / (gpu.peak(kernel.dtype) * reached), kernel.nbytes / gpu.hbm)
+
+
+def kernels_seconds(cluster: Cluster, kernels: Mapping[Kernel, int]) -> float:
+    """Many launches, one after the other."""
+    return sum(kernel_seconds(cluster, kernel) * count for kernel, count in kernels.items())
+
+
+def copy_seconds(cluster: Cluster, nbytes: float) -> float:
+    """A pass over device memory that reads and writes `nbytes` in all."""
+    return nbytes / (cluster.gpu.hbm * cluster.efficiency.elementwise)
+
+
+def update_nbytes(group: GroupPlan) -> int:
+    """Bytes that the optimizer's kernel moves for this rank's part: every state is read, all but gradients written."""
+    if not group.trainable or group.grad is None:
+        return 0
+    layout = group.layout
+    numel = layout.shard_numel if group.update_axis is not None else layout.numel
+    kept = itemsize(group.param.dtype)
+    for kind in (StateKind.MASTER, StateKind.MOMENTS):
+        placement = group.placement(kind)
+        if placement is not None:
+            kept += itemsize(placement.dtype) * placement.copies
+    return numel * (2 * kept + itemsize(group.grad.dtype))
+
+
+def update_seconds(cluster: Cluster, unit: UnitPlan) -> float:
+    """The optimizer's pass over one unit."""
+    return sum(map(update_nbytes, unit.groups)) / (cluster.gpu.hbm * cluster.efficiency.update)
+
+
+def norm_seconds(cluster: Cluster, units: tuple[UnitPlan, ...]) -> float:
+    """The pass that sums the squares of the gradients that this rank owns."""
+    nbytes = sum(
+        group.layout.shard_numel * itemsize(group.grad.dtype)
+        for unit in units
+        for group in unit.groups
+        if group.grad is not None
+    )
+    return nbytes / (cluster.gpu.hbm * cluster.efficiency.norm)

@@ -1,0 +1,58 @@
+"""Measured steps of the engine, from `data/measured.tsv`: what the predictions are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.planner.hardware import read_table
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured row; `stage` None is forward and backward alone, without an engine. None: not measured.
+
+    Attributes:
+        model: a size of the GPU benchmarks' model.
+        commit, where: of which code, and where it is written down.
+    """
+
+    model: str
+    stage: int | None
+    samples: int
+    length: int
+    checkpointing: bool
+    seconds: float | None
+    allocated_gib: float | None
+    reserved_gib: float | None
+    commit: str
+    where: str
+
+    @property
+    def label(self) -> str:
+        parts = [
+            self.model,
+            "floor" if self.stage is None else f"stage {self.stage}",
+            f"{self.samples} x {self.length}",
+        ]
+        return ", ".join([*parts, "checkpointing"] if self.checkpointing else parts)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+MEASURED = tuple(
+    Measured(
+        model=row["model"],
+        stage=int(row["stage"]) if row["stage"] else None,
+        samples=int(row["samples"]),
+        length=int(row["length"]),
+        checkpointing=row["checkpointing"] == "yes",
+        seconds=_number(row["seconds"]),
+        allocated_gib=_number(row["allocated_gib"]),
+        reserved_gib=_number(row["reserved_gib"]),
+        commit=row["commit"],
+        where=row["where"],
+    )
+    for row in read_table("measured.tsv")
+)

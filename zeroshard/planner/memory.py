@@ -1,0 +1,154 @@
+"""The memory of one step: state from the plan, activations from the trace, put together moment by moment.
+
+    at each segment's worst moment    resting state + slots + what the trace holds + sharded gradients landed so far
+    at the optimizer step             resting state + slots + all gradients
+
+The peak is the largest of these sums, not the sum of the largest parts: with checkpointing gradients grow while
+activations shrink, and the peak is at either end. Nothing here is a formula for an architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
+from zeroshard.plan.plan import GroupPlan, Plan
+from zeroshard.planner.ledger import Purpose
+from zeroshard.planner.trace import Phase, Segment, Trace
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "master weights",
+    "moments",
+    "slots",
+    "activations",
+    "logits and loss",
+    "backward",
+    "local gradients",
+    "inputs",
+)
+"""What device memory goes to. 'local gradients' are whole gradients of a unit on their way to a slot."""
+
+_OF_PURPOSE = {
+    Purpose.INPUTS: "inputs",
+    Purpose.ACTIVATIONS: "activations",
+    Purpose.LOGITS: "logits and loss",
+    Purpose.TEMPORARY: "backward",
+    Purpose.GRADIENTS: "local gradients",
+}
+_OF_STATE = {
+    StateKind.PARAM: "parameters",
+    StateKind.GRAD: "gradients",
+    StateKind.MASTER: "master weights",
+    StateKind.MOMENTS: "moments",
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at the worst moment of a stretch of the step, in bytes by KINDS."""
+
+    label: str
+    nbytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.nbytes.values())
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """State that rests in each tier, in bytes of one rank, by kind."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    nvme: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Device memory of one rank over a steady step, as torch's allocator counts it (allocated, not reserved).
+
+    Attributes:
+        moments: the step, stretch by stretch.
+        tiers: resting state by tier, slots and gradients that are there for a while not included.
+    """
+
+    moments: tuple[Moment, ...]
+    tiers: TierBytes
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def step_memory(plan: Plan, traced: Trace, *, staging: int = 0) -> StepMemory:
+    """The memory of one rank under `plan`, which must be made of the units that were traced.
+
+    Args:
+        staging: device bytes through which state of other tiers passes, beside the plan's slots.
+    """
+    tiers = tier_bytes(plan)
+    resting = {**dict(tiers.device), "slots": _slots(plan) + staging}
+    landed = 0
+    moments: list[Moment] = []
+    complete = iter(traced.complete)
+    for segment in traced.segments:
+        if segment.phase is Phase.BACKWARD:
+            landed += sum(transient_nbytes(plan, unit) for unit in next(complete))
+        moments.append(_moment(_label(plan, segment), resting, segment, landed))
+    everything = sum(transient_nbytes(plan, unit) for unit in range(len(plan.units)))
+    step = dict(resting)
+    step["gradients"] = step.get("gradients", 0) + everything
+    moments.append(Moment("optimizer step", step))
+    return StepMemory(tuple(moments), tiers)
+
+
+def tier_bytes(plan: Plan) -> TierBytes:
+    """Resting state of one rank by tier and kind; gradients that exist between backward and step only are left out."""
+    found: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+    for _, group in plan.groups():
+        for kind, name in _OF_STATE.items():
+            placement = group.placement(kind)
+            if placement is None or _is_transient(kind, placement):
+                continue
+            tier = found[placement.tier]
+            tier[name] = tier.get(name, 0) + group.nbytes(kind)
+    return TierBytes(found[Tier.DEVICE], found[Tier.HOST], found[Tier.NVME])
+
+
+def transient_nbytes(plan: Plan, unit: int) -> int:
+    """Device bytes that a unit's reduced gradients take from its backward to the step."""
+    return sum(_transient(group) for group in plan.units[unit].groups)
+
+
+def _transient(group: GroupPlan) -> int:
+    grad = group.grad
+    if grad is None or grad.tier is not Tier.DEVICE or not _is_transient(StateKind.GRAD, grad):
+        return 0
+    return group.nbytes(StateKind.GRAD)
+
+
+def _is_transient(kind: StateKind, placement: Placement) -> bool:
+    return kind is StateKind.GRAD and placement.residency is Residency.AROUND_USE
+
+
+def _slots(plan: Plan) -> int:
+    return plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes
+
+
+def _label(plan: Plan, segment: Segment) -> str:
+    unit = plan.units[segment.unit]
+    if segment.unit == 0 and segment.phase is Phase.BACKWARD:
+        return "backward of the loss" if not segment.uses else "backward of the root"
+    return f"{segment.phase.value} of {unit.label if segment.unit else 'the root'}"
+
+
+def _moment(label: str, resting: Mapping[str, int], segment: Segment, landed: int) -> Moment:
+    nbytes = dict(resting)
+    nbytes["gradients"] = nbytes.get("gradients", 0) + landed
+    for purpose, name in _OF_PURPOSE.items():
+        nbytes[name] = segment.peak[purpose]
+    return Moment(label, nbytes)

@@ -1,0 +1,281 @@
+"""Models to plan for: a Hugging Face config, a Python factory, or a size. All are built on the meta device.
+
+    path/to/config.json, a folder with one, or a model id that is in the local cache
+    pkg.mod:make_model       called without arguments; gives a module, or a module and a function that makes its batch
+    --params 7e9 --layers 32 --hidden 4096
+
+No weights are read and nothing is downloaded: sizes are all that a plan needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import PlanError
+from zeroshard.planner.sized import Decoder, Sizes, solve_sizes
+
+Batch = Mapping[str, Any]
+MakeBatch = Callable[[int, int], Any]
+IDS = ("input_ids", "ids", "idx", "tokens", "x")
+LABELS = ("labels", "targets", "target", "y")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built on the meta device, and what it is called with.
+
+    Attributes:
+        name: for titles.
+        build: makes the module; called under `torch.device("meta")`.
+        batch: keyword arguments of one forward for (samples, length); called under the same.
+        positions: longest sequence that the model takes, None where it says nothing.
+        tokens: whether a sample is a sequence of `length` tokens (else it counts as one, an image say).
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[nn.Module, int, int], Batch]
+    positions: int | None = None
+    tokens: bool = True
+    keep_fp32: tuple[str, ...] = field(default=())
+
+    def module(self) -> nn.Module:
+        """The module on the meta device, in training mode. Raises PlanError where building it fails."""
+        with torch.device("meta"):
+            try:
+                return self.build().train()
+            except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+                raise PlanError(f"{self.name}: building the model without memory failed: {error}") from error
+
+
+def find_source(
+    model: str | None, *, params: float | None = None, layers: int | None = None, hidden: int | None = None
+) -> ModelSource:
+    """The source that the command line names. Raises PlanError where there is none, with what comes nearest."""
+    if params is not None:
+        if model is not None:
+            raise PlanError(f"give a model ({model}) or --params, not both")
+        return sized_source(params, layers, hidden)
+    if model is None:
+        raise PlanError("name a model: a config.json, pkg.mod:factory, or --params 7e9 [--layers 32 --hidden 4096]")
+    path = Path(model)
+    if path.is_dir() and (path / "config.json").exists():
+        path = path / "config.json"
+    if path.is_file():
+        return huggingface_source(path)
+    if ":" in model and path.suffix != ".json":
+        return factory_source(model)
+    if path.suffix == ".json" or model.startswith((".", "/")):
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], n=1, cutoff=0.3)
+        raise PlanError(f"{model}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+    return _cached_source(model)
+
+
+def sized_source(params: float, layers: int | None = None, hidden: int | None = None) -> ModelSource:
+    """A decoder of that size."""
+    sizes = solve_sizes(params, layers, hidden)
+    return ModelSource(f"a decoder of {params:.3g} parameters", lambda: Decoder(sizes), _decoder_batch(sizes))
+
+
+def _decoder_batch(sizes: Sizes) -> Callable[[nn.Module, int, int], Batch]:
+    def batch(_: nn.Module, samples: int, length: int) -> Batch:
+        return {"ids": _integers(samples, length), "labels": _integers(samples, length)}
+
+    return batch
+
+
+def factory_source(text: str) -> ModelSource:
+    """`pkg.mod:make_model`, looked for in the working directory too."""
+    package, _, name = text.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise PlanError(f"{text}: there is no module {error.name!r} here or among the installed packages") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        near = get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1, cutoff=0.4)
+        raise PlanError(
+            f"{text}: {package} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    return module_source(text, factory)
+
+
+def module_source(name: str, factory: Callable[[], Any]) -> ModelSource:
+    """A user's own module; the factory may give (module, make_batch) too."""
+    made: list[MakeBatch] = []
+
+    def build() -> nn.Module:
+        found = factory()
+        module, *rest = found if isinstance(found, tuple) else (found,)
+        made[:] = rest[:1]
+        if not isinstance(module, nn.Module):
+            raise PlanError(f"{name} gave a {type(module).__name__}, not a torch.nn.Module")
+        return module
+
+    def batch(module: nn.Module, samples: int, length: int) -> Batch:
+        return _as_keywords(module, made[0](samples, length)) if made else guessed_batch(module, name, samples, length)
+
+    return ModelSource(name, build, batch)
+
+
+def guessed_batch(module: nn.Module, name: str, samples: int, length: int) -> Batch:
+    """Ids and labels for a forward that calls its arguments so. Raises PlanError for any other."""
+    if _is_transformers(module):
+        return huggingface_batch(module, samples, length)
+    wanted = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    found: dict[str, Any] = {}
+    for parameter in wanted:
+        if parameter.name in IDS or parameter.name in LABELS:
+            found[parameter.name] = _integers(samples, length)
+        elif parameter.default is parameter.empty:
+            raise PlanError(
+                f"{name}: what is {parameter.name!r} of {type(module).__name__}.forward? Let the factory give "
+                "(module, make_batch), where make_batch(samples, length) returns the forward's arguments"
+            )
+    return found
+
+
+def _as_keywords(module: nn.Module, batch: Any) -> Batch:
+    if isinstance(batch, Mapping):
+        return batch
+    values = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return dict(zip(inspect.signature(module.forward).parameters, values, strict=False))
+
+
+# Hugging Face
+
+
+def huggingface_source(path: Path) -> ModelSource:
+    """The model that a `config.json` describes."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(f"{path}: not JSON ({error})") from error
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
+        raise PlanError(f"{path}: no 'model_type', so this is not the config.json of a transformers model")
+    transformers = _transformers()
+    known = list(transformers.CONFIG_MAPPING)
+    if kind not in known:
+        near = get_close_matches(kind, known, n=1, cutoff=0.4)
+        raise PlanError(
+            f"{path}: transformers {transformers.__version__} has no model_type {kind!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PlanError(f"{path}: transformers can't read this {kind} config: {error}") from error
+    return config_source(str(path), config, content.get("architectures"))
+
+
+def config_source(name: str, config: Any, architectures: list[str] | None = None) -> ModelSource:
+    """A transformers config object."""
+    _check_sizes(name, config)
+    if getattr(config, "is_encoder_decoder", False):
+        config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+    config.use_cache = False
+    cls = _model_class(name, config, architectures)
+    images = getattr(cls, "main_input_name", "input_ids") == "pixel_values"
+    return ModelSource(
+        name=name,
+        build=lambda: cls(config),
+        batch=lambda module, samples, length: huggingface_batch(module, samples, length),
+        positions=None if images else getattr(config, "max_position_embeddings", None),
+        tokens=not images,
+        keep_fp32=tuple(getattr(cls, "_keep_in_fp32_modules", None) or ()),
+    )
+
+
+def huggingface_batch(module: nn.Module, samples: int, length: int) -> Batch:
+    """Inputs and labels for a transformers model with a loss."""
+    config: Any = module.config
+    name = type(module).__name__
+    if getattr(module, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        pixels = torch.empty(samples, config.num_channels, *size)
+        return {"pixel_values": pixels, "labels": torch.empty(samples, dtype=torch.int64)}
+    accepted = inspect.signature(module.forward).parameters
+    if "labels" not in accepted:
+        raise PlanError(f"{name} computes no loss; name the one with a head in the config's 'architectures'")
+    per_sample = "Classification" in name and "Token" not in name
+    labels = torch.empty(samples, dtype=torch.int64) if per_sample else _integers(samples, length)
+    return {"input_ids": _integers(samples, length), "labels": labels}
+
+
+def _model_class(name: str, config: Any, architectures: list[str] | None) -> Any:
+    transformers = _transformers()
+    for wanted in architectures or ():
+        found = getattr(transformers, wanted, None)
+        if found is not None and "labels" in inspect.signature(found.forward).parameters:
+            return found
+    tables = (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_MASKED_LM_MAPPING,
+        transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    )
+    order = tables if not getattr(config, "is_encoder_decoder", False) else (tables[1], *tables)
+    if config.model_type in ("bert", "roberta", "albert", "electra", "distilbert", "deberta"):
+        order = (tables[2], *tables)
+    for table in order:
+        if type(config) in table:
+            return table[type(config)]
+    raise PlanError(f"{name}: transformers has no model with a loss for {config.model_type!r}; use a factory")
+
+
+def _check_sizes(name: str, config: Any) -> None:
+    """Absurd sizes fail here with their names, not somewhere in a matrix product."""
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
+        value = getattr(config, key, None)
+        if value is None:
+            continue
+        if not isinstance(value, int) or not 1 <= value <= 10**8:
+            raise PlanError(f"{name}: {key} is {value!r}; it must be a whole number from 1 on")
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if hidden and heads and getattr(config, "head_dim", None) is None and hidden % heads:
+        raise PlanError(f"{name}: hidden_size {hidden} does not divide by num_attention_heads {heads}")
+
+
+def _cached_source(model: str) -> ModelSource:
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{model!r} is no file, no pkg.mod:factory, and not in the local cache of Hugging Face models; download "
+            "its config.json and give the path"
+        ) from error
+    return config_source(model, config, getattr(config, "architectures", None))
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            "reading a config.json needs transformers: pip install transformers, or use --params"
+        ) from error
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(module).__mro__)
+
+
+def _integers(samples: int, length: int) -> torch.Tensor:
+    return torch.empty(samples, length, dtype=torch.int64)

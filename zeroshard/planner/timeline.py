@@ -1,0 +1,333 @@
+"""The time of one step: the engine's operation lists run over clocks instead of streams.
+
+    host      issues kernels and operations; slower than the GPU at small batches
+    compute   kernels of the segments, collects, norm, update
+    gather    all-gathers        reduce    reduce-scatters        copies    PCIe        cpu    updates on the host
+
+A clock is the time until which a stream is busy. Every wait is one of the engine's: a unit's use waits for its gather,
+a gather for its slot and for the update of its shard, the norm for all reduces. Collectives make what they run beside
+slower by a share of their time. Two steps warm up, the third is the answer.
+
+Rejected: adding up compute and a share of the communication. What is hidden depends on the order of units, on their
+sizes and on the slots, and these are in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.plan.program import OpKind, Program, build_programs
+from zeroshard.plan.traffic import new_ledger, stats_numel
+from zeroshard.planner.collectives import Ranks, collective_seconds, group_of
+from zeroshard.planner.cost import copy_seconds, kernel_seconds, norm_seconds, update_nbytes, update_seconds
+from zeroshard.planner.hardware import Cluster
+from zeroshard.planner.kernels import Kernel, KernelKind
+from zeroshard.planner.trace import Phase, Segment, Trace
+
+STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu")
+WARM_UP = 2
+STEP_LAUNCHES = 40
+"""Small operations of a step besides one update per unit: norm, coefficient, table of scalars."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work on a stream, in seconds from the start of the step."""
+
+    stream: str
+    label: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step and where they go.
+
+    Attributes:
+        compute: kernels of forward and backward by kind; 'collect', 'norm', 'update' are the engine's own passes.
+        busy: seconds in which each stream works.
+        exposed: seconds in which compute waits for something or for the host.
+    """
+
+    seconds: float
+    compute: dict[str, float]
+    busy: dict[str, float]
+    exposed: float
+    spans: tuple[Span, ...] = field(repr=False)
+
+
+def step_time(
+    plan: Plan, traced: Trace, cluster: Cluster, *, micro_batches: int = 1, two_levels: bool = False
+) -> StepTime:
+    """Simulate a steady step of `micro_batches` forward and backward passes under `plan` on `cluster`."""
+    run = _Simulation(plan, traced, cluster, two_levels)
+    for _ in range(WARM_UP):
+        run.step(micro_batches)
+    return run.measured(micro_batches)
+
+
+class _Simulation:
+    """Clocks of one rank, and what the engine's hazards wait for."""
+
+    def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool) -> None:
+        self._plan, self._traced, self._cluster = plan, traced, cluster
+        self._two_levels = two_levels
+        self._share = cluster.efficiency
+        self._programs = build_programs(plan)
+        self._ledger = new_ledger(plan)
+        self._clock: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
+        self._gathered: dict[int, float] = {}
+        self._slot_free: dict[int, float] = {}
+        self._wire_free: dict[int, float] = {}
+        self._written: dict[int, float] = {}
+        self._debt = 0.0
+        self._spans: list[Span] = []
+        self._kinds: dict[str, float] = {}
+        self._priced: dict[Kernel, float] = {}
+        self._waited = 0.0
+
+    # A step.
+
+    def measured(self, micro_batches: int) -> StepTime:
+        began = self._clock["compute"]
+        self._spans, self._kinds, self._waited = [], {}, 0.0
+        self.step(micro_batches)
+        seconds = self._clock["compute"] - began
+        busy = dict.fromkeys(STREAMS, 0.0)
+        for span in self._spans:
+            busy[span.stream] += span.end - span.start
+        spans = tuple(Span(s.stream, s.label, s.start - began, s.end - began) for s in self._spans)
+        return StepTime(seconds, dict(self._kinds), busy, self._waited, spans)
+
+    def step(self, micro_batches: int) -> None:
+        # The host looks at the outcome of the step before: it is at most one step ahead.
+        for micro in range(micro_batches):
+            self._pass(last=micro == micro_batches - 1)
+        self._optimizer()
+
+    def _pass(self, *, last: bool) -> None:
+        forward, backward = _Cursor(self._programs.forward), _Cursor(self._programs.backward)
+        complete = iter(self._traced.complete)
+        for segment in self._traced.segments:
+            if segment.phase is Phase.FORWARD:
+                if segment.uses:
+                    self._run(forward.to_use(segment.unit))
+            else:
+                for unit in next(complete):
+                    self._pay(unit, last)
+                if segment.uses:
+                    self._run(backward.to_use(segment.unit))
+            self._kernels(segment)
+        for unit in range(len(self._plan.units)):
+            self._release(unit)
+
+    def _optimizer(self) -> None:
+        plan, cluster = self._plan, self._cluster
+        self._wait("compute", self._clock["reduce"])
+        self._work("norm", "norm", norm_seconds(cluster, plan.units))
+        if plan.dp > 1:
+            everyone = group_of(cluster, plan.dp)
+            self._work("all-reduce", "norm", collective_seconds(cluster, "all-reduce", 8 * stats_numel(plan), everyone))
+        self._clock["host"] += (STEP_LAUNCHES + len(plan.units)) * self._share.host_launch
+        self._work("step", "norm", self._share.step_latency)
+        ready = max(self._clock["compute"], self._clock["copies"])
+        for index in dict.fromkeys(plan.order):
+            self._update(index, ready)
+        self._ledger.invalidate()
+        for op in self._programs.after_step:
+            self._gather(op.unit)
+        if not plan.policy.overlap_step:
+            for index, unit in enumerate(plan.units):
+                if not unit.sharded:
+                    self._wait("compute", self._gathered.get(index, 0.0))
+
+    def _update(self, index: int, ready: float) -> None:
+        unit = self._plan.units[index]
+        if not any(_on_host(group, StateKind.MOMENTS) for group in unit.groups):
+            self._work(f"update {unit.label}", "update", update_seconds(self._cluster, unit))
+            self._written[index] = self._clock["compute"]
+            return
+        done = self._host_update(unit, ready)
+        # A unit that rests whole is read by compute itself, so the step's end for it is when its copy has arrived.
+        self._written[index] = done
+
+    def _host_update(self, unit: UnitPlan, ready: float) -> float:
+        """The slower tier's way: the processor's own update, or states streamed through the GPU; the faster one."""
+        share, node = self._share, self._cluster.per_node
+        own = sum(map(update_nbytes, unit.groups))
+        kept = sum(group.nbytes(StateKind.MASTER) + group.nbytes(StateKind.MOMENTS) for group in unit.groups)
+        param = sum(group.layout.shard_numel * itemsize(group.param.dtype) for group in unit.groups)
+        pcie = self._cluster.gpu.pcie_rate * share.pcie
+        disk = 0.0
+        if any(_tier(group, StateKind.MOMENTS) is Tier.NVME for group in unit.groups):
+            disk = 2 * kept * node / share.disk_rate
+        by_cpu = max(own * node / share.host_memory_rate, disk)
+        streamed = max(2 * kept / pcie, disk)
+        if by_cpu + param / pcie <= streamed:
+            _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
+            return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
+        return self._occupy("copies", f"stream states of {unit.label}", ready, streamed)[1]
+
+    # Operations.
+
+    def _run(self, ops: Iterator[tuple[OpKind, int]]) -> None:
+        for kind, unit in ops:
+            if kind is OpKind.GATHER:
+                self._gather(unit)
+            elif kind is OpKind.USE:
+                if not self._ledger.holds(unit):
+                    self._gather(unit)
+                self._wait("compute", self._gathered.get(unit, 0.0))
+            elif kind is OpKind.RELEASE:
+                self._release(unit)
+
+    def _gather(self, index: int) -> None:
+        unit = self._plan.units[index]
+        if self._ledger.holds(index):
+            return
+        self._ledger.take(index)
+        slot = self._plan.gather_slots.of_unit[index]
+        ready = max(self._written.get(index, 0.0), self._clock["host"])
+        if slot is not None:
+            ready = max(ready, self._slot_free.get(slot, 0.0))
+        for group in unit.groups:
+            if _on_host(group, StateKind.PARAM):
+                nbytes = group.layout.shard_numel * itemsize(group.param.dtype)
+                rate = self._cluster.gpu.pcie_rate * self._share.pcie
+                ready = self._occupy("copies", f"parameters of {unit.label}", ready, nbytes / rate)[1]
+            if group.param.axis is not None or group.update_axis is not None:
+                ready = self._collective("gather", "all-gather", unit, group.gathered_nbytes, ready)
+        self._gathered[index] = ready
+
+    def _release(self, index: int) -> None:
+        slot = self._plan.gather_slots.of_unit[index]
+        if slot is not None:
+            self._slot_free[slot] = self._clock["compute"]
+        self._ledger.release(index)
+
+    def _pay(self, index: int, last: bool) -> None:
+        """Collect a unit's gradients and reduce them where the plan says so."""
+        unit = self._plan.units[index]
+        slot = self._plan.reduce_slots.of_unit[index]
+        if slot is not None:
+            self._wait("compute", self._wire_free.get(slot, 0.0))
+        self._clock["host"] += self._share.host_unit
+        for group in unit.groups:
+            if group.grad is None:
+                continue
+            whole = group.grad.axis is None
+            target = group.layout.numel * itemsize(group.grad.dtype) if whole else group.wire_nbytes
+            added = self._plan.policy.accumulate and whole
+            moved = group.layout.numel * itemsize(group.param.dtype) + (2 if added else 1) * target
+            self._work(f"collect {unit.label}", "collect", copy_seconds(self._cluster, moved))
+            if last or not whole:
+                self._reduce(unit, group)
+        if slot is not None:
+            self._wire_free[slot] = self._clock["reduce"]
+        if index:
+            self._release(index)
+
+    def _reduce(self, unit: UnitPlan, group: GroupPlan) -> None:
+        assert group.grad is not None
+        ready = self._collective("reduce", "reduce-scatter", unit, group.wire_nbytes, self._clock["compute"])
+        shard = group.layout.shard_numel
+        if unit.axis == "shard":
+            replicas = group_of(self._cluster, self._plan.axis_size("replicate"), stride=self._plan.shard)
+            seconds = collective_seconds(self._cluster, "all-reduce", shard * itemsize(group.wire), replicas)
+            self._debt += self._share.contention * seconds
+            ready = self._occupy("reduce", f"all-reduce {unit.label}", ready, seconds)[1]
+        if group.update_axis is None:
+            ready = self._collective("reduce", "all-gather", unit, group.wire_nbytes, ready)
+        if group.staged:
+            moved = shard * (itemsize(group.wire) + 2 * itemsize(group.grad.dtype))
+            self._occupy("reduce", f"add {unit.label}", ready, copy_seconds(self._cluster, moved))
+        if _on_host(group, StateKind.GRAD):
+            rate = self._cluster.gpu.pcie_rate * self._share.pcie
+            nbytes = shard * itemsize(group.wire)
+            self._occupy("copies", f"gradients of {unit.label}", self._clock["reduce"], nbytes / rate)
+
+    # Clocks.
+
+    def _kernels(self, segment: Segment) -> None:
+        seconds = 0.0
+        for kernel, count in segment.kernels.items():
+            if kernel not in self._priced:
+                self._priced[kernel] = kernel_seconds(self._cluster, kernel)
+            spent = self._priced[kernel] * count
+            self._kinds[kernel.kind.value] = self._kinds.get(kernel.kind.value, 0.0) + spent
+            seconds += spent
+        self._clock["host"] += segment.launches * self._share.host_launch
+        slowed = min(self._debt, seconds)
+        self._debt -= slowed
+        self._kinds["slowed by collectives"] = self._kinds.get("slowed by collectives", 0.0) + slowed
+        began = max(self._clock["compute"], self._clock["host"] - segment.launches * self._share.host_launch)
+        self._waited += began - self._clock["compute"]
+        end = max(began + seconds + slowed, self._clock["host"])
+        self._waited += end - (began + seconds + slowed)
+        name = f"{segment.phase.value} {self._plan.units[segment.unit].label}"
+        self._spans.append(Span("compute", name, began, end))
+        self._clock["compute"] = end
+
+    def _work(self, label: str, kind: str, seconds: float) -> None:
+        self._kinds[kind] = self._kinds.get(kind, 0.0) + seconds
+        began = max(self._clock["compute"], self._clock["host"])
+        self._waited += began - self._clock["compute"]
+        self._clock["compute"] = began + seconds
+        if seconds:
+            self._spans.append(Span("compute", label, began, began + seconds))
+
+    def _wait(self, stream: str, until: float) -> None:
+        late = until - self._clock[stream]
+        if late > 0:
+            self._waited += late
+            self._clock[stream] = until
+
+    def _collective(self, stream: str, kind: str, unit: UnitPlan, nbytes: int, ready: float) -> float:
+        ranks = self._ranks(unit)
+        seconds = collective_seconds(self._cluster, kind, nbytes, ranks, two_levels=self._two_levels)
+        self._debt += self._share.contention * seconds
+        return self._occupy(stream, f"{kind} {unit.label}", ready, seconds)[1]
+
+    def _ranks(self, unit: UnitPlan) -> Ranks:
+        return group_of(self._cluster, self._plan.axis_size(unit.axis))
+
+    def _occupy(self, stream: str, label: str, ready: float, seconds: float) -> tuple[float, float]:
+        start = max(self._clock[stream], ready)
+        self._clock[stream] = start + seconds
+        if seconds:
+            self._spans.append(Span(stream, label, start, start + seconds))
+        return start, start + seconds
+
+
+class _Cursor:
+    """Runs along an operation list up to the use of a unit, as the engine's own cursor does."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._at = program, 0
+
+    def to_use(self, unit: int) -> Iterator[tuple[OpKind, int]]:
+        """The operations up to and including the next USE of `unit`; only the use itself where there is none left."""
+        rest = self._program[self._at :]
+        for offset, op in enumerate(rest):
+            if op.kind is OpKind.USE and op.unit == unit:
+                self._at += offset + 1
+                yield from ((op.kind, op.unit) for op in rest[: offset + 1])
+                return
+        yield OpKind.USE, unit
+
+
+def _tier(group: GroupPlan, kind: StateKind) -> Tier:
+    placement = group.placement(kind)
+    return Tier.DEVICE if placement is None else placement.tier
+
+
+def _on_host(group: GroupPlan, kind: StateKind) -> bool:
+    return _tier(group, kind) is not Tier.DEVICE
+
+
+COMPUTE_KINDS = tuple(kind.value for kind in KernelKind)

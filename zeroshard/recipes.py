@@ -1,0 +1,47 @@
+"""A config as a recipe for a plan. `initialize` and the planner's command line read it here, so both mean the same."""
+
+from __future__ import annotations
+
+from zeroshard.config import Config
+from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
+
+
+def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
+    """The recipe that a config describes.
+
+    Args:
+        keep_fp32: what the model itself says about modules that stay in float32, for a config that leaves it open.
+    """
+    precision, zero = config.precision, config.zero
+    low = precision.compute != "fp32"
+    reduction = config.reduction
+    policy = ExecutionPolicy(
+        prefetch=MAX_PREFETCH,
+        reuse=zero.max_reuse_distance > 0,
+        accumulate=config.batch.accumulation > 1,
+        overlap_step=zero.overlap_comm,
+        predivide=reduction.predivide_factor if reduction.prescale else 1.0,
+        mean=reduction.op == "mean",
+        clip_norm=config.gradient_clipping,
+        on_nonfinite=OnNonFinite.SKIP if low else OnNonFinite.RAISE,
+        cast_inputs=precision.compute if low else None,
+    )
+    kept = precision.keep_in_fp32_modules
+    if kept == "auto":
+        kept = keep_fp32
+    return Recipe(
+        sharding=STAGES[zero.stage],
+        precision=Precision(
+            param=precision.compute if low else None,
+            wire=precision.communication,
+            accumulate=precision.grad_accum,
+            keep_fp32=kept,
+        ),
+        policy=policy,
+        persistence_threshold=zero.param_persistence_threshold,
+        persistence_budget=zero.model_persistence_threshold,
+        prefetch_numel=zero.prefetch_bucket_size,
+        live_numel=zero.max_live_parameters,
+    )
