@@ -121,6 +121,16 @@ def config(context: typer.Context) -> None:
     config_app(context.args, prog_name="zeroshard config")
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def plan(context: typer.Context) -> None:
+    """Say what a model takes on a cluster, and which setting to take."""
+    from zeroshard.planner.cli import main as plan_main
+
+    plan_main(context.args)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -159,7 +159,7 @@ def listed_price(gpu: Gpu) -> float | None:
 
 def read_table(name: str) -> list[dict[str, str]]:
     """The rows of a data file of the planner."""
-    text = files("zeroshard.planner").joinpath("data", name).read_text(encoding="utf-8")
+    text = (files("zeroshard.planner") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines(), delimiter="\t"))
 
 

@@ -92,13 +92,14 @@ def step_memory(plan: Plan, traced: Trace, *, staging: int = 0) -> StepMemory:
     """
     tiers = tier_bytes(plan)
     resting = {**dict(tiers.device), "slots": _slots(plan) + staging}
-    landed = 0
+    landed, started = 0, False
     moments: list[Moment] = []
     complete = iter(traced.complete)
     for segment in traced.segments:
         if segment.phase is Phase.BACKWARD:
             landed += sum(transient_nbytes(plan, unit) for unit in next(complete))
-        moments.append(_moment(_label(plan, segment), resting, segment, landed))
+        moments.append(_moment(_label(plan, segment, started), resting, segment, landed))
+        started = started or segment.phase is Phase.BACKWARD
     everything = sum(transient_nbytes(plan, unit) for unit in range(len(plan.units)))
     step = dict(resting)
     step["gradients"] = step.get("gradients", 0) + everything
@@ -139,10 +140,11 @@ def _slots(plan: Plan) -> int:
     return plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes
 
 
-def _label(plan: Plan, segment: Segment) -> str:
+def _label(plan: Plan, segment: Segment, started: bool) -> str:
+    """A stretch in words. `started`: the backward has begun before it."""
     unit = plan.units[segment.unit]
     if segment.unit == 0 and segment.phase is Phase.BACKWARD:
-        return "backward of the loss" if not segment.uses else "backward of the root"
+        return "end of the backward" if started else "backward of the loss"
     return f"{segment.phase.value} of {unit.label if segment.unit else 'the root'}"
 
 

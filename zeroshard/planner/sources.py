@@ -175,16 +175,16 @@ def huggingface_source(path: Path) -> ModelSource:
             f"{path}: transformers {transformers.__version__} has no model_type {kind!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
+    _check_sizes(str(path), content)
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, *_strict_errors()) as error:
         raise PlanError(f"{path}: transformers can't read this {kind} config: {error}") from error
     return config_source(str(path), config, content.get("architectures"))
 
 
 def config_source(name: str, config: Any, architectures: list[str] | None = None) -> ModelSource:
     """A transformers config object."""
-    _check_sizes(name, config)
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
         if getattr(config, "pad_token_id", None) is None:
@@ -239,16 +239,23 @@ def _model_class(name: str, config: Any, architectures: list[str] | None) -> Any
     raise PlanError(f"{name}: transformers has no model with a loss for {config.model_type!r}; use a factory")
 
 
-def _check_sizes(name: str, config: Any) -> None:
+def _strict_errors() -> tuple[type[Exception], ...]:
+    """What newer configs raise for values that they reject; no ValueError."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    found = getattr(errors, "StrictDataclassError", None)
+    return () if found is None else (found,)
+
+
+def _check_sizes(name: str, config: Mapping[str, Any]) -> None:
     """Absurd sizes fail here with their names, not somewhere in a matrix product."""
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
-        value = getattr(config, key, None)
+        value = config.get(key)
         if value is None:
             continue
         if not isinstance(value, int) or not 1 <= value <= 10**8:
             raise PlanError(f"{name}: {key} is {value!r}; it must be a whole number from 1 on")
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if hidden and heads and getattr(config, "head_dim", None) is None and hidden % heads:
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if hidden and heads and config.get("head_dim") is None and hidden % heads:
         raise PlanError(f"{name}: hidden_size {hidden} does not divide by num_attention_heads {heads}")
 
 

@@ -170,6 +170,7 @@ class _Tracer:
             ledger.purpose = Purpose.TEMPORARY
             _run_backward(value)
             del value
+            self._cut(Phase.BACKWARD, 0, uses=False)
             self._finish(None)
             self._cut(Phase.BACKWARD, 0, uses=False)
 

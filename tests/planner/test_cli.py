@@ -1,0 +1,112 @@
+"""`zeroshard plan` from the outside: tables, JSON, the written config, explanations and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from zeroshard.errors import PlanError
+from zeroshard.launch.cli import app
+from zeroshard.planner.cli import app as plan_app
+
+SMALL = ["--params", "2e8", "--layers", "2", "--hidden", "1024", "--seq", "256"]
+
+
+def _json(*args: str) -> dict[str, Any]:
+    result = CliRunner().invoke(plan_app, [*SMALL, "--json", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_the_command_is_mounted() -> None:
+    result = CliRunner().invoke(app, ["plan", *SMALL, "--cluster", "2xH100"], catch_exceptions=False)
+    assert "-> " in result.output or "The choice" in result.output
+
+
+def test_every_row_has_a_reason_and_one_is_chosen() -> None:
+    found = _json("--cluster", "8xA100-80GB", "--price", "2")
+    rows = found["rows"]
+    assert {(row["stage"], row["offload"]) for row in rows} >= {(0, "none"), (3, "none"), (1, "cpu"), (3, "nvme")}
+    assert all(row["why"] for row in rows)
+    (chosen,) = [row for row in rows if row["chosen"]]
+    assert chosen["fits"]
+    assert chosen["runs"]
+    able = [row["step_seconds"] for row in rows if row["fits"] and row["runs"]]
+    assert chosen["step_seconds"] <= 1.011 * min(able)
+    hours = chosen["hours_per_1e9_tokens"]
+    assert chosen["usd_per_1e9_tokens"] == pytest.approx(hours * 8 * 2)
+
+
+def test_what_the_engine_refuses_is_shown_and_not_chosen() -> None:
+    rows = _json("--cluster", "2xH100")["rows"]
+    for row in rows:
+        if not row["runs"]:
+            assert "not built yet" in row["refused"]
+            assert not row["chosen"]
+
+
+def test_the_written_config_is_one_that_zeroshard_reads(tmp_path: Path) -> None:
+    from zeroshard.config import load_config
+
+    written = tmp_path / "ds.json"
+    found = _json("--cluster", "8xA100-80GB", "--write", str(written), "--micro-batch", "2", "--accumulation", "4")
+    config = load_config(str(written), world_size=8)
+    assert config.zero.stage == found["choice"]["stage"]
+    assert (config.batch.micro, config.batch.accumulation) == (2, 4)
+
+
+def test_a_config_keeps_its_batch(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(
+        json.dumps({"bf16": {"enabled": True}, "train_batch_size": 256, "gradient_accumulation_steps": 16}),
+        encoding="utf-8",
+    )
+    rows = _json("--cluster", "8xH100", "--config", str(path), "--checkpointing", "off")["rows"]
+    tokens = 2 * 256 * 16
+    assert rows[0]["tokens_per_second_per_gpu"] * rows[0]["step_seconds"] == pytest.approx(tokens)
+    with pytest.raises(ValueError, match="256"):
+        _json("--cluster", "3xH100", "--config", str(path))
+
+
+def test_explain_names_the_moment_and_cures(tmp_path: Path) -> None:
+    path = tmp_path / "oom.json"
+    config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    args = ["--params", "1e9", "--layers", "4", "--hidden", "2048", "--seq", "2048", "--checkpointing", "off"]
+    shown = CliRunner().invoke(
+        plan_app, [*args, "--cluster", "8xRTX4090", "--explain", str(path)], catch_exceptions=False
+    )
+    assert "does not fit" in shown.output
+    assert "backward of the loss" in shown.output
+    assert "3. " in shown.output
+    assert "micro-batch" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--params", "7e9", "--cluster", "8xH10O-80GB"], "H100-80GB"),
+        (["--params", "7e9", "--cluster", "H100"], "COUNTxGPU"),
+        (["--params", "7e9", "--cluster", "12xH100"], "whole nodes"),
+        (["--params", "7", "--cluster", "8xH100"], "number of parameters"),
+        (["--params", "1e9", "--layers", "500", "--hidden", "8192"], "too few"),
+        (["--params", "1e9", "--seq", "0"], "1 or more"),
+        (["--params", "1e9", "--micro-batch", "-1"], "micro"),
+        ([], "name a model"),
+        (["nowhere/config.json"], "no such file"),
+        (["tests.planner.zoo:make_nothing"], "make_tiny"),
+        (["no.such.module:f"], "no module"),
+        (["--params", "1e9", "--checkpointing", "some"], "reentrant"),
+    ],
+)
+def test_mistakes_are_named_with_what_comes_nearest(args: list[str], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        CliRunner().invoke(plan_app, args, catch_exceptions=False, standalone_mode=False)
+
+
+def test_mistakes_are_plan_errors() -> None:
+    assert issubclass(PlanError, ValueError)

@@ -1,0 +1,58 @@
+"""Which row to take, and why each of the others is not it, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroshard.plan.report import human_bytes
+from zeroshard.planner.rows import Row, Setting
+
+SAME_SPEED = 0.01
+"""Rows whose steps differ by less are equally fast; the one that takes less memory is better."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The row to take (None where nothing that runs fits) and a sentence for every setting."""
+
+    row: Row | None
+    reasons: Mapping[Setting, str]
+
+
+def choose(rows: Sequence[Row]) -> Choice:
+    """The fastest row that fits and runs; among equally fast ones the smallest."""
+    able = [row for row in rows if row.fits and row.runs]
+    if not able:
+        return Choice(None, {row.setting: _obstacle(row) for row in rows})
+    quickest = min(row.time.seconds for row in able)
+    close = [row for row in able if row.time.seconds <= quickest * (1 + SAME_SPEED)]
+    best = min(close, key=lambda row: row.total)
+    return Choice(best, {row.setting: _reason(row, best) for row in rows})
+
+
+def _reason(row: Row, best: Row) -> str:
+    if row is best:
+        room = human_bytes(row.cluster.gpu.memory - row.total)
+        return f"The choice: nothing that fits is faster, and {room} stay free."
+    if not (row.fits and row.runs):
+        return _obstacle(row)
+    slower = row.time.seconds / best.time.seconds - 1
+    saved = best.total - row.total
+    if abs(slower) <= SAME_SPEED:
+        return f"As fast as the choice, and {human_bytes(-saved)} larger." if saved < 0 else "As fast as the choice."
+    if saved > 0:
+        return f"{slower:.0%} slower than the choice; would free {human_bytes(saved)} more."
+    return f"{slower:.0%} slower than the choice and {human_bytes(-saved)} larger."
+
+
+def _obstacle(row: Row) -> str:
+    if row.total > row.cluster.gpu.memory:
+        kind, nbytes = max(row.memory.peak.nbytes.items(), key=lambda item: item[1])
+        short = human_bytes(row.total - row.cluster.gpu.memory)
+        moment = row.memory.peak.label
+        return f"Does not fit: {short} too much, most of it {kind} ({human_bytes(nbytes)}), at the {moment}."
+    if row.host > row.cluster.host_memory:
+        needed, there = human_bytes(row.host), human_bytes(row.cluster.host_memory)
+        return f"Does not fit: {needed} on the host of a node, which has {there}."
+    return f"Would fit, but zeroshard does not execute it yet: {row.refused}."

@@ -1,0 +1,151 @@
+"""Configs for the planner's command line: what a row's DeepSpeed JSON is, and what it means as a recipe.
+
+The only part of the planner that knows configs. A setting that the config refuses is one that the engine does not run
+yet, so the table follows what is built without a list of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zeroshard.config import Config
+from zeroshard.config.resolve import resolve
+from zeroshard.errors import ConfigError, PlanError
+from zeroshard.plan.builder import Recipe
+from zeroshard.planner.hardware import Gpu
+from zeroshard.planner.rows import Setting
+from zeroshard.planner.tiers import Offload
+from zeroshard.recipes import recipe_of
+
+Document = dict[str, Any]
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A document as the planner needs it. `refused` is why the engine does not run it, "" where it does."""
+
+    recipe: Recipe
+    micro: int
+    accumulation: int
+    setting_stage: int
+    refused: str
+
+
+def default_document(gpu: Gpu) -> Document:
+    """What a row is written as where no config was given: AdamW, clipping, the 16-bit dtype that the card has."""
+    return {
+        "bf16" if gpu.has_bf16 else "fp16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 0, "overlap_comm": True},
+    }
+
+
+def read_document(path: Path) -> Document:
+    """The JSON object in a file. Raises PlanError where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PlanError(f"--config {path}: no such file") from error
+    except ValueError as error:
+        raise PlanError(f"--config {path}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"--config {path}: not a JSON object")
+    return content
+
+
+def with_batch(document: Document, micro: int | None, accumulation: int | None) -> Document:
+    """The document with the batch of the command line, where it gives one."""
+    changed = copy.deepcopy(document)
+    given = any(isinstance(changed.get(key), int) for key in BATCH_KEYS)
+    if micro is not None or not given:
+        changed["train_micro_batch_size_per_gpu"] = micro or 1
+        changed["gradient_accumulation_steps"] = accumulation or _number(changed.get(BATCH_KEYS[2])) or 1
+        changed.pop("train_batch_size", None)
+    elif accumulation is not None:
+        changed["gradient_accumulation_steps"] = accumulation
+        if isinstance(changed.get("train_micro_batch_size_per_gpu"), int):
+            changed.pop("train_batch_size", None)
+    return changed
+
+
+def with_setting(document: Document, setting: Setting) -> Document:
+    """The document of one row: its stage and its offload. Checkpointing is the model's, not the config's."""
+    changed = copy.deepcopy(document)
+    zero = changed.setdefault("zero_optimization", {})
+    zero["stage"] = setting.stage
+    zero.pop("offload_optimizer", None)
+    zero.pop("offload_param", None)
+    if setting.offload is not Offload.NONE:
+        device = "nvme" if setting.offload is Offload.NVME else "cpu"
+        zero["offload_optimizer"] = {"device": device, "pin_memory": True}
+        if setting.offload is Offload.NVME:
+            zero["offload_optimizer"]["nvme_path"] = "/local_nvme"
+        if setting.offload in (Offload.CPU_PARAM, Offload.NVME):
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return changed
+
+
+def meaning(document: Document, world: int, *, keep_fp32: tuple[str, ...] = ()) -> Meaning:
+    """What a document means on `world` ranks. Raises ConfigError for what no offload explains."""
+    refused = ""
+    try:
+        config = _config(document, world)
+    except ConfigError as error:
+        refused = _first(error)
+        config = _config(without_offload(document), world)
+    recipe = replace(recipe_of(config, keep_fp32), moments=_moments(config))
+    return Meaning(recipe, config.batch.micro, config.batch.accumulation, config.zero.stage, refused)
+
+
+def _config(document: Document, world: int) -> Config:
+    return resolve(document, world_size=world, client_optimizer="optimizer" not in document).config
+
+
+def without_offload(document: Document) -> Document:
+    changed = copy.deepcopy(document)
+    zero = changed.get("zero_optimization")
+    if isinstance(zero, dict):
+        zero.pop("offload_optimizer", None)
+        zero.pop("offload_param", None)
+    return changed
+
+
+def offload_of(document: Mapping[str, Any]) -> Offload:
+    """The offload that a document asks for."""
+    zero = document.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return Offload.NONE
+
+    def device(key: str) -> str:
+        entry = zero.get(key)
+        return str(entry.get("device", "none")) if isinstance(entry, Mapping) else "none"
+
+    optimizer, parameters = device("offload_optimizer"), device("offload_param")
+    if "nvme" in (optimizer, parameters):
+        return Offload.NVME
+    if parameters == "cpu":
+        return Offload.CPU_PARAM
+    return Offload.CPU if optimizer == "cpu" else Offload.NONE
+
+
+def _first(error: ConfigError) -> str:
+    """What is not built, without the cure (which is to ask for something else)."""
+    return str(error.problems[0] if error.problems else error).partition("; ")[0]
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _moments(config: Config) -> int:
+    """Optimizer states per parameter; the script's own optimizer is taken to be Adam."""
+    if config.optimizer is None or config.optimizer.type != "SGD":
+        return 2
+    return 1 if config.optimizer.params.get("momentum") else 0

@@ -1,0 +1,129 @@
+"""Rows as a table for people and as JSON for machines. Sizes are GB of 1e9 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.plan.report import human_bytes
+from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.choose import Choice
+from zeroshard.planner.links import link_traffic
+from zeroshard.planner.rows import Row
+from zeroshard.planner.tiers import Offload
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "param": ("parameters",),
+    "grad": ("gradients", "local gradients"),
+    "master": ("master weights",),
+    "moments": ("moments",),
+    "activ.": ("activations", "backward", "inputs"),
+    "logits": ("logits and loss",),
+    "slots": ("slots",),
+}
+"""Columns of device memory, and the kinds that each adds up."""
+
+
+def columns(row: Row) -> dict[str, int]:
+    """Device bytes at the peak by column, the reserve included."""
+    nbytes = row.memory.peak.nbytes
+    found = {name: sum(nbytes.get(kind, 0) for kind in kinds) for name, kinds in COLUMNS.items()}
+    return {**found, "reserve": row.reserve}
+
+
+def plan_table(rows: Sequence[Row], choice: Choice, title: str) -> Group:
+    """The table, one line per row, and a sentence for each below it."""
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for name in ("", "stage", "offload", "ckpt"):
+        table.add_column(name, no_wrap=True)
+    headings = [*COLUMNS, "reserve", "total", "fits", "host", "disk", "step s", "tok/s", "MFU", "$/1B"]
+    for name in headings:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        best = row is choice.row
+        style = "bold green" if best else "" if row.fits and row.runs else "dim"
+        table.add_row(*_cells(row, best), style=style)
+    notes = Text()
+    for row in rows:
+        notes.append(f"{row.setting.label}: ", style="bold" if row is choice.row else "")
+        notes.append(f"{choice.reasons[row.setting]}\n")
+    return Group(table, Text("GB of 1e9 bytes per GPU; host and disk per node; tok/s per GPU.\n", style="dim"), notes)
+
+
+def _cells(row: Row, best: bool) -> list[str]:
+    cost = row.cost_per_billion
+    how = "off" if row.setting.checkpointing is Checkpointing.OFF else row.setting.checkpointing.value
+    fits = ("yes" if row.runs else "later") if row.fits else "no"
+    return [
+        "->" if best else "",
+        str(row.setting.stage),
+        row.setting.offload.value if row.setting.offload is not Offload.NONE else "-",
+        how,
+        *(_gb(nbytes) for nbytes in columns(row).values()),
+        _gb(row.total),
+        fits,
+        _gb(row.host) if row.host else "-",
+        _gb(row.disk) if row.disk else "-",
+        f"{row.time.seconds:.3g}",
+        f"{row.tokens_per_second:,.0f}",
+        f"{row.mfu:.0%}",
+        "-" if cost is None else f"{cost:,.0f}",
+    ]
+
+
+def as_json(rows: Sequence[Row], choice: Choice, notes: Sequence[str], advised: Sequence[str]) -> dict[str, Any]:
+    """Everything of the table and what stands behind it, as plain JSON values; bytes and seconds."""
+    return {
+        "choice": None if choice.row is None else _setting(choice.row),
+        "rows": [_row(row, choice) for row in rows],
+        "advice": list(advised),
+        "notes": list(notes),
+    }
+
+
+def _setting(row: Row) -> dict[str, Any]:
+    setting = row.setting
+    return {"stage": setting.stage, "offload": setting.offload.value, "checkpointing": setting.checkpointing.value}
+
+
+def _row(row: Row, choice: Choice) -> dict[str, Any]:
+    return {
+        **_setting(row),
+        "chosen": row is choice.row,
+        "why": choice.reasons[row.setting],
+        "fits": row.fits,
+        "runs": row.runs,
+        "refused": row.refused or None,
+        "device_bytes": {**columns(row), "total": row.total, "allocated": row.memory.peak.total},
+        "peak": {"moment": row.memory.peak.label, "bytes": dict(row.memory.peak.nbytes)},
+        "state_bytes": {
+            "device": dict(row.memory.tiers.device),
+            "host": dict(row.memory.tiers.host),
+            "nvme": dict(row.memory.tiers.nvme),
+        },
+        "host_bytes_per_node": row.host,
+        "disk_bytes_per_node": row.disk,
+        "traffic_bytes": link_traffic(row),
+        "step_seconds": row.time.seconds,
+        "time": {"compute": row.time.compute, "busy": row.time.busy, "waiting": row.time.exposed},
+        "tokens_per_second_per_gpu": row.tokens_per_second,
+        "mfu": row.mfu,
+        "hours_per_1e9_tokens": row.hours_per_billion,
+        "usd_per_1e9_tokens": row.cost_per_billion,
+        "parameters": row.plan.parameter_numel,
+    }
+
+
+def traffic_text(row: Row) -> str:
+    """Bytes over each link in one step and GPU, in a line."""
+    found = [f"{human_bytes(nbytes)} over {link}" for link, nbytes in link_traffic(row).items() if nbytes]
+    return f"Traffic of a step and GPU: {', '.join(found) or 'none'}."
+
+
+def _gb(nbytes: int) -> str:
+    size = nbytes / 1e9
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 1000 else f"{size:,.0f}"
