@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.rows import Row, Setting
 
+ROOM = 0.95
+"""Share of the memory above which a row is taken only where nothing smaller fits: fragmentation may end the run."""
 SAME_SPEED = 0.01
 """Rows whose steps differ by less are equally fast; the one that takes less memory is better."""
 
@@ -21,10 +23,11 @@ class Choice:
 
 
 def choose(rows: Sequence[Row]) -> Choice:
-    """The fastest row that fits and runs; among equally fast ones the smallest."""
+    """The fastest row that fits with some room and runs; among equally fast ones the smallest."""
     able = [row for row in rows if row.fits and row.runs]
     if not able:
         return Choice(None, {row.setting: _obstacle(row) for row in rows})
+    able = [row for row in able if not _is_tight(row)] or able
     quickest = min(row.time.seconds for row in able)
     close = [row for row in able if row.time.seconds <= quickest * (1 + SAME_SPEED)]
     best = min(close, key=lambda row: row.total)
@@ -34,16 +37,29 @@ def choose(rows: Sequence[Row]) -> Choice:
 def _reason(row: Row, best: Row) -> str:
     if row is best:
         room = human_bytes(row.cluster.gpu.memory - row.total)
-        return f"The choice: nothing that fits is faster, and {room} stay free."
+        return f"The choice: nothing that fits with some room is faster, and {room} stay free."
     if not (row.fits and row.runs):
         return _obstacle(row)
     slower = row.time.seconds / best.time.seconds - 1
+    if _is_tight(row) and not _is_tight(best):
+        room = human_bytes(row.cluster.gpu.memory - row.total)
+        return f"Fits with only {room} to spare, which fragmentation may eat; {_relative(slower)}."
     saved = best.total - row.total
     if abs(slower) <= SAME_SPEED:
         return f"As fast as the choice, and {human_bytes(-saved)} larger." if saved < 0 else "As fast as the choice."
     if saved > 0:
         return f"{slower:.0%} slower than the choice; would free {human_bytes(saved)} more."
     return f"{slower:.0%} slower than the choice and {human_bytes(-saved)} larger."
+
+
+def _is_tight(row: Row) -> bool:
+    return row.total > ROOM * row.cluster.gpu.memory
+
+
+def _relative(slower: float) -> str:
+    if abs(slower) <= SAME_SPEED:
+        return "as fast as the choice"
+    return f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'} than the choice"
 
 
 def _obstacle(row: Row) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from zeroshard.errors import PlanError
 from zeroshard.planner.advice import Situation, advice
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import Choice, choose
+from zeroshard.planner.chrome import write_trace
 from zeroshard.planner.configs import (
     Document,
     Meaning,
@@ -28,9 +29,13 @@ from zeroshard.planner.configs import (
 )
 from zeroshard.planner.explain import explain, in_words
 from zeroshard.planner.hardware import Cluster, listed_price, parse_cluster
+from zeroshard.planner.html import report
+from zeroshard.planner.png import write_png
 from zeroshard.planner.rows import Row, Setting, make_row, settings
+from zeroshard.planner.scale import compare, parse_sizes
 from zeroshard.planner.sources import ModelSource, find_source
-from zeroshard.planner.tables import as_json, plan_table, traffic_text
+from zeroshard.planner.tables import as_json, plan_table, scale_table, traffic_text
+from zeroshard.planner.tiers import Offload
 from zeroshard.planner.workload import Workload
 
 DEFAULT_LENGTH = 4096
@@ -56,6 +61,13 @@ class Request:
         document = with_setting(self.document, setting)
         return meaning(document, self.cluster.count, keep_fp32=self.source.keep_fp32)
 
+    @property
+    def title(self) -> str:
+        work = self.work
+        micro = f"{self.accumulation} x " if self.accumulation > 1 else ""
+        batch = f"{micro}{work.samples} x {work.length}"
+        return f"{self.source.name}: {work.numel:,} parameters on {self.cluster.label}, micro-batch {batch}"
+
     def row(self, setting: Setting, samples: int | None = None) -> Row:
         """The row of a setting; with fewer samples per micro-batch there are more micro-batches."""
         means = self.means(setting)
@@ -77,6 +89,7 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="A DeepSpeed JSON to plan with.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Activation checkpointing: off, on, both, reentrant.")] = "both",
     explain_: Annotated[Path | None, typer.Option("--explain", help="Why this config needs what it needs.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node [8, or all of fewer].")] = None,
     host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour [data/prices.tsv, where listed].")] = None,
@@ -94,6 +107,9 @@ def plan(
     if explain_ is not None:
         _explain(request, _ways(checkpointing)[0], json_)
         return
+    if scale is not None:
+        _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
+        return
     rows = [request.row(setting) for setting in settings(checkpointing=_ways(checkpointing))]
     choice = choose(rows)
     advised = _advice(request, rows, choice)
@@ -102,7 +118,7 @@ def plan(
         typer.echo(json.dumps(as_json(rows, choice, notes, advised), indent=1))
     else:
         _print(request, rows, choice, advised, notes)
-    _outputs(request, rows, choice, write=write, html=html, png=png, trace=trace)
+    _outputs(request, rows, choice, [*advised, *notes], write=write, html=html, png=png, trace=trace)
 
 
 def _request(
@@ -159,6 +175,14 @@ def _explain(request: Request, how: Checkpointing, as_json_: bool) -> None:
     typer.echo("\n".join(lines))
 
 
+def _scale(request: Request, sizes: list[int], how: Checkpointing, as_json_: bool) -> None:
+    ways = compare(request.work, request.means(Setting(3, Offload.NONE, how)).recipe, request.cluster, sizes, how)
+    if as_json_:
+        typer.echo(json.dumps([asdict(way) for way in ways], indent=1))
+        return
+    _echo([scale_table(ways, f"{request.title.partition(' on ')[0]}, checkpointing {how.value}")])
+
+
 def _advice(request: Request, rows: list[Row], choice: Choice) -> list[str]:
     row = choice.row or min(rows, key=lambda candidate: candidate.total)
     return advice(Situation(row, rows, request.work.length, request.source.positions))
@@ -177,20 +201,18 @@ def _assumptions(cluster: Cluster) -> list[str]:
 
 
 def _print(request: Request, rows: list[Row], choice: Choice, advised: list[str], notes: list[str]) -> None:
-    work, cluster = request.work, request.cluster
-    micro = f"{request.accumulation} x " if request.accumulation > 1 else ""
-    title = (
-        f"{request.source.name}: {work.numel:,} parameters on {cluster.label}, "
-        f"micro-batch {micro}{work.samples} x {work.length}"
-    )
-    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
-    parts: list[RenderableType] = [plan_table(rows, choice, title)]
+    parts: list[RenderableType] = [plan_table(rows, choice, request.title)]
     if choice.row is not None:
         parts.append(Text(traffic_text(choice.row)))
     else:
         parts.append(Text("Nothing that this version executes fits; --explain says what would help.", style="bold red"))
     parts += [Text(f"advice: {sentence}", style="yellow") for sentence in advised]
     parts += [Text(f"note: {note}", style="dim") for note in notes]
+    _echo(parts)
+
+
+def _echo(parts: list[RenderableType]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part)
@@ -201,6 +223,7 @@ def _outputs(
     request: Request,
     rows: list[Row],
     choice: Choice,
+    notes: list[str],
     *,
     write: Path | None,
     html: Path | None,
@@ -212,6 +235,12 @@ def _outputs(
     if write is not None and choice.row is not None:
         document: dict[str, Any] = with_setting(request.document, choice.row.setting)
         write.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if trace is not None and choice.row is not None:
+        write_trace(trace, choice.row.time, f"{request.title}, {choice.row.setting.label}")
+    if html is not None:
+        html.write_text(report(rows, choice, request.title, notes), encoding="utf-8")
+    if png is not None:
+        write_png(png, rows, choice, request.title)
 
 
 def main(args: list[str]) -> None:

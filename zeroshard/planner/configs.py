@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,8 +137,10 @@ def offload_of(document: Mapping[str, Any]) -> Offload:
 
 
 def _first(error: ConfigError) -> str:
-    """What is not built, without the cure (which is to ask for something else)."""
-    return str(error.problems[0] if error.problems else error).partition("; ")[0]
+    """What is not built, without the key and the cure (which is to ask for something else)."""
+    text = str(error.problems[0] if error.problems else error).partition("; ")[0]
+    asked = re.search(r"asks for (.+), which (is not built yet)", text)
+    return f"{asked[1]} {asked[2]}" if asked else text
 
 
 def _number(value: Any) -> int | None:

@@ -152,6 +152,7 @@ def make_row(
     refused: str = "",
     shard: int | None = None,
     two_levels: bool = False,
+    secondary: bool = False,
 ) -> Row:
     """Plan, memory and time of one setting.
 
@@ -166,7 +167,7 @@ def make_row(
     plan = offloaded(plan, setting.offload)
     plain = work.trace(plan, Checkpointing.OFF)
     memory = step_memory(plan, traced, staging=staging_nbytes(plan, setting.offload))
-    time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels)
+    time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels, secondary=secondary)
     return Row(setting, plan, traced, memory, time, cluster, micro_batches, work.tokens, plain.flops, refused)
 
 

@@ -85,7 +85,7 @@ def find_source(
 def sized_source(params: float, layers: int | None = None, hidden: int | None = None) -> ModelSource:
     """A decoder of that size."""
     sizes = solve_sizes(params, layers, hidden)
-    return ModelSource(f"a decoder of {params:.3g} parameters", lambda: Decoder(sizes), _decoder_batch(sizes))
+    return ModelSource(f"decoder of {params / 1e9:.4g}e9", lambda: Decoder(sizes), _decoder_batch(sizes))
 
 
 def _decoder_batch(sizes: Sizes) -> Callable[[nn.Module, int, int], Batch]:

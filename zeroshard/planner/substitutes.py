@@ -22,6 +22,16 @@ from zeroshard.planner.kernels import Kernel, KernelKind
 
 Record = Callable[[Kernel], None]
 
+_CONSTRUCTORS = {
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
+    *(torch.arange, torch.linspace, torch.eye, torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.tril_indices),
+    *(torch.triu_indices, torch.logspace, torch.empty_strided, torch.normal),
+}
+"""What makes tensors without looking at others: on the meta device unless told otherwise, as the model's own are.
+
+Here and not by `torch.device("meta")` around the trace: that is a second function mode, and doubles a trace's time.
+"""
+
 
 class GpuPaths(TorchFunctionMode):
     """While it is active the functions above run as they do on a GPU.
@@ -36,6 +46,8 @@ class GpuPaths(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _CONSTRUCTORS and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
         if func is functional.scaled_dot_product_attention:
             return _attention(self._record, *args, **kwargs)
         if func in (functional.rms_norm, torch.rms_norm):

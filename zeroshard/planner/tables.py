@@ -14,6 +14,7 @@ from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import Choice
 from zeroshard.planner.links import link_traffic
 from zeroshard.planner.rows import Row
+from zeroshard.planner.scale import Way
 from zeroshard.planner.tiers import Offload
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -73,6 +74,26 @@ def _cells(row: Row, best: bool) -> list[str]:
         f"{row.mfu:.0%}",
         "-" if cost is None else f"{cost:,.0f}",
     ]
+
+
+def scale_table(ways: Sequence[Way], title: str) -> Table:
+    """Ways to use clusters of several sizes, one line each."""
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("GPUs", justify="right")
+    table.add_column("way", no_wrap=True)
+    for name in ("step s", "tok/s/GPU", "GB/GPU", "fits"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    best = {
+        size: max((way.tokens_per_second for way in ways if way.gpus == size and way.fits), default=0.0)
+        for size in dict.fromkeys(way.gpus for way in ways)
+    }
+    for way in ways:
+        remark = way.remark if way.executed else ", ".join(filter(None, [way.remark, "on paper"]))
+        cells = [f"{way.gpus:,}", way.name, f"{way.seconds:.3g}", f"{way.tokens_per_second:,.0f}", _gb(way.memory)]
+        fastest = way.fits and way.tokens_per_second == best[way.gpus]
+        table.add_row(*cells, "yes" if way.fits else "no", remark, style="bold green" if fastest else "")
+    return table
 
 
 def as_json(rows: Sequence[Row], choice: Choice, notes: Sequence[str], advised: Sequence[str]) -> dict[str, Any]:

@@ -62,10 +62,21 @@ class StepTime:
 
 
 def step_time(
-    plan: Plan, traced: Trace, cluster: Cluster, *, micro_batches: int = 1, two_levels: bool = False
+    plan: Plan,
+    traced: Trace,
+    cluster: Cluster,
+    *,
+    micro_batches: int = 1,
+    two_levels: bool = False,
+    secondary: bool = False,
 ) -> StepTime:
-    """Simulate a steady step of `micro_batches` forward and backward passes under `plan` on `cluster`."""
-    run = _Simulation(plan, traced, cluster, two_levels)
+    """Simulate a steady step of `micro_batches` forward and backward passes under `plan` on `cluster`.
+
+    Args:
+        two_levels: collectives run between the nodes first, then inside each.
+        secondary: the backward gathers inside the node, from a second copy of the shards (hpZ).
+    """
+    run = _Simulation(plan, traced, cluster, two_levels, secondary)
     for _ in range(WARM_UP):
         run.step(micro_batches)
     return run.measured(micro_batches)
@@ -74,9 +85,10 @@ def step_time(
 class _Simulation:
     """Clocks of one rank, and what the engine's hazards wait for."""
 
-    def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool) -> None:
+    def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool, secondary: bool) -> None:
         self._plan, self._traced, self._cluster = plan, traced, cluster
-        self._two_levels = two_levels
+        self._two_levels, self._secondary = two_levels, secondary
+        self._inside = False
         self._share = cluster.efficiency
         self._programs = build_programs(plan)
         self._ledger = new_ledger(plan)
@@ -114,6 +126,7 @@ class _Simulation:
         forward, backward = _Cursor(self._programs.forward), _Cursor(self._programs.backward)
         complete = iter(self._traced.complete)
         for segment in self._traced.segments:
+            self._inside = self._secondary and segment.phase is Phase.BACKWARD
             if segment.phase is Phase.FORWARD:
                 if segment.uses:
                     self._run(forward.to_use(segment.unit))
@@ -123,6 +136,7 @@ class _Simulation:
                 if segment.uses:
                     self._run(backward.to_use(segment.unit))
             self._kernels(segment)
+        self._inside = False
         for unit in range(len(self._plan.units)):
             self._release(unit)
 
@@ -289,6 +303,8 @@ class _Simulation:
 
     def _collective(self, stream: str, kind: str, unit: UnitPlan, nbytes: int, ready: float) -> float:
         ranks = self._ranks(unit)
+        if self._inside and stream == "gather":
+            ranks = group_of(self._cluster, min(ranks.size, self._cluster.per_node))
         seconds = collective_seconds(self._cluster, kind, nbytes, ranks, two_levels=self._two_levels)
         self._debt += self._share.contention * seconds
         return self._occupy(stream, f"{kind} {unit.label}", ready, seconds)[1]

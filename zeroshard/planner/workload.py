@@ -76,7 +76,7 @@ class Workload:
         enable(module, self.units, how)
         with torch.device("meta"):
             batch = self.source.batch(module, self.samples, self.length)
-            return trace(module, self.units, (), _cast(batch, cast), loss=loss_of, tokens=self.tokens)
+        return trace(module, self.units, (), _cast(batch, cast), loss=loss_of, tokens=self.tokens)
 
 
 def loss_of(output: Any) -> torch.Tensor:
