@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_GPU = {
     "host_overhead": "a step with nearly nothing to compute, against FSDP2: what Python costs",
+    "planner": "what the planner predicts beside what was measured, and beside published sizing rows",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }
 FOR_GPUS = {

@@ -92,6 +92,7 @@ def plan(
     scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node [8, or all of fewer].")] = None,
     host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
+    disk: Annotated[float, typer.Option(help="What a node's disks read or write, GB/s.")] = 2.0,
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour [data/prices.tsv, where listed].")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the choice's DeepSpeed JSON here.")] = None,
@@ -101,7 +102,7 @@ def plan(
 ) -> None:
     """Print what MODEL takes on CLUSTER at every stage, with and without offload and checkpointing."""
     source = find_source(model, params=params, layers=layers, hidden=hidden)
-    where = parse_cluster(cluster, per_node=gpus_per_node, host_memory_gb=host_memory)
+    where = parse_cluster(cluster, per_node=gpus_per_node, host_memory_gb=host_memory, disk_gbs=disk)
     where = replace(where, price=_price(price, where))
     request = _request(source, where, explain_ or config, seq, micro_batch, accumulation)
     if explain_ is not None:

@@ -135,8 +135,18 @@ def find_gpu(name: str) -> Gpu:
     raise PlanError(f"no GPU is called {name!r}{hint} Known: {', '.join(gpu.name for gpu in gpus())}")
 
 
-def parse_cluster(text: str, *, per_node: int | None = None, host_memory_gb: float = 1000.0) -> Cluster:
-    """A cluster from text such as '8xA100-80GB' or '512xH100'; nodes have 8 GPUs unless `per_node` says otherwise."""
+def parse_cluster(
+    text: str, *, per_node: int | None = None, host_memory_gb: float = 1000.0, disk_gbs: float = 2.0
+) -> Cluster:
+    """A cluster from text such as '8xA100-80GB' or '512xH100'.
+
+    Args:
+        per_node: GPUs in a node; 8, or all where there are fewer.
+        host_memory_gb, disk_gbs: memory of a node, and what its disks read or write in a second.
+
+    Raises:
+        PlanError: no such GPU, or a number that makes no sense.
+    """
     match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*?)\s*", text)
     if match is None:
         raise PlanError(f"--cluster {text!r}: write COUNTxGPU, such as 8xA100-80GB")
@@ -146,7 +156,10 @@ def parse_cluster(text: str, *, per_node: int | None = None, host_memory_gb: flo
     node = min(count, per_node or 8)
     if node < 1 or count % node:
         raise PlanError(f"--cluster {text!r}: {count} GPUs are not whole nodes of {node}; give --gpus-per-node")
-    return Cluster(gpu, count, node, gpu.nic_rate, int(host_memory_gb * 1e9))
+    if not (0 < host_memory_gb < 1e6 and 0 < disk_gbs < 1e4):
+        raise PlanError(f"--host-memory {host_memory_gb:g}, --disk {disk_gbs:g}: GB, and GB per second")
+    shares = Efficiency(disk_rate=disk_gbs * 1e9)
+    return Cluster(gpu, count, node, gpu.nic_rate, int(host_memory_gb * 1e9), shares)
 
 
 def listed_price(gpu: Gpu) -> float | None:
