@@ -131,6 +131,16 @@ def plan(context: typer.Context) -> None:
     plan_main(context.args)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def doctor(context: typer.Context) -> None:
+    """Measure this machine, for the planner."""
+    from zeroshard.planner.doctor import app as doctor_app
+
+    doctor_app(context.args, prog_name="zeroshard doctor")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from zeroshard.errors import PlanError
 from zeroshard.planner.advice import Situation, advice
+from zeroshard.planner.calibration import calibrated, load_calibration
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import Choice, choose
 from zeroshard.planner.chrome import write_trace
@@ -94,6 +95,7 @@ def plan(
     host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
     disk: Annotated[float, typer.Option(help="What a node's disks read or write, GB/s.")] = 2.0,
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour [data/prices.tsv, where listed].")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What zeroshard doctor measured.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the choice's DeepSpeed JSON here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report that needs no network.")] = None,
@@ -104,6 +106,8 @@ def plan(
     source = find_source(model, params=params, layers=layers, hidden=hidden)
     where = parse_cluster(cluster, per_node=gpus_per_node, host_memory_gb=host_memory, disk_gbs=disk)
     where = replace(where, price=_price(price, where))
+    if calibration is not None:
+        where = calibrated(where, load_calibration(calibration))
     request = _request(source, where, explain_ or config, seq, micro_batch, accumulation)
     if explain_ is not None:
         _explain(request, _ways(checkpointing)[0], json_)

@@ -1,0 +1,75 @@
+"""What can be measured without a GPU is measured, saved, and read back by the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.support.distributed import run_ranks
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.launch.cli import app
+from zeroshard.planner.calibration import Calibration, calibrated, load_calibration
+from zeroshard.planner.doctor import disk_rates
+from zeroshard.planner.fabric import fit, gather_seconds
+from zeroshard.planner.hardware import parse_cluster
+
+
+def test_the_machine_is_measured_and_the_planner_uses_it(tmp_path: Path) -> None:
+    saved = tmp_path / "calibration.json"
+    args = ["doctor", "--save", str(saved), "--folder", str(tmp_path), "--disk-mib", "16"]
+    shown = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert "host memory" in shown.output
+    assert "disk" in shown.output
+    found = load_calibration(saved)
+    assert found.efficiency["host_memory_rate"] > 1e8
+    assert not list(tmp_path.glob(".zeroshard-doctor-*"))
+    cluster = parse_cluster("8xA100")
+    if not found.gpu:
+        assert calibrated(cluster, found).efficiency.disk_rate == found.efficiency["disk_rate"]
+        assert calibrated(cluster, found).efficiency.products == cluster.efficiency.products
+
+
+def test_a_calibration_of_another_card_is_refused() -> None:
+    with pytest.raises(PlanError, match="L40S"):
+        calibrated(parse_cluster("8xA100"), Calibration("", "L40S-48GB", {"products": 0.5}, {}))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("nothing", "not JSON"),
+        ("{}", "efficiency"),
+        (json.dumps({"efficiency": {"product": 0.5}}), "products"),
+        (json.dumps({"efficiency": {"products": -1}}), "above 0"),
+    ],
+)
+def test_a_calibration_that_makes_no_sense_is_refused(content: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(PlanError, match=expected):
+        load_calibration(path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nowhere"):
+        disk_rates(tmp_path / "nowhere", 1)
+
+
+def test_latency_and_rate_come_out_of_the_times() -> None:
+    sizes = (1, 8, 32, 128, 512)
+    seconds = [45e-6 + size * 2**20 / 2 / 263e9 for size in sizes]
+    fabric = fit(sizes, seconds, 2)
+    assert fabric.latency == pytest.approx(45e-6, rel=0.01)
+    assert fabric.rate == pytest.approx(263e9, rel=0.01)
+
+
+def _seconds(rank: int, world_size: int) -> float:
+    return gather_seconds(2**16, world_size, torch.device("cpu"))
+
+
+def test_collectives_are_measured_by_all_ranks() -> None:
+    assert all(0 < seconds < 60 for seconds in run_ranks(2, _seconds))
