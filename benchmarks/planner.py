@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -24,7 +25,7 @@ from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.cost import kernels_seconds
 from zeroshard.planner.hardware import GIB, parse_cluster, read_table
 from zeroshard.planner.measured import MEASURED, Measured
-from zeroshard.planner.memory import transient_nbytes
+from zeroshard.planner.memory import CUBLAS_WORKSPACE, transient_nbytes
 from zeroshard.planner.rows import Row, Setting, make_row
 from zeroshard.planner.sources import ModelSource, sized_source
 from zeroshard.planner.tiers import Offload
@@ -32,6 +33,7 @@ from zeroshard.planner.trace import total_kernels
 from zeroshard.planner.workload import Workload
 
 CLUSTER = "2xH100-80GB"
+ALL_MEMORY = 2**60
 RECIPE = Recipe(
     precision=Precision("bfloat16"),
     policy=ExecutionPolicy(clip_norm=1.0, overlap_step=True, prefetch=1, cast_inputs="bfloat16"),
@@ -53,9 +55,12 @@ def workload(size: str, samples: int, length: int, checkpointing: bool) -> Workl
     return Workload(source(size, checkpointing=checkpointing), samples, length)
 
 
-def row(size: str, stage: int, samples: int, length: int, checkpointing: bool) -> Row:
-    work = workload(size, samples, length, checkpointing)
-    return make_row(work, RECIPE, Setting(stage, Offload.NONE, Checkpointing.OFF), parse_cluster(CLUSTER))
+def row(found: Measured) -> Row:
+    """The planner's row of a measured one."""
+    work = workload(found.model, found.samples, found.length, found.checkpointing)
+    policy = replace(RECIPE.policy, spare_nbytes=ALL_MEMORY if found.tuned else 0)
+    recipe, stage = replace(RECIPE, policy=policy), found.stage or 0
+    return make_row(work, recipe, Setting(stage, Offload.NONE, Checkpointing.OFF), parse_cluster(CLUSTER))
 
 
 def main() -> int:
@@ -82,18 +87,26 @@ def measured_table() -> Iterator[str]:
             for samples in (1, 4):
                 for checkpointing in (False, True):
                     if (size, stage, samples, checkpointing) not in seen:
-                        yield _engine(Measured(size, stage, samples, 2048, checkpointing, None, None, None, "", ""))
+                        yield _engine(
+                            Measured(size, stage, samples, 2048, checkpointing, False, None, None, None, "", "")
+                        )
 
 
 def _floor(found: Measured) -> str:
-    made = row(found.model, 0, found.samples, found.length, found.checkpointing)
-    seconds = kernels_seconds(made.cluster, total_kernels(made.traced.segments))
-    return f"| {found.label} (fitted) | {_pair(seconds, found.seconds, 4)} | | | | | | |"
+    made = row(found)
+    kernels = total_kernels(made.traced.segments)
+    issuing = kernels.total() * made.cluster.efficiency.host_launch
+    seconds = max(kernels_seconds(made.cluster, kernels), issuing)
+    allocated = ""
+    if not found.checkpointing:  # with it whole gradients add up to more, which no engine holds
+        work = workload(found.model, found.samples, found.length, found.checkpointing)
+        peak = made.traced.peak + 2 * work.numel + CUBLAS_WORKSPACE
+        allocated = _pair(peak / GIB, found.allocated_gib, 2)
+    return f"| {found.label} (fitted) | {_pair(seconds, found.seconds, 4)} | {allocated or ' | | '} | | | |"
 
 
 def _engine(found: Measured) -> str:
-    assert found.stage is not None
-    made = row(found.model, found.stage, found.samples, found.length, found.checkpointing)
+    made = row(found)
     allocated = made.memory.peak.total
     cells = (
         _pair(made.time.seconds, found.seconds, 4),

@@ -11,6 +11,7 @@ from zeroshard.plan.memory import StateBytes, state_bytes
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy, Plan
 from zeroshard.planner.advice import impossible_memory, impossible_rate
+from zeroshard.planner.cost import update_nbytes
 from zeroshard.planner.hardware import find_gpu
 from zeroshard.planner.memory import tier_bytes
 from zeroshard.planner.rows import hours
@@ -86,6 +87,12 @@ def test_host_bytes_of_offload(parameters: float, offload: Offload, expected: fl
     gradients = host.pop("gradients")
     assert 8 * sum(host.values()) / GB == pytest.approx(expected, abs=0.5)
     assert 8 * gradients / GB == pytest.approx(2 * parameters / GB, abs=0.1)
+
+
+def test_an_optimizer_step_on_the_host_moves_28_bytes_a_parameter() -> None:
+    plan = offloaded(_plan(70e9, 3, 8), Offload.CPU)
+    moved = 8 * sum(update_nbytes(group) for _, group in plan.groups())
+    assert moved / 1e12 == pytest.approx(1.96, abs=0.01)
 
 
 def test_175_billion_with_tensor_and_pipeline_parallelism_leaves_zero_nothing() -> None:

@@ -26,7 +26,7 @@ LONG_NAMES = {
     "moments": "moments",
     "activ.": "activations",
     "logits": "logits and loss",
-    "slots": "slots for communication",
+    "slots": "slots and workspaces",
     "reserve": "framework reserve",
 }
 TIME_COLOURS = ("#3b6fb6", "#2a9d8f", "#8ab17d", "#d9822b", "#c7a740", "#9a86c8", "#6a51a3", "#b3554a")

@@ -24,6 +24,9 @@ from zeroshard.planner.tiers import Offload
 from zeroshard.recipes import recipe_of
 
 Document = dict[str, Any]
+SPLIT_MASTERS = ("Adam", "AdamW")
+"""Optimizers whose device kernel updates bf16 parameters with a 16-bit remainder as master weights."""
+ONE_BIT = ("OneBitAdam", "OneBitLamb")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -101,7 +104,9 @@ def meaning(document: Document, world: int, *, keep_fp32: tuple[str, ...] = ()) 
     except ConfigError as error:
         refused = _first(error)
         config = _config(without_offload(document), world)
-    recipe = replace(recipe_of(config, keep_fp32), moments=_moments(config))
+    recipe = replace(recipe_of(config, keep_fp32), moments=_moments(config), compressed=_kind(config) in ONE_BIT)
+    if _kind(config) not in SPLIT_MASTERS:
+        recipe = replace(recipe, precision=replace(recipe.precision, master="float32"))
     return Meaning(recipe, config.batch.micro, config.batch.accumulation, config.zero.stage, refused)
 
 
@@ -147,8 +152,17 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def _kind(config: Config) -> str:
+    """The optimizer; the script's own is taken to be AdamW."""
+    return "AdamW" if config.optimizer is None else config.optimizer.type
+
+
 def _moments(config: Config) -> int:
-    """Optimizer states per parameter; the script's own optimizer is taken to be Adam."""
-    if config.optimizer is None or config.optimizer.type != "SGD":
-        return 2
-    return 1 if config.optimizer.params.get("momentum") else 0
+    """Optimizer states per parameter. Muon is counted as Adam: which parameters are its matrices, its names decide."""
+    kind = _kind(config)
+    params = {} if config.optimizer is None else config.optimizer.params
+    if kind == "SGD":
+        return 1 if params.get("momentum") else 0
+    if kind == "RMSprop":
+        return 1 + bool(params.get("momentum")) + bool(params.get("centered"))
+    return 1 if kind in ("Lion", "Adagrad") else 2

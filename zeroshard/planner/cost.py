@@ -32,17 +32,22 @@ def copy_seconds(cluster: Cluster, nbytes: float) -> float:
 
 
 def update_nbytes(group: GroupPlan) -> int:
-    """Bytes that the optimizer's kernel moves for this rank's part: every state is read, all but gradients written."""
+    """Bytes that the optimizer's pass moves for this rank's part of a group.
+
+    Gradients are read; master weights and moments are read and written; parameters are written, and read where they are
+    their own master or the upper half of a split one. With whole fp32 masters and bf16 gradients: 28 bytes a parameter.
+    """
     if not group.trainable or group.grad is None:
         return 0
-    layout = group.layout
-    numel = layout.shard_numel if group.update_axis is not None else layout.numel
-    kept = itemsize(group.param.dtype)
+    numel = group.layout.shard_numel if group.update_axis is not None else group.layout.numel
+    param, grad = itemsize(group.param.dtype), itemsize(group.grad.dtype)
+    kept = 0
     for kind in (StateKind.MASTER, StateKind.MOMENTS):
         placement = group.placement(kind)
         if placement is not None:
             kept += itemsize(placement.dtype) * placement.copies
-    return numel * (2 * kept + itemsize(group.grad.dtype))
+    whole_master = group.master is not None and group.master.dtype == "float32"
+    return numel * (grad + 2 * kept + (param if whole_master else 2 * param))
 
 
 def update_seconds(cluster: Cluster, unit: UnitPlan) -> float:

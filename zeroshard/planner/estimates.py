@@ -83,7 +83,7 @@ def estimates(units: Sequence[UnitSpec], stage: int, per_node: int, nodes: int) 
         if not allowed(offload, stage) or offload is Offload.NVME:
             continue
         recipe = Recipe(sharding=STAGES[stage], precision=Precision("bfloat16"))
-        recipe = for_gpu(recipe, device_adam=offload is Offload.NONE)
+        recipe = for_gpu(recipe, split_master=offload is Offload.NONE)
         plan = offloaded(build_plan(units, recipe, dp=per_node * nodes), offload)
         tiers = tier_bytes(plan)
         slots = plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes + staging_nbytes(plan, offload)

@@ -72,14 +72,16 @@ class Efficiency:
     """54 of 64 GB/s."""
     contention: float = 0.30
     """Share of a collective's time by which computation beside it becomes longer."""
+    peer_contention: float = 0.21
+    """The same of copies between peers: 0.075 ms where a collective costs 0.105."""
     kernel_latency: float = 2e-6
     collective_latency: float = 45e-6
     hop_latency: float = 1e-6
     network_hop_latency: float = 5e-6
     host_launch: float = 37e-6
     """Seconds in which the host issues one kernel of the model: forward, autograd and Python around it."""
-    host_unit: float = 1.7e-3
-    """Seconds of the engine's own Python for one unit and step. Both are of one machine; hosts differ by a third."""
+    host_operation: float = 0.38e-3
+    """Seconds of the engine's own Python for one gather or reduce. Both are of one machine; hosts differ by a third."""
     step_latency: float = 1e-3
     """Idle time between norm and update: the small all-reduce, its table of scalars, the first gather's start."""
     host_memory_rate: float = 150e9

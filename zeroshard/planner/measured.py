@@ -13,6 +13,7 @@ class Measured:
 
     Attributes:
         model: a size of the GPU benchmarks' model.
+        tuned: all units may stay gathered from forward to backward.
         commit, where: of which code, and where it is written down.
     """
 
@@ -21,6 +22,7 @@ class Measured:
     samples: int
     length: int
     checkpointing: bool
+    tuned: bool
     seconds: float | None
     allocated_gib: float | None
     reserved_gib: float | None
@@ -34,7 +36,8 @@ class Measured:
             "floor" if self.stage is None else f"stage {self.stage}",
             f"{self.samples} x {self.length}",
         ]
-        return ", ".join([*parts, "checkpointing"] if self.checkpointing else parts)
+        parts += ["checkpointing"] * self.checkpointing + ["all kept gathered"] * self.tuned
+        return ", ".join(parts)
 
 
 def _number(text: str) -> float | None:
@@ -48,6 +51,7 @@ MEASURED = tuple(
         samples=int(row["samples"]),
         length=int(row["length"]),
         checkpointing=row["checkpointing"] == "yes",
+        tuned=row["tuned"] == "yes",
         seconds=_number(row["seconds"]),
         allocated_gib=_number(row["allocated_gib"]),
         reserved_gib=_number(row["reserved_gib"]),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.plan import GroupPlan, Plan
 from zeroshard.planner.ledger import Purpose
@@ -23,13 +24,20 @@ KINDS = (
     "master weights",
     "moments",
     "slots",
+    "workspaces",
     "activations",
     "logits and loss",
     "backward",
     "local gradients",
     "inputs",
 )
-"""What device memory goes to. 'local gradients' are whole gradients of a unit on their way to a slot."""
+"""What device memory goes to. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'local gradients' are whole
+gradients of a unit on their way to a slot."""
+
+CUBLAS_WORKSPACE = 32 * 2**20
+"""Bytes on Hopper and newer (a quarter of it before)."""
+UPDATE_TABLE, NORM_TABLE, SEGMENT_ROW = 12 / 512, 40 / 16384, 64
+"""Bytes per updated element, per summed element and per parameter, of the tables that the step's kernels walk by."""
 
 _OF_PURPOSE = {
     Purpose.INPUTS: "inputs",
@@ -91,7 +99,7 @@ def step_memory(plan: Plan, traced: Trace, *, staging: int = 0) -> StepMemory:
         staging: device bytes through which state of other tiers passes, beside the plan's slots.
     """
     tiers = tier_bytes(plan)
-    resting = {**dict(tiers.device), "slots": _slots(plan) + staging}
+    resting = {**dict(tiers.device), "slots": _slots(plan) + staging, "workspaces": workspace_nbytes(plan)}
     landed, started = 0, False
     moments: list[Moment] = []
     complete = iter(traced.complete)
@@ -103,6 +111,7 @@ def step_memory(plan: Plan, traced: Trace, *, staging: int = 0) -> StepMemory:
     everything = sum(transient_nbytes(plan, unit) for unit in range(len(plan.units)))
     step = dict(resting)
     step["gradients"] = step.get("gradients", 0) + everything
+    step["workspaces"] += state_bytes(plan).step
     moments.append(Moment("optimizer step", step))
     return StepMemory(tuple(moments), tiers)
 
@@ -118,6 +127,17 @@ def tier_bytes(plan: Plan) -> TierBytes:
             tier = found[placement.tier]
             tier[name] = tier.get(name, 0) + group.nbytes(kind)
     return TierBytes(found[Tier.DEVICE], found[Tier.HOST], found[Tier.NVME])
+
+
+def workspace_nbytes(plan: Plan) -> int:
+    """Bytes that cuBLAS and the step's kernels keep."""
+    tables = 0.0
+    for _, group in plan.groups():
+        if group.trainable:
+            updated = group.layout.shard_numel if group.update_axis is not None else group.layout.numel
+            tables += UPDATE_TABLE * updated + NORM_TABLE * group.layout.shard_numel
+            tables += SEGMENT_ROW * len(group.layout.segments)
+    return CUBLAS_WORKSPACE + int(tables)
 
 
 def transient_nbytes(plan: Plan, unit: int) -> int:

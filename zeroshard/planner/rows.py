@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zeroshard.plan.builder import Recipe, for_gpu
+from zeroshard.plan.builder import Recipe, for_gpu, with_peer_copies
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import Plan
+from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.hardware import GIB, Cluster
@@ -164,11 +164,18 @@ def make_row(
     # The host's optimizer keeps whole fp32 masters; the device's kernel keeps the remainder beside bf16 parameters.
     chosen = for_gpu(chosen, split_master=setting.offload is Offload.NONE and recipe.moments == 2)
     plan, traced = work.plan(chosen, dp=cluster.count, shard=shard, how=setting.checkpointing)
+    if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
+        plan = with_peer_copies(plan)
     plan = offloaded(plan, setting.offload)
     plain = work.trace(plan, Checkpointing.OFF)
     memory = step_memory(plan, traced, staging=staging_nbytes(plan, setting.offload))
     time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels, secondary=secondary)
     return Row(setting, plan, traced, memory, time, cluster, micro_batches, work.tokens, plain.flops, refused)
+
+
+def _reaches_peers(cluster: Cluster) -> bool:
+    """Whether all GPUs reach each other's memory, so that the engine copies between them: one node with NVLink."""
+    return cluster.nodes == 1 and cluster.count > 1 and cluster.gpu.link.startswith("NVLink")
 
 
 def _compute_dtype(plan: Plan) -> torch.dtype:

@@ -89,6 +89,7 @@ class _Simulation:
         self._plan, self._traced, self._cluster = plan, traced, cluster
         self._two_levels, self._secondary = two_levels, secondary
         self._inside = False
+        self._peers = plan.policy.peer_copies
         self._share = cluster.efficiency
         self._programs = build_programs(plan)
         self._ledger = new_ledger(plan)
@@ -205,6 +206,7 @@ class _Simulation:
         if self._ledger.holds(index):
             return
         self._ledger.take(index)
+        self._clock["host"] += self._share.host_operation
         slot = self._plan.gather_slots.of_unit[index]
         ready = max(self._written.get(index, 0.0), self._clock["host"])
         if slot is not None:
@@ -230,7 +232,7 @@ class _Simulation:
         slot = self._plan.reduce_slots.of_unit[index]
         if slot is not None:
             self._wait("compute", self._wire_free.get(slot, 0.0))
-        self._clock["host"] += self._share.host_unit
+        self._clock["host"] += self._share.host_operation
         for group in unit.groups:
             if group.grad is None:
                 continue
@@ -238,7 +240,8 @@ class _Simulation:
             target = group.layout.numel * itemsize(group.grad.dtype) if whole else group.wire_nbytes
             added = self._plan.policy.accumulate and whole
             moved = group.layout.numel * itemsize(group.param.dtype) + (2 if added else 1) * target
-            self._work(f"collect {unit.label}", "collect", copy_seconds(self._cluster, moved))
+            if whole or not self._peers:  # peers are sent gradients from where autograd left them
+                self._work(f"collect {unit.label}", "collect", copy_seconds(self._cluster, moved))
             if last or not whole:
                 self._reduce(unit, group)
         if slot is not None:
@@ -306,7 +309,7 @@ class _Simulation:
         if self._inside and stream == "gather":
             ranks = group_of(self._cluster, min(ranks.size, self._cluster.per_node))
         seconds = collective_seconds(self._cluster, kind, nbytes, ranks, two_levels=self._two_levels)
-        self._debt += self._share.contention * seconds
+        self._debt += (self._share.peer_contention if self._peers else self._share.contention) * seconds
         return self._occupy(stream, f"{kind} {unit.label}", ready, seconds)[1]
 
     def _ranks(self, unit: UnitPlan) -> Ranks:
