@@ -72,6 +72,28 @@ def test_a_config_keeps_its_batch(tmp_path: Path) -> None:
         _json("--cluster", "3xH100", "--config", str(path))
 
 
+def test_a_config_of_autos_is_planned_and_written_with_them(tmp_path: Path) -> None:
+    path, written = tmp_path / "auto.json", tmp_path / "written.json"
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    config = {
+        **batch,
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": schedule,
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+    }
+    path.write_text(json.dumps(config), encoding="utf-8")
+    found = _json("--cluster", "8xA100", "--config", str(path), "--write", str(written), "--checkpointing", "off")
+    plain = _json("--cluster", "8xA100", "--checkpointing", "off")
+    assert found["rows"][3]["device_bytes"]["moments"] == plain["rows"][3]["device_bytes"]["moments"]
+    kept = json.loads(written.read_text(encoding="utf-8"))
+    assert kept["scheduler"] == schedule
+    assert kept["train_batch_size"] == "auto"
+    assert kept["zero_optimization"]["stage"] == found["choice"]["stage"]
+
+
 def test_explain_names_the_moment_and_cures(tmp_path: Path) -> None:
     path = tmp_path / "oom.json"
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}}

@@ -60,7 +60,7 @@ class Request:
 
     def means(self, setting: Setting) -> Meaning:
         document = with_setting(self.document, setting)
-        return meaning(document, self.cluster.count, keep_fp32=self.source.keep_fp32)
+        return meaning(document, self.cluster, keep_fp32=self.source.keep_fp32)
 
     @property
     def title(self) -> str:
@@ -84,17 +84,17 @@ def plan(
     params: Annotated[float | None, typer.Option(help="A decoder of so many parameters instead of MODEL.")] = None,
     layers: Annotated[int | None, typer.Option(help="With --params.")] = None,
     hidden: Annotated[int | None, typer.Option(help="With --params.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence [4096, or what the model takes].")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences per GPU and micro-batch [config's, or 1].")] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step [config's, or 1].")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence (4096, or what the model takes).")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per GPU and micro-batch (config's, or 1).")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step (config's, or 1).")] = None,
     config: Annotated[Path | None, typer.Option(help="A DeepSpeed JSON to plan with.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Activation checkpointing: off, on, both, reentrant.")] = "both",
     explain_: Annotated[Path | None, typer.Option("--explain", help="Why this config needs what it needs.")] = None,
     scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node [8, or all of fewer].")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node (8, or all of fewer).")] = None,
     host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
     disk: Annotated[float, typer.Option(help="What a node's disks read or write, GB/s.")] = 2.0,
-    price: Annotated[float | None, typer.Option(help="USD per GPU and hour [data/prices.tsv, where listed].")] = None,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour (data/prices.tsv, where listed).")] = None,
     calibration: Annotated[Path | None, typer.Option(help="What zeroshard doctor measured.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the choice's DeepSpeed JSON here.")] = None,
@@ -136,7 +136,7 @@ def _request(
 ) -> Request:
     document = default_document(cluster.gpu) if config is None else read_document(config)
     document = with_batch(document, micro, accumulation)
-    means = meaning(document, cluster.count, keep_fp32=source.keep_fp32)
+    means = meaning(document, cluster, keep_fp32=source.keep_fp32)
     length = seq if seq is not None else min(DEFAULT_LENGTH, source.positions or DEFAULT_LENGTH)
     work = Workload(source, means.micro, length)
     return Request(source, cluster, document, work, means.micro, means.accumulation)
@@ -158,7 +158,7 @@ def _price(given: float | None, cluster: Cluster) -> float | None:
 
 
 def _explain(request: Request, how: Checkpointing, as_json_: bool) -> None:
-    means = meaning(request.document, request.cluster.count, keep_fp32=request.source.keep_fp32)
+    means = meaning(request.document, request.cluster, keep_fp32=request.source.keep_fp32)
     setting = Setting(means.setting_stage, offload_of(request.document), how)
     explanation = explain(setting, request.micro, request.row)
     lines = in_words(explanation)

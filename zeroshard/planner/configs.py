@@ -18,7 +18,7 @@ from zeroshard.config import Config
 from zeroshard.config.resolve import resolve
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.plan.builder import Recipe
-from zeroshard.planner.hardware import Gpu
+from zeroshard.planner.hardware import Cluster, Gpu
 from zeroshard.planner.rows import Setting
 from zeroshard.planner.tiers import Offload
 from zeroshard.recipes import recipe_of
@@ -26,6 +26,7 @@ from zeroshard.recipes import recipe_of
 Document = dict[str, Any]
 SPLIT_MASTERS = ("Adam", "AdamW")
 """Optimizers whose device kernel updates bf16 parameters with a 16-bit remainder as master weights."""
+AUTO = "auto"
 ONE_BIT = ("OneBitAdam", "OneBitLamb")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -64,10 +65,37 @@ def read_document(path: Path) -> Document:
     return content
 
 
+def without_autos(document: Document, gpu: Gpu) -> Document:
+    """The document as a plan needs it: with what the HF Trainer would fill in, or without it where it does not matter.
+
+    The precision is the 16-bit dtype that the card has; a batch of which nothing is said is one sequence. Rates and
+    schedules change no byte. Every other "auto" is left to the config, which knows what it means.
+    """
+    changed = copy.deepcopy(document)
+    for section, enabled in (("bf16", gpu.has_bf16), ("fp16", not gpu.has_bf16)):
+        entry = changed.get(section)
+        if isinstance(entry, dict) and entry.get("enabled") == AUTO:
+            entry["enabled"] = enabled
+    if changed.get("gradient_clipping") == AUTO:
+        changed["gradient_clipping"] = 1.0
+    optimizer = changed.get("optimizer")
+    if isinstance(optimizer, dict) and isinstance(optimizer.get("params"), dict):
+        optimizer["params"] = {key: value for key, value in optimizer["params"].items() if value != AUTO}
+        if optimizer.get("type") == AUTO:
+            del changed["optimizer"]
+    changed.pop("scheduler", None)
+    for key in BATCH_KEYS:
+        if changed.get(key) == AUTO:
+            changed.pop(key)
+    if not any(key in changed for key in BATCH_KEYS[:2]):
+        changed[BATCH_KEYS[1]] = 1
+    return changed
+
+
 def with_batch(document: Document, micro: int | None, accumulation: int | None) -> Document:
     """The document with the batch of the command line, where it gives one."""
     changed = copy.deepcopy(document)
-    given = any(isinstance(changed.get(key), int) for key in BATCH_KEYS)
+    given = any(key in changed for key in BATCH_KEYS)
     if micro is not None or not given:
         changed["train_micro_batch_size_per_gpu"] = micro or 1
         changed["gradient_accumulation_steps"] = accumulation or _number(changed.get(BATCH_KEYS[2])) or 1
@@ -96,9 +124,9 @@ def with_setting(document: Document, setting: Setting) -> Document:
     return changed
 
 
-def meaning(document: Document, world: int, *, keep_fp32: tuple[str, ...] = ()) -> Meaning:
-    """What a document means on `world` ranks. Raises ConfigError for what no offload explains."""
-    refused = ""
+def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] = ()) -> Meaning:
+    """What a document means on a cluster. Raises ConfigError for what no offload explains."""
+    document, world, refused = without_autos(document, cluster.gpu), cluster.count, ""
     try:
         config = _config(document, world)
     except ConfigError as error:

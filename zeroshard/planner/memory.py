@@ -31,8 +31,8 @@ KINDS = (
     "local gradients",
     "inputs",
 )
-"""What device memory goes to. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'local gradients' are whole
-gradients of a unit on their way to a slot."""
+"""What device memory goes to. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'local gradients' are
+whole gradients of a unit on their way to a slot."""
 
 CUBLAS_WORKSPACE = 32 * 2**20
 """Bytes on Hopper and newer (a quarter of it before)."""
