@@ -161,13 +161,17 @@ PAIRS: dict[str, tuple[Make, Make]] = {
 }
 
 
+MAIN = ("Lion", "Lamb", "Muon")
+
+
 def _equal(rank: int, world: int, stages: tuple[int, ...], names: tuple[str, ...]) -> int:
     checked = 0
     for name in names:
         ours, plain = PAIRS[name]
-        for task, setting in CASES:
+        for task, setting in CASES if world in (2, 4) else CASES[:1]:
             reference = train_reference(task, replace(setting, optimizer=plain), world, rank)
-            for stage in stages:
+            # Variants of an update are sharded as it is: one stage will do.
+            for stage in stages if name in MAIN else stages[-1:]:
                 outcome = train_sharded(task, replace(setting, optimizer=ours, plan=stage), rank)
                 what = f"{name}, stage {stage}, micro {setting.micro}"
                 if "Lamb" in name:  # its norms are sums, whose order depends on the sharding
@@ -180,9 +184,9 @@ def _equal(rank: int, world: int, stages: tuple[int, ...], names: tuple[str, ...
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_each_equals_its_unsharded_reference_bit_for_bit(world: int) -> None:
-    stages = {1: (3,), 2: (0, 1, 2, 3), 3: (1, 3), 4: (2,)}[world]
-    names = tuple(PAIRS) if world == 2 else ("Lion", "Lamb", "Muon")
-    assert run_ranks(world, _equal, stages, names) == [len(names) * 2 * len(stages)] * world
+    stages = {1: (3,), 2: (0, 1, 2, 3), 3: (1,), 4: (2,)}[world]
+    checked = run_ranks(world, _equal, stages, tuple(PAIRS) if world == 2 else MAIN)
+    assert checked == [{1: 3, 2: 28, 3: 3, 4: 6}[world]] * world
 
 
 def _in_subgroups(rank: int, world: int) -> None:
@@ -255,7 +259,7 @@ def test_what_lamb_and_muon_send_and_hold_is_in_the_plan(world: int) -> None:
 def _on_device(rank: int, world: int) -> None:
     """The step whose host knows nothing gives what the host's step gives; here on the CPU."""
     for name in ("Lamb", "Muon"):
-        for stage in (0, 2, 3):
+        for stage in (0, 3):
             ends: list[dict[str, torch.Tensor]] = []
             for on_device in (False, True):
                 model = build(CASES[0][0])
@@ -284,8 +288,8 @@ def test_the_step_without_a_host_gives_the_same() -> None:
 
 def _skips(rank: int, world: int) -> None:
     """With fp16 a step whose gradients overflow leaves no trace: neither in parameters nor in any state."""
-    for name in PAIRS:
-        for stage in (0, 3):
+    for name in MAIN:
+        for stage in (3,):
             ends: list[dict[str, torch.Tensor]] = []
             for steps in ((0, 2, 3), (0, -1, 2, -1, 3)):
                 model = build(CASES[0][0])

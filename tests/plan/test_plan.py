@@ -70,6 +70,7 @@ def test_json_gives_an_equal_plan_back(plan: Plan) -> None:
 def test_every_field_of_the_policy_survives() -> None:
     changed = {"prefetch": 2, "spare_nbytes": 5, "accumulate": True, "overlap_step": True, "predivide": 4.0}
     changed |= {"mean": False, "clip_norm": 0.5, "on_nonfinite": OnNonFinite.SKIP, "cast_inputs": "bfloat16"}
+    changed |= {"parameter_sums": 2, "parameter_maxima": 1}
     for changes in (changed, {"reuse": False, "peer_copies": True}):
         plan = SAMPLE.with_policy(**changes)
         assert plan.policy != ExecutionPolicy()
