@@ -51,10 +51,13 @@ _HOME = {
     "get_global_grad_norm": "zeroshard.engine.native",
     "initialize": "zeroshard.from_config",
     "iterate_full_parameters": "zeroshard.engine.gathered",
+    "load": "zeroshard.engine.checkpoints",
     "no_sync": "zeroshard.engine.native",
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
+    "save": "zeroshard.engine.checkpoints",
     "shard": "zeroshard.engine.native",
+    "wait_for_checkpoint": "zeroshard.engine.checkpoints",
 }
 
 __all__ = [
@@ -79,10 +82,13 @@ __all__ = [
     "get_global_grad_norm",
     "initialize",
     "iterate_full_parameters",
+    "load",
     "no_sync",
     "peer_memory_nbytes",
     "plan_of",
+    "save",
     "shard",
+    "wait_for_checkpoint",
 ]
 
 

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,3 +260,50 @@ def test_the_newest_is_found_with_and_without_latest_and_the_rest_is_pruned(tmp_
     assert [found.tag for found in whole(tmp_path)] == ["step0", "step3"]
     shutil.rmtree(tmp_path / "step3")
     assert prune(tmp_path, 0) == []
+
+
+# Kills.
+
+
+def _write_and_die(base: Path, tag: str, value: int, at: int) -> bool:
+    """Save in a child process that is killed at its file operation number `at`; whether it lived to the end."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    count = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"):
+            count += 1
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    save_tensors(base, tag, {"w": torch.tensor([value])}, 2)
+    prune(base, 2, protect=tag)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("tag", ["run", "next"])
+def test_a_kill_at_any_file_operation_leaves_the_older_or_the_newer_one_whole(tmp_path: Path, tag: str) -> None:
+    kills, lived = 0, False
+    while not lived:
+        base = tmp_path / str(kills)
+        for number in range(3):
+            save_tensors(base, f"older{number}", {"w": torch.tensor([-1])}, 1)
+        save_tensors(base, "run", {"w": torch.tensor([1])}, 2)
+        lived = _write_and_die(base, tag, 2, kills + 1)
+        kills += not lived
+        for found in whole(base):
+            with CheckpointReader(found.folder) as reader:
+                assert reader.verify() == [], kills
+        with CheckpointReader(find(base)) as reader:
+            value = int(reader.tensor("w").read())
+        assert value in ((2,) if lived else (1, 2)), kills
+        # A kill leaves nothing that stands in the way of the next save.
+        save_tensors(base, "run", {"w": torch.tensor([3])}, 2)
+        with CheckpointReader(find(base)) as reader:
+            assert int(reader.tensor("w").read()) == 3
+        assert not [folder.name for folder in base.iterdir() if folder.name.endswith(".partial")]
+    assert kills >= 15

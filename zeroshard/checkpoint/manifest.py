@@ -56,6 +56,15 @@ class TensorKind(str, Enum):
     RANK_BUFFER = "rank_buffer"
     """A buffer as one rank alone had it."""
     OPTIMIZER = "optimizer"
+    """Optimizer state with an element for each of the parameter's."""
+    OPTIMIZER_SCALAR = "optimizer_scalar"
+    """Optimizer state with one value for the whole parameter."""
+    RANK_OPTIMIZER = "rank_optimizer"
+    """Optimizer state that only the same rank of as many ranks can use."""
+
+    @property
+    def of_optimizer(self) -> bool:
+        return self in (TensorKind.OPTIMIZER, TensorKind.OPTIMIZER_SCALAR)
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,7 @@ def info_in(name: str, item: Mapping[str, Any]) -> TensorInfo:
         raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; refused")
     kind = TensorKind(item["kind"])
     of, key = item.get("of", ""), item.get("key", "")
-    if not isinstance(of, str) or not isinstance(key, str) or (kind is TensorKind.OPTIMIZER) != bool(of and key):
+    if not isinstance(of, str) or not isinstance(key, str) or kind.of_optimizer != bool(of and key):
         raise CheckpointError(f"tensor {name!r}: state {key!r} of {of!r} is not what it must be")
     return TensorInfo(name, kind, dtype, shape, compute, bool(item.get("trainable", True)), of, key)
 
@@ -238,7 +247,7 @@ def _info_out(info: TensorInfo) -> dict[str, Any]:
     if info.kind is TensorKind.PARAMETER:
         found["trainable"] = info.trainable
         found["compute"] = None if info.compute is None else name_of(info.compute, info.name)
-    if info.kind is TensorKind.OPTIMIZER:
+    if info.kind.of_optimizer:
         found |= {"of": info.of, "key": info.key}
     return found
 

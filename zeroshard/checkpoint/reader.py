@@ -49,13 +49,18 @@ class CheckpointReader:
         self._descriptors: dict[str, int] = {}
         self._checked: set[str] = set()
         for name, info in self.manifest.files.items():
+            self._check_size(name, info.nbytes)
+
+    def _check_size(self, name: str, nbytes: int) -> None:
+        holds = f"it should hold {self._tensors_of(name)}"
+        try:
             size = plain_size(self.folder / name)
-            if size != info.nbytes:
-                tensors = self._tensors_of(name)
-                raise CheckpointError(
-                    f"{self.folder / name} has {size} bytes instead of {info.nbytes}: it was cut off or replaced; "
-                    f"it should hold {tensors}"
-                )
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {holds}") from error
+        if size != nbytes:
+            raise CheckpointError(
+                f"{self.folder / name} has {size} bytes instead of {nbytes}: it was cut off or replaced; {holds}"
+            )
 
     def __enter__(self) -> CheckpointReader:
         return self

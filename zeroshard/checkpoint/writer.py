@@ -35,20 +35,42 @@ from zeroshard.checkpoint.sink import open_sink
 from zeroshard.checkpoint.slices import Rectangle, rectangles
 from zeroshard.errors import CheckpointError
 
+_COPY_NBYTES = 64 << 20
+_MODEL = (TensorKind.PARAMETER, TensorKind.BUFFER, TensorKind.RANK_BUFFER)
+
 
 @dataclass(frozen=True)
 class Piece:
     """Flat elements [start, stop) of a tensor.
 
     Attributes:
-        read: elements [low, high) of the tensor, which lie in [start, stop): 1-D, contiguous, on the CPU, in the dtype
-            of `info`. What it returns is done with before it is called again.
+        values: elements [low, high) of the tensor, which lie in [start, stop): 1-D, contiguous, on any device, in the
+            dtype of `info`. What it returns is done with before it is called again.
+        source: a copy of them on the CPU that takes the place of `values`.
     """
 
     info: TensorInfo
     start: int
     stop: int
-    read: Callable[[int, int], torch.Tensor]
+    values: Callable[[int, int], torch.Tensor]
+    source: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.info.dtype.itemsize
+
+    def read(self, low: int, high: int) -> torch.Tensor:
+        """Elements [low, high) on the CPU, 1-D and contiguous."""
+        if self.source is not None:
+            return self.source[low - self.start : high - self.start]
+        return self.values(low, high).detach().cpu().contiguous()
+
+    def copy_into(self, out: torch.Tensor) -> None:
+        """Copy all elements; on a device the copies are in the order of the current stream."""
+        step = _COPY_NBYTES // self.info.dtype.itemsize
+        for low in range(self.start, self.stop, step):
+            high = min(low + step, self.stop)
+            out[low - self.start : high - self.start].copy_(self.values(low, high).detach(), non_blocking=True)
 
 
 def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], own: Mapping[str, Any]) -> None:
@@ -64,7 +86,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], own: Mapping[
     files: dict[str, list[tuple[Piece, Rectangle]]] = {}
     for piece in pieces:
         check_name(piece.info.name)
-        kind = "optimizer" if piece.info.kind is TensorKind.OPTIMIZER else "model"
+        kind = "model" if piece.info.kind in _MODEL else "optimizer"
         if piece.start < piece.stop or not piece.info.numel:
             for number, cut in enumerate(rectangles(piece.info.shape, piece.start, piece.stop)):
                 files.setdefault(f"{kind}-{rank:05d}-{number}.safetensors", []).append((piece, cut))
