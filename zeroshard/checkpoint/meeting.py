@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -50,6 +51,13 @@ class CollectiveMeeting:
         flag = torch.tensor([self.rank if failed else self.size], dtype=torch.int64, device=self._device)
         self._control.wait(self._control.all_reduce(flag, "(checkpoint)", op=dist.ReduceOp.MIN))
         return None if int(flag) == self.size else int(flag)
+
+    def same(self, text: str) -> bool:
+        """Called by all ranks; whether all gave the same text."""
+        value = zlib.crc32(text.encode())
+        bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+        self._control.wait(self._control.all_reduce(bounds, "(checkpoint)", op=dist.ReduceOp.MAX))
+        return int(bounds[0]) == -int(bounds[1])
 
 
 class StoreMeeting:

@@ -80,7 +80,7 @@ class Saver:
         """Host bytes that asynchronous saves have taken for their copy."""
         return self._staging.nbytes
 
-    def meeting(self) -> Meeting:
+    def meeting(self) -> CollectiveMeeting:
         """The main threads of all ranks, for a load."""
         return self._here
 
@@ -93,6 +93,11 @@ class Saver:
         self.wait()
         base, tag = request.base, request.tag
         first = self._here.rank == 0
+        if not self._here.same(f"{tag} {request.latest} {request.keep} {background}"):
+            raise CheckpointError(
+                f"checkpoint {request.final}: the ranks do not agree on tag, save_latest, keep and async (this rank: "
+                f"tag {tag!r}, {request.latest}, {request.keep}, {background}); give all the same"
+            )
         together(self._here, lambda: _begin(base, tag) if first else None, request.final)
         if not background:
             self._write(request, self._here)

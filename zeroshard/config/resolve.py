@@ -30,6 +30,7 @@ from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
     BatchConfig,
+    CheckpointConfig,
     Config,
     FrozenMap,
     LossScaleConfig,
@@ -173,6 +174,7 @@ class _Resolver:
             ),
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
+            checkpoint=CheckpointConfig(getattr(sections.checkpoint, "async"), sections.checkpoint.keep),
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
             origins=FrozenMap(self._all_origins()),
