@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field
 
 from zeroshard.config.fields import (
     LARGEST,
@@ -62,12 +62,9 @@ class DataTypesSection(Section):
     keep_in_fp32_modules: NamesOrAuto = "auto"
 
 
-class RetentionSection(Section):
+class CheckpointSection(Section):
+    in_background: Flag = Field(default=False, alias="async")
     keep: Count | None = None
-
-
-# Fields have the names of the keys, and one of them is a word of Python's.
-CheckpointSection = create_model("CheckpointSection", __base__=RetentionSection, **{"async": (Flag, False)})
 
 
 class ObeyedSections(Section):
@@ -77,7 +74,7 @@ class ObeyedSections(Section):
     bf16: Bf16Section = Field(default_factory=Bf16Section)
     fp16: Fp16Section = Field(default_factory=Fp16Section)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # pyright: ignore[reportInvalidTypeForm]
+    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     communication_data_type: DtypeName | None = None
     gradient_clipping: NonNegative = 1.0
     prescale_gradients: Flag = False
