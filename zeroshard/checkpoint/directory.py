@@ -132,17 +132,18 @@ def publish(base: Path, tag: str, *, latest: bool) -> Path:
     return final
 
 
-def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:
-    """Remove all but the newest `keep` checkpoints; `protect` and what `latest` names stay in any case.
-
-    Returns:
-        The tags that were removed. A checkpoint loses its table first, so one that is half removed is none.
-    """
+def prunable(base: Path, keep: int, *, protect: str | None = None) -> list[Found]:
+    """All but the newest `keep` checkpoints, oldest first, without `protect` and what `latest` names."""
     there = whole(base)
     if not there:
         return []
     kept = {protect, _latest_tag(base), *(found.tag for found in there[max(0, len(there) - keep) :])}
-    removed = [found for found in there if found.tag not in kept]
+    return [found for found in there if found.tag not in kept]
+
+
+def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:
+    """Remove the `prunable` checkpoints; returns their tags."""
+    removed = prunable(base, keep, protect=protect)
     for found in removed:
         remove(found.folder)
     return [found.tag for found in removed]

@@ -23,6 +23,8 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 T = TypeVar("T")
+LABEL = "(checkpoint: all ranks save and load together)"
+"""What the log calls collectives of saves and loads; it is in the error when one rank issues them alone."""
 _POLL_S = 0.02
 _ALONE_S = 60.0
 """How long a thread waits for its peers after its own main thread has ended."""
@@ -49,14 +51,14 @@ class CollectiveMeeting:
     def first_failed(self, failed: bool) -> int | None:
         """See Meeting."""
         flag = torch.tensor([self.rank if failed else self.size], dtype=torch.int64, device=self._device)
-        self._control.wait(self._control.all_reduce(flag, "(checkpoint)", op=dist.ReduceOp.MIN))
+        self._control.wait(self._control.all_reduce(flag, LABEL, op=dist.ReduceOp.MIN))
         return None if int(flag) == self.size else int(flag)
 
     def same(self, text: str) -> bool:
         """Called by all ranks; whether all gave the same text."""
         value = zlib.crc32(text.encode())
         bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
-        self._control.wait(self._control.all_reduce(bounds, "(checkpoint)", op=dist.ReduceOp.MAX))
+        self._control.wait(self._control.all_reduce(bounds, LABEL, op=dist.ReduceOp.MAX))
         return int(bounds[0]) == -int(bounds[1])
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from zeroshard.checkpoint import directory, loading
 from zeroshard.checkpoint.generators import generator_states, set_generators
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
-from zeroshard.checkpoint.meeting import together
+from zeroshard.checkpoint.meeting import LABEL, together
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
 from zeroshard.checkpoint.values import pack, unpack
@@ -185,7 +185,7 @@ def any_checkpoint(model: nn.Module, load_dir: str | os.PathLike[str]) -> bool:
     handle = handle_of(model)
     saver_of(handle).wait()
     there = torch.tensor([bool(directory.whole(load_dir))], dtype=torch.uint8, device=handle.device)
-    handle.comm.control.wait(handle.comm.control.broadcast(there, 0, "(checkpoint)"))
+    handle.comm.control.wait(handle.comm.control.broadcast(there, 0, LABEL))
     return bool(there)
 
 
@@ -209,7 +209,7 @@ def _agreed_folder(handle: Handle, base: Path, tag: str | None) -> Path:
     name = torch.zeros(_MAX_TAG, dtype=torch.uint8)
     name[: len(found)] = torch.frombuffer(bytearray(found.encode() or b"\0"), dtype=torch.uint8)[: len(found)]
     on_device = name.to(handle.device)
-    control.wait(control.broadcast(on_device, 0, "(checkpoint)"))
+    control.wait(control.broadcast(on_device, 0, LABEL))
     return base / bytes(on_device.tolist()).rstrip(b"\0").decode()
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from zeroshard.checkpoint.loading import Target, has
 from zeroshard.checkpoint.manifest import TensorInfo, TensorKind
+from zeroshard.checkpoint.meeting import LABEL
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.handle import Handle
@@ -159,7 +160,7 @@ def _differing(handle: Handle, buffers: Mapping[str, torch.Tensor]) -> set[str]:
         return set()
     sums = [zlib.crc32(b.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data) for b in buffers.values()]
     bounds = torch.tensor([sums, [-value for value in sums]], dtype=torch.int64, device=handle.device)
-    control.wait(control.all_reduce(bounds, "(buffers)", op=dist.ReduceOp.MAX))
+    control.wait(control.all_reduce(bounds, LABEL, op=dist.ReduceOp.MAX))
     low, high = (-bounds[1]).tolist(), bounds[0].tolist()
     return {name for name, least, most in zip(buffers, low, high, strict=True) if least != most}
 

@@ -76,6 +76,16 @@ def config(context: typer.Context) -> None:
     config_app(context.args, prog_name="zeroshard config")
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def checkpoint(context: typer.Context) -> None:
+    """Look into checkpoints, verify and prune them."""
+    from zeroshard.checkpoint.cli import app as checkpoint_app
+
+    checkpoint_app(context.args, prog_name="zeroshard checkpoint")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

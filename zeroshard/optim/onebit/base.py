@@ -88,6 +88,9 @@ class OneBitUpdate(FlatState):
         """Update parameters after the warm-up; momentum has been averaged."""
 
     def _end_warm_up(self) -> None:
+        self._gather_momentum()
+
+    def _gather_momentum(self) -> None:
         for number, region in enumerate(self.regions):
             if region.divided:
                 control = self._site.control
@@ -186,4 +189,4 @@ class OneBitUpdate(FlatState):
     def finish_load(self) -> None:
         """See SavedState: after the warm-up every rank has the whole momentum."""
         if self.compressing:
-            self._end_warm_up()
+            self._gather_momentum()
