@@ -1,0 +1,282 @@
+"""Tensors that still lie in a file, and what is put together from them.
+
+    StoredTensor   dtype, shape and strides over bytes [start, start + length) of a file
+    Joined         a tensor whose flat elements are pieces of other tensors, in order (ZeRO's partitions)
+    Tiled          a tensor whose rectangles are other tensors (torch.distributed.checkpoint)
+    Cast           another tensor in another dtype
+
+Nothing is read before `read`, and then only the bytes that are asked for, into memory of their own: no map of the file
+stays behind, so what a caller drops is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zeroshard.errors import CheckpointError
+
+_READ_AT_ONCE = 1 << 30
+
+
+class Lazy(Protocol):
+    """A tensor of known shape and dtype whose content is read on request."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, contiguous, in memory of its own. Raises CheckpointError."""
+        ...
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, 1-D. Raises CheckpointError."""
+        ...
+
+
+def numel(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [start, start + length) of a file that had `size` bytes when it was looked at."""
+
+    path: Path
+    start: int
+    length: int
+
+    def part(self, start: int, length: int) -> FileRange:
+        if start < 0 or length < 0 or start + length > self.length:
+            raise CheckpointError(f"{self.path}: it refers to bytes beyond its end; it is damaged")
+        return FileRange(self.path, self.start + start, length)
+
+    def read(self) -> bytearray:
+        buffer = bytearray(self.length)
+        self.read_into(memoryview(buffer))
+        return buffer
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill `buffer`, which is as long as the range. Raises CheckpointError."""
+        done = 0
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                while done < self.length:
+                    part = buffer[done : done + _READ_AT_ONCE]
+                    count = os.preadv(descriptor, [part], self.start + done)
+                    if count == 0:
+                        raise CheckpointError(f"{self.path} is shorter than it says; it is damaged or being written")
+                    done += count
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} can't be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a storage that lies in a file. `offset` and `strides` count elements."""
+
+    storage: FileRange
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        where = f"{self.storage.path}: a tensor of shape {list(self.shape)}"
+        if len(self.shape) != len(self.strides):
+            raise CheckpointError(f"{where} has {len(self.strides)} strides")
+        if numel(self.shape) == 0:
+            return
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if self.offset < 0 or (last + 1) * self.dtype.itemsize > self.storage.length:
+            raise CheckpointError(f"{where} is larger than the data behind it ({self.storage.length} bytes); refused")
+        if numel(self.shape) > self.storage.length // self.dtype.itemsize:
+            raise CheckpointError(f"{where} shows the same data many times over; refused")
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
+
+    def read(self) -> torch.Tensor:
+        if self.contiguous or not numel(self.shape):
+            return self.read_flat(0, numel(self.shape)).reshape(self.shape)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self._elements(self.offset, extent).as_strided(self.shape, self.strides).contiguous()
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        if not self.contiguous:
+            return self.read().reshape(-1)[start:stop].clone()
+        return self._elements(self.offset + start, stop - start)
+
+    def _elements(self, start: int, count: int) -> torch.Tensor:
+        raw = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
+        if count:
+            part = self.storage.part(start * self.dtype.itemsize, count * self.dtype.itemsize)
+            part.read_into(memoryview(raw.numpy()))
+        return raw.view(self.dtype) if count else torch.empty(0, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + count) of a tensor, in row-major order."""
+
+    of: Lazy
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor of `shape` whose elements in row-major order are `pieces`, one after the other."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if sum(piece.count for piece in self.pieces) != numel(self.shape):
+            raise CheckpointError(f"the pieces of a tensor of shape {list(self.shape)} do not fill it")
+        for piece in self.pieces:
+            if piece.start < 0 or piece.start + piece.count > numel(piece.of.shape) or piece.of.dtype != self.dtype:
+                raise CheckpointError(f"a piece of a tensor of shape {list(self.shape)} is not where it should be")
+
+    def read(self) -> torch.Tensor:
+        return self.read_flat(0, numel(self.shape)).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype)
+        at = 0
+        for piece in self.pieces:
+            first, last = max(start, at), min(stop, at + piece.count)
+            if first < last:
+                inside = piece.start - at
+                out[first - start : last - start] = piece.of.read_flat(first + inside, last + inside)
+            at += piece.count
+        return out
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a tensor: where its first element lies, and its content."""
+
+    offsets: tuple[int, ...]
+    content: Lazy
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A tensor of `shape` that rectangles fill without overlap."""
+
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        where = f"a tensor of shape {list(self.shape)}"
+        for tile in self.tiles:
+            sizes = tile.content.shape
+            fits = len(tile.offsets) == len(sizes) == len(self.shape) and all(
+                0 <= offset and offset + size <= whole
+                for offset, size, whole in zip(tile.offsets, sizes, self.shape, strict=True)
+            )
+            if not fits or tile.content.dtype != self.dtype:
+                raise CheckpointError(f"a rectangle of {where} does not fit into it")
+        if sum(numel(tile.content.shape) for tile in self.tiles) != numel(self.shape) or self._overlap():
+            raise CheckpointError(f"the rectangles of {where} do not fill it exactly once")
+
+    def _overlap(self) -> bool:
+        filled = [tile for tile in self.tiles if numel(tile.content.shape)]
+        if len(self.shape) == 0:
+            return len(filled) > 1
+        filled.sort(key=lambda tile: tile.offsets)
+        ends = [tuple(o + s for o, s in zip(t.offsets, t.content.shape, strict=True)) for t in filled]
+        for index, tile in enumerate(filled):
+            for other in range(index + 1, len(filled)):
+                if filled[other].offsets[0] >= ends[index][0]:
+                    break
+                if all(
+                    a < end_b and b < end_a
+                    for a, end_a, b, end_b in zip(
+                        tile.offsets, ends[index], filled[other].offsets, ends[other], strict=True
+                    )
+                ):
+                    return True
+        return False
+
+    def read(self) -> torch.Tensor:
+        if len(self.tiles) == 1 and self.tiles[0].content.shape == self.shape:
+            return self.tiles[0].content.read()
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for tile in self.tiles:
+            part = out
+            for dim, (offset, size) in enumerate(zip(tile.offsets, tile.content.shape, strict=True)):
+                part = part.narrow(dim, offset, size)
+            part.copy_(tile.content.read())
+        return out
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        return self.read().reshape(-1)[start:stop].clone()
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Another tensor, in another dtype."""
+
+    of: Lazy
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    def read(self) -> torch.Tensor:
+        return self.of.read().to(self.dtype)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        return self.of.read_flat(start, stop).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor that is there already."""
+
+    value: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def read(self) -> torch.Tensor:
+        return self.value.detach().clone(memory_format=torch.contiguous_format)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        return self.value.detach().reshape(-1)[start:stop].clone()
+
+
+def chunks(tensor: Lazy, bytes_at_once: int = 64 << 20) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in row-major order, some at a time; each is 1-D."""
+    step = max(1, bytes_at_once // tensor.dtype.itemsize)
+    total = numel(tensor.shape)
+    for start in range(0, total, step):
+        yield tensor.read_flat(start, min(total, start + step))
