@@ -3,8 +3,8 @@
     python -m venv ds && ds/bin/pip install deepspeed==0.19.8 torch safetensors numpy
     DS_ACCELERATOR=cpu ds/bin/python tests/checkpoint/deepspeed/make_fixtures.py
 
-Each case trains a tiny model for a few steps in two processes on gloo, saves with DeepSpeed's own `save_checkpoint`, and
-asks DeepSpeed's own accessors for the master weights and moments of every parameter. What they say lies beside the
+Each case trains a tiny model for a few steps in two processes on gloo, saves with DeepSpeed's own `save_checkpoint`,
+and asks DeepSpeed's own accessors for the master weights and moments of every parameter. What they say lies beside the
 checkpoint as `truth.safetensors` and `truth.json`; the tests compare with it bit by bit. The universal cases are made
 from two of the others by DeepSpeed's converter. `zeroshard` is not imported here.
 """
@@ -118,7 +118,7 @@ def train(case: str, folder: Path) -> None:
     engine.save_checkpoint(str(folder), tag="step3", client_state={"epoch": 2, "note": "from the caller"})
 
     if case != "zero3":
-        # DeepSpeed's accessors see the moments of the first group only: it looks for them after that group's first step.
+        # DeepSpeed's accessors see the moments of the first group only: it looks for them too early.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     truth: dict[str, torch.Tensor] = {}

@@ -3,9 +3,9 @@
 A pickle names classes and functions and says what to call. Here a name becomes a `Name`, a call an `Inert` that keeps
 what it would have been called with. `Inert` compares by identity, so it may be a key; nothing of it is ever called.
 
-A few names have a meaning that we know (`collections.OrderedDict`, `torch.Size`, dtypes and storages); they are built by
-`KNOWN`, which is the whole of what a pickle can make happen. Names that only an attack would use end the reading: the
-file would do no harm here, but its owner should hear of it.
+A few names have a meaning that we know (`collections.OrderedDict`, `torch.Size`, dtypes and storages); they are
+built by `KNOWN`, which is the whole of what a pickle can make happen. Names that only an attack would use end the
+reading: the file would do no harm here, but its owner should hear of it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch
 from zeroshard.errors import CheckpointError
 
 # Every name is harmless here; these are refused so that a trap is noticed.
-_TRAPS = frozenset(
-    "os posix nt sys subprocess importlib runpy socket shutil ctypes pty code codeop pickle marshal commands webbrowser "
-    "timeit pdb bdb asyncio multiprocessing threading signal io tempfile urllib http requests ssl smtplib inspect gc "
-    "atexit site pip imp pydoc platform concurrent".split()
+_TRAPS_TEXT = (
+    "os posix nt sys subprocess importlib runpy socket shutil ctypes pty code codeop pickle marshal commands "
+    "webbrowser timeit pdb bdb asyncio multiprocessing threading signal io tempfile urllib http requests ssl "
+    "smtplib inspect gc atexit site pip imp pydoc platform concurrent"
 )
-_PLAIN_BUILTINS = frozenset(
-    "set frozenset list tuple dict bytes bytearray int float bool complex str slice range object getattr".split()
+_TRAPS = frozenset(_TRAPS_TEXT.split())
+_PLAIN_BUILTINS_TEXT = (
+    "set frozenset list tuple dict bytes bytearray int float bool complex str slice range object getattr"
 )
+_PLAIN_BUILTINS = frozenset(_PLAIN_BUILTINS_TEXT.split())
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -156,7 +158,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def check_key(key: Any) -> Any:
-    """A key of a dict or set: nothing whose hash is deep, or which would let many keys collide. Raises CheckpointError."""
+    """A key of a dict or set: nothing with a deep hash, or with many that collide. Raises CheckpointError."""
     parts = key if type(key) is tuple and len(key) <= 8 else (key,)
     for part in parts:
         plain = part is None or isinstance(part, (str, bytes, float, bool, Name, Inert, torch.dtype))

@@ -129,7 +129,7 @@ class StoredTensor:
         raw = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
         if count:
             part = self.storage.part(start * self.dtype.itemsize, count * self.dtype.itemsize)
-            part.read_into(memoryview(raw.numpy()))
+            part.read_into(raw.numpy().data)
         return raw.view(self.dtype) if count else torch.empty(0, dtype=self.dtype)
 
 
@@ -193,7 +193,7 @@ class Tiled:
         for tile in self.tiles:
             sizes = tile.content.shape
             fits = len(tile.offsets) == len(sizes) == len(self.shape) and all(
-                0 <= offset and offset + size <= whole
+                offset >= 0 and offset + size <= whole
                 for offset, size, whole in zip(tile.offsets, sizes, self.shape, strict=True)
             )
             if not fits or tile.content.dtype != self.dtype:

@@ -3,10 +3,10 @@
     | local header, name | padding to 64 | data.pkl | ... | local header, name | padding | data/0 | ...
     | central directory: one record for each entry | [zip64 end record, locator] | end record |
 
-What torch writes is a plain subset of zip: entries are stored, not compressed, and nothing lies before, between or after
-that the directory does not say. So the directory is read here and everything else is refused: compression, encryption,
-entries that overlap (a few kB can unpack to petabytes that way), names that leave the archive, two entries of one name,
-a comment that hides a second directory. Python's `zipfile` would accept these.
+What torch writes is a plain subset of zip: entries are stored, not compressed, and nothing lies before,
+between or after that the directory does not say. So the directory is read here and everything else is refused:
+compression, encryption, entries that overlap (a few kB can unpack to petabytes that way), names that leave the archive,
+two entries of one name, a comment that hides a second directory. Python's `zipfile` would accept these.
 
 `data.pkl` is the object, whose tensors refer to storages `data/KEY`. It is read by `unpickle`; tensors become
 `StoredTensor`s.
@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.foreign.inert import StorageType, shape_of
+import torch
+
+from zeroshard.checkpoint.foreign.inert import Name, StorageType, shape_of
 from zeroshard.checkpoint.foreign.stored import FileRange, StoredTensor
 from zeroshard.checkpoint.foreign.unpickle import Limits, unpickle
 from zeroshard.errors import CheckpointError
@@ -110,8 +112,6 @@ def _tensor(args: tuple[Any, ...]) -> StoredTensor:
 
 
 def _tensor_v3(args: tuple[Any, ...]) -> StoredTensor:
-    import torch
-
     if len(args) < 7 or not isinstance(args[0], Storage) or not isinstance(args[6], torch.dtype):
         raise CheckpointError("a tensor that is not made of a storage; refused")
     return _tensor((Storage(args[0].content, StorageType(args[6])), *args[1:]))
@@ -125,8 +125,6 @@ def _parameter(args: tuple[Any, ...]) -> StoredTensor:
 
 def _typed(args: tuple[Any, ...]) -> Any:
     """A tensor with Python attributes: (function, type, its arguments, attributes)."""
-    from zeroshard.checkpoint.foreign.inert import Name
-
     if len(args) == 4 and isinstance(args[0], Name) and isinstance(args[2], tuple):
         if str(args[0]) == "torch._utils._rebuild_tensor_v2":
             return _tensor(args[2])

@@ -23,10 +23,11 @@ from zeroshard.errors import CheckpointError
 PersistentLoad = Callable[[Any], Any]
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = frozenset(
+_LITERALS_TEXT = (
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
+    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"
 )
+_LITERALS = frozenset(_LITERALS_TEXT.split())
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def unpickle(
     """
     limits = limits or Limits()
     if len(data) > limits.pickle_bytes:
-        raise CheckpointError(f"{where}: its pickle has {len(data)} bytes, more than the limit of {limits.pickle_bytes}")
+        raise CheckpointError(
+            f"{where}: its pickle has {len(data)} bytes, more than the limit of {limits.pickle_bytes}"
+        )
     machine = _Machine(persistent_load, {**KNOWN, **(builders or {})}, limits)
     try:
         value = machine.run(data)
@@ -85,9 +88,7 @@ class _Machine:
         self.actions: dict[str, Callable[[Any], None]] = self._actions()
 
     def run(self, data: bytes) -> Any:
-        done = 0
-        for opcode, argument, position in pickletools.genops(io.BytesIO(data)):
-            done += 1
+        for done, (opcode, argument, position) in enumerate(pickletools.genops(io.BytesIO(data))):
             if done > self.limits.operations:
                 raise CheckpointError(f"the pickle has more than {self.limits.operations} operations; refused")
             name = opcode.name
@@ -112,8 +113,8 @@ class _Machine:
             "PROTO": lambda _: None,
             "FRAME": lambda _: None,
             "MARK": lambda _: push(_MARK),
-            "POP": lambda _: self._pop() and None,
-            "POP_MARK": lambda _: self._to_mark() and None,
+            "POP": lambda _: self._drop(self._pop()),
+            "POP_MARK": lambda _: self._drop(self._to_mark()),
             "DUP": lambda _: push(self.stack[-1]),
             **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda index: push(get(index))),
             **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), self._put),
@@ -148,6 +149,9 @@ class _Machine:
         if self.containers > self.limits.containers:
             raise CheckpointError(f"the pickle makes more than {self.limits.containers} containers; refused")
         return value
+
+    def _drop(self, value: Any) -> None:
+        """Nothing is done with `value`."""
 
     def _pop(self) -> Any:
         value = self.stack.pop()
