@@ -294,6 +294,25 @@ class Engine(nn.Module):
             self._count_from(loaded.counters)
         return str(loaded.folder), loaded.client_state
 
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights in compute dtype to one file, streaming; called by all ranks.
+
+        Args:
+            save_filename: one that ends in .safetensors becomes such a file, any other one a file of `torch.save`.
+
+        Raises:
+            CheckpointError: it can't be written; on all ranks.
+        """
+        from zeroshard.checkpoint.export.running import save_16bit_model
+
+        save_16bit_model(self.module, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        return True
+
     def _count_from(self, counters: Mapping[str, Any]) -> None:
         self.global_steps, self.skipped_steps = counters["global_steps"], counters["skipped_steps"]
         same = counters["accumulation"] == self._batch.accumulation
@@ -303,6 +322,7 @@ class Engine(nn.Module):
     def _settle(self, call: str) -> None:
         if self.optimizer is not None:
             self._close_outcome(self._stepper(call))
+
 
     def destroy(self) -> None:
         """Take the hooks off the model and stop the watchdog."""

@@ -22,13 +22,15 @@ _MAX_NAME = 1024
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter. `weight` is the fp32 master where there is one; `step` counts its updates."""
+    """A parameter. `weight` is the fp32 master where there is one, `compute` the dtype that forward used, if known;
+    `step` counts its updates."""
 
     name: str
     weight: Lazy
     moments: Mapping[str, Lazy] = field(default_factory=dict)
     step: float | None = None
     trainable: bool = True
+    compute: torch.dtype | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

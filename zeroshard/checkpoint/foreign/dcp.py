@@ -275,13 +275,13 @@ def _object(archive: FileRange, where: str, left_out: list[str]) -> Any:
 def _groups(options: Mapping[tuple[Any, ...], FileRange], left_out: list[str]) -> tuple[Group, ...]:
     numbered: dict[Any, dict[str, Any]] = {}
     named: dict[str, dict[str, Any]] = {}
-    for key, archive in options.items():
-        place: Sequence[Any] = key
+    for place, archive in options.items():
         value = _object(archive, ".".join(map(str, place)), left_out)
-        if len(place) >= 3 and place[-3] == "param_groups":
-            numbered.setdefault(place[-2], {})[str(place[-1])] = value
+        *above, last = place
+        if len(above) >= 2 and above[-2] == "param_groups":
+            numbered.setdefault(above[-1], {})[str(last)] = value
         else:
-            name, key = str(place[-1]).removeprefix("param_groups.").rsplit(".", 1)
+            name, key = str(last).removeprefix("param_groups.").rsplit(".", 1)
             named.setdefault(check_name(name), {})[key] = value
     groups = []
     for values in numbered.values():

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter, Scaler, check_name, plain
 from zeroshard.checkpoint.foreign.inert import Inert
 from zeroshard.checkpoint.foreign.stored import Lazy, StoredTensor, numel
@@ -163,6 +165,11 @@ class Common:
     def trained(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters that the optimizer holds, in flat order."""
         return {name: shape for group in self.shapes for name, shape in group.items()}
+
+    def compute_dtype(self, name: str) -> torch.dtype | None:
+        """What the forward computed `name` in; at stage 3 an empty tensor stands for it."""
+        value = self.module.get(name)
+        return value.dtype if isinstance(value, StoredTensor) else None
 
     def whole_frozen(self, left_out: list[str]) -> dict[str, Parameter]:
         """Parameters outside of the optimizer that the model file holds whole: frozen ones and those of no element."""

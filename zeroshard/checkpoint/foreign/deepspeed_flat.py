@@ -130,7 +130,7 @@ def open_flat(files: Files, common: Common) -> Contents:
         for name, shape in shapes.items():
             joined = {key: _join(layout(name), group, key, shape, files.folder, name) for key in names}
             weight = joined.pop(WEIGHT)
-            parameters[name] = Parameter(name, weight, joined, ranks[0].step(index))
+            parameters[name] = Parameter(name, weight, joined, ranks[0].step(index), compute=common.compute_dtype(name))
     if stage == 3:
         parameters |= frozen_3(files, common, world)
         left_out += [

@@ -31,7 +31,7 @@ def open_universal(files: Files, common: Common) -> Contents:
     parameters: dict[str, Parameter] = {}
     for index, shapes in enumerate(common.shapes):
         for name, shape in shapes.items():
-            parameters[name] = _parameter(folder, name, shape, steps.get(index))
+            parameters[name] = _parameter(folder, name, shape, steps.get(index), common)
     if stage == 3:
         parameters |= frozen_3(files, common, len(files.model))
     else:
@@ -52,7 +52,7 @@ def _steps(state: RankState, stage: int) -> dict[int, float | None]:
     return {index: state.step(index) for index in mapping(state.base().get("state"), state.path, "state")}
 
 
-def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: float | None) -> Parameter:
+def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: float | None, common: Common) -> Parameter:
     home = folder / name
     if not home.is_dir():
         raise CheckpointError(f"{home}: there is no such folder, so parameter {name!r} is missing")
@@ -69,7 +69,7 @@ def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: float | No
     weight = found.pop(WEIGHT, None)
     if weight is None:
         raise CheckpointError(f"{home} has no fp32.pt: the weights of {name!r} are missing")
-    return Parameter(name, weight, found, step)
+    return Parameter(name, weight, found, step, compute=common.compute_dtype(name))
 
 
 def _whole(file: Path, value: object, shape: tuple[int, ...]) -> Lazy:
