@@ -2,13 +2,15 @@
 
 The keys are those of `get_state_dict`: {"model": {NAME: tensor}, "optim": {"state": {NAME: {"exp_avg": ...}},
 "param_groups": [...]}}, or flattened as torchtitan has them. torch's own writer writes it, in this process alone; it
-asks its planner for a tensor just before it writes it, and our planner reads it then. So one tensor is in memory at a
-time. DCP has no names for one tensor under two, so tied weights are written under each.
+asks its planner for a tensor just before it writes it, and our planner reads it then. It keeps the tensors of a file
+until the file is complete, so each has a file of its own. DCP has no names for one tensor under two, so tied weights
+are written under each.
 """
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,8 +102,10 @@ def export_dcp(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        writer = FileSystemWriter(partial, single_file_per_rank=True, thread_count=1)
-        save(state, storage_writer=writer, planner=LazyPlanner(lazies, progress), no_dist=True)
+        writer = FileSystemWriter(partial, single_file_per_rank=False, thread_count=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
+            save(state, storage_writer=writer, planner=LazyPlanner(lazies, progress), no_dist=True)
         if out.exists():
             out.rmdir()
         partial.rename(out)

@@ -125,12 +125,22 @@ class StoredTensor:
             return self.read().reshape(-1)[start:stop].clone()
         return self._elements(self.offset + start, stop - start)
 
+    def fill(self, out: torch.Tensor, start: int) -> None:
+        """Read elements from `start` on into `out`, 1-D, contiguous and of the same dtype; without a copy between."""
+        if self.contiguous:
+            self._fill(out, self.offset + start)
+        else:
+            out.copy_(self.read_flat(start, start + len(out)))
+
+    def _fill(self, out: torch.Tensor, start: int) -> None:
+        if len(out):
+            part = self.storage.part(start * self.dtype.itemsize, out.nbytes)
+            part.read_into(out.view(torch.uint8).numpy().data)
+
     def _elements(self, start: int, count: int) -> torch.Tensor:
-        raw = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
-        if count:
-            part = self.storage.part(start * self.dtype.itemsize, count * self.dtype.itemsize)
-            part.read_into(raw.numpy().data)
-        return raw.view(self.dtype) if count else torch.empty(0, dtype=self.dtype)
+        out = torch.empty(count, dtype=self.dtype)
+        self._fill(out, start)
+        return out
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,11 @@ class Joined:
             first, last = max(start, at), min(stop, at + piece.count)
             if first < last:
                 inside = piece.start - at
-                out[first - start : last - start] = piece.of.read_flat(first + inside, last + inside)
+                part = out[first - start : last - start]
+                if isinstance(piece.of, StoredTensor):
+                    piece.of.fill(part, first + inside)
+                else:
+                    part.copy_(piece.of.read_flat(first + inside, last + inside))
             at += piece.count
         return out
 
@@ -274,7 +288,7 @@ class InMemory:
         return self.value.detach().reshape(-1)[start:stop].clone()
 
 
-def chunks(tensor: Lazy, bytes_at_once: int = 64 << 20) -> Iterator[torch.Tensor]:
+def chunks(tensor: Lazy, bytes_at_once: int = 16 << 20) -> Iterator[torch.Tensor]:
     """The elements of a tensor in row-major order, some at a time; each is 1-D."""
     step = max(1, bytes_at_once // tensor.dtype.itemsize)
     total = numel(tensor.shape)
