@@ -154,13 +154,14 @@ from zeroshard.checkpoint.export.hf import export_hf
 from zeroshard.checkpoint.foreign.deepspeed import find, open_deepspeed
 from zeroshard.checkpoint.foreign.stored import InMemory
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
+from zeroshard.checkpoint.own import write_own
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 folder, out = Path(sys.argv[1]), Path(sys.argv[2])
 found = {}
-for kind, export in (("hf", export_hf), ("dcp", export_dcp)):
+for kind, export in (("hf", export_hf), ("dcp", export_dcp), ("import", lambda c, p: write_own(c, p, "tag"))):
     export(Contents("warm up", {"x": Parameter("x", InMemory(torch.ones(100, 10)))}), out / "warm" / kind)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
@@ -196,7 +197,7 @@ def big_checkpoint(folder: Path, count: int, rows: int) -> None:
         torch.save({"optimizer_state_dict": held}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def test_an_export_needs_memory_for_two_of_the_largest_tensors(tmp_path: Path) -> None:
+def test_export_and_import_need_memory_for_two_of_the_largest_tensors(tmp_path: Path) -> None:
     """Of 96 MiB of weights in 24 MiB tensors (288 MiB with moments), at most 48 MiB and some for the interpreter."""
     big_checkpoint(tmp_path / "ds", count=4, rows=6144)
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "ds"), str(tmp_path)]

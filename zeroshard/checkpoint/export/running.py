@@ -92,9 +92,9 @@ def _write_safetensors(
         file.write(header({**described, **buffers}, {"format": "pt"}))
         for name, tensor in weights:
             assert described.pop(name).shape == tensor.shape
-            write_tensor(file, tensor)
+            write_tensor(file.write, tensor)
         for buffer in buffers.values():
-            write_tensor(file, buffer)
+            write_tensor(file.write, buffer)
         file.flush()
         os.fsync(file.fileno())
 

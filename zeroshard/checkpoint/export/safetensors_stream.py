@@ -9,33 +9,18 @@ The header needs shapes and dtypes only, so it is written first and the tensors 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
+from zeroshard.checkpoint.dtypes import name_of
 from zeroshard.checkpoint.foreign.stored import Lazy, chunks, numel
+from zeroshard.checkpoint.sink import open_sink
 from zeroshard.errors import CheckpointError
 
 Progress = Callable[[int], None]  # bytes written since the last call
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
 
 
 def header(tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> bytes:
@@ -43,9 +28,7 @@ def header(tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in tensors.items():
-        dtype = _NAMES.get(tensor.dtype)
-        if dtype is None:
-            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}, which safetensors can't hold")
+        dtype = name_of(tensor.dtype, name)
         size = numel(tensor.shape) * tensor.dtype.itemsize
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
@@ -62,25 +45,25 @@ def write(
     Raises:
         CheckpointError: a tensor can't be read or written.
     """
-    total = 0
+    head = header(tensors, metadata)
+    total = sum(numel(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     try:
-        with path.open("xb") as file:
-            file.write(header(tensors, metadata))
+        with open_sink(path, len(head) + total) as sink:
+            sink.write(memoryview(head))
             for tensor in tensors.values():
-                total += write_tensor(file, tensor, progress)
-            file.flush()
-            os.fsync(file.fileno())
+                write_tensor(sink.write, tensor, progress)
+            sink.finish()
     except OSError as error:
         raise CheckpointError(f"{path} can't be written: {error}") from error
     return total
 
 
-def write_tensor(file: BinaryIO, tensor: Lazy, progress: Progress = lambda count: None) -> int:
-    """Append a tensor's bytes, row-major; returns how many."""
+def write_tensor(write: Callable[[memoryview], object], tensor: Lazy, progress: Progress = lambda count: None) -> int:
+    """Give a tensor's bytes, row-major, to `write`; returns how many."""
     total = 0
     for chunk in chunks(tensor):
         data = chunk.contiguous().view(torch.uint8).numpy().data
-        file.write(data)
+        write(data)
         total += len(data)
         progress(len(data))
     return total

@@ -44,7 +44,7 @@ def fill(path: Path, tensors: Iterable[tuple[StoredTensor, Lazy]], progress: Pro
         with path.open("r+b") as file:
             for place, tensor in tensors:
                 file.seek(place.storage.start + place.offset * place.dtype.itemsize)
-                total += write_tensor(file, tensor, progress)
+                total += write_tensor(file.write, tensor, progress)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -15,9 +15,8 @@ import torch
 
 from zeroshard.checkpoint.foreign.inert import Inert
 from zeroshard.checkpoint.foreign.stored import Lazy, StoredTensor
+from zeroshard.checkpoint.manifest import check_name
 from zeroshard.errors import CheckpointError
-
-_MAX_NAME = 1024
 
 
 @dataclass(frozen=True)
@@ -99,15 +98,6 @@ class Contents:
             yield name, parameter.shape, parameter.weight
         for name, buffer in self.buffers.items():
             yield name, buffer.shape, buffer
-
-
-def check_name(name: Any) -> str:
-    """A tensor's name: text that can't lead out of a folder. Raises CheckpointError."""
-    if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
-        raise CheckpointError(f"a tensor is named {str(name)[:80]!r}, which is no name; refused")
-    if "/" in name or "\\" in name or not name.isprintable() or name.startswith("."):
-        raise CheckpointError(f"a tensor is named {name[:80]!r}, which could lead out of the folder; refused")
-    return name
 
 
 def plain(value: Any, where: str, left_out: list[str]) -> Any:

@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, check_name, plain
+from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, plain
 from zeroshard.checkpoint.foreign.inert import Inert, shape_of
 from zeroshard.checkpoint.foreign.stored import FileRange, Lazy, StoredTensor, Tile, Tiled, numel
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.checkpoint.foreign.unpickle import Limits, unpickle
+from zeroshard.checkpoint.manifest import check_name
 from zeroshard.errors import CheckpointError
 
 METADATA = ".metadata"

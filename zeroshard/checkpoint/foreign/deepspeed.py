@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.foreign.contents import Contents, Parameter, Scaler, check_name, plain
+from zeroshard.checkpoint.foreign.contents import Contents, Parameter, Scaler, plain
 from zeroshard.checkpoint.foreign.inert import Inert
 from zeroshard.checkpoint.foreign.stored import Lazy, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
+from zeroshard.checkpoint.manifest import check_name
 from zeroshard.errors import CheckpointError
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -73,9 +74,15 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Path | No
                 raise CheckpointError(f"{file} names {tag[:80]!r}, which is no folder beside it; refused")
     if tag is None:
         return None
+    folder = base / check_tag(tag, base)
+    return folder if _looks_right(folder) else None
+
+
+def check_tag(tag: str, base: Path) -> str:
+    """A tag is the name of a folder in `base`. Raises CheckpointError for what could be elsewhere."""
     if not _TAG.fullmatch(tag):
-        raise CheckpointError(f"tag {tag!r} is no folder of {base}")
-    return base / tag if _looks_right(base / tag) else None
+        raise CheckpointError(f"tag {tag[:80]!r} is no folder of {base}")
+    return tag
 
 
 def _looks_right(folder: Path) -> bool:

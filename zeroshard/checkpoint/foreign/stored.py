@@ -237,16 +237,34 @@ class Tiled:
     def read(self) -> torch.Tensor:
         if len(self.tiles) == 1 and self.tiles[0].content.shape == self.shape:
             return self.tiles[0].content.read()
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for tile in self.tiles:
-            part = out
-            for dim, (offset, size) in enumerate(zip(tile.offsets, tile.content.shape, strict=True)):
-                part = part.narrow(dim, offset, size)
-            part.copy_(tile.content.read())
-        return out
+        return self.read_flat(0, numel(self.shape)).reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
-        return self.read().reshape(-1)[start:stop].clone()
+        if not self.shape:
+            return self.tiles[0].content.read_flat(start, stop)
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
+        row = numel(self.shape[1:])
+        first, last = start // row, -(-stop // row)
+        rows = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
+        for tile in self.tiles:
+            self._read_rows(tile, first, last, rows)
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    @staticmethod
+    def _read_rows(tile: Tile, first: int, last: int, rows: torch.Tensor) -> None:
+        """Put what a tile has of rows [first, last) into `rows`."""
+        sizes = tile.content.shape
+        low, high = max(first, tile.offsets[0]), min(last, tile.offsets[0] + sizes[0])
+        if low >= high or not numel(sizes):
+            return
+        of_tile = numel(sizes[1:])
+        inside = low - tile.offsets[0]
+        part = tile.content.read_flat(inside * of_tile, (inside + high - low) * of_tile)
+        into = rows[low - first : high - first]
+        for dim in range(1, len(sizes)):
+            into = into.narrow(dim, tile.offsets[dim], sizes[dim])
+        into.copy_(part.reshape(high - low, *sizes[1:]))
 
 
 @dataclass(frozen=True)
@@ -286,6 +304,33 @@ class InMemory:
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
         return self.value.detach().reshape(-1)[start:stop].clone()
+
+
+class Held:
+    """A tensor that can't be read in parts: read whole at the first part, and let go with the last one."""
+
+    def __init__(self, of: Lazy) -> None:
+        self._of = of
+        self._value: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._of.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._of.dtype
+
+    def read(self) -> torch.Tensor:
+        return self._of.read()
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        if self._value is None:
+            self._value = self._of.read().reshape(-1)
+        part = self._value[start:stop]
+        if stop == len(self._value):
+            self._value = None
+        return part
 
 
 def chunks(tensor: Lazy, bytes_at_once: int = 16 << 20) -> Iterator[torch.Tensor]:
