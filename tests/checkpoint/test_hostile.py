@@ -65,7 +65,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
     "eval": (pickle.dumps(Runs(eval, "open('RAN', 'w')")), "made to run code"),
     "import": (pickle.dumps(Runs(__import__, "antigravity")), "made to run code"),
     "old protocol": (b"cos\nsystem\n(S'touch RAN'\ntR.", "made to run code"),
-    "INST": (b"(Vtouch RAN\nios\nsystem\n.", "INST"),
+    "INST": (b"(Vtouch RAN\nios\nsystem\n.", "operation b'i'"),
     "dotted": (b"\x80\x04\x8c\x08builtins\x8c\x09exec.real\x93.", "made to run code"),
     "nesting": (nested(60_000), "nested deeper"),
     "nested tuples": (nested(60_000, b")"), "nested deeper"),
@@ -79,7 +79,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
     "cut off": (pickle.dumps({"a": [1, 2, 3]})[:-4], "damaged"),
     "long text": (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.", "damaged"),
     "persistent": (b"\x80\x02X\x01\0\0\0aQ.", "outside of itself"),
-    "extension": (b"\x80\x02\x82\x01.", "EXT1"),
+    "extension": (b"\x80\x02\x82\x01.", "no checkpoint uses"),
     "call of a call": (pickle.dumps(Runs(Inert, None))[:-1] + b")R.", "made itself"),
 }
 

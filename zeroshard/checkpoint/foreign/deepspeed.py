@@ -166,6 +166,9 @@ class Common:
             for alias, name in mapping(state.get("shared_params") or {}, path, "shared_params").items()
         }
         frozen = _shapes(state.get("frozen_param_shapes") or {}, path)
+        # DeepSpeed goes by the address, which all parameters without elements have in common.
+        trained = {name for group in shapes for name in group}
+        aliases = {a: n for a, n in aliases.items() if n in trained or not _empty(n, frozen, module)}
         return Common(path, state, shapes, frozen, module, buffers, aliases, tuple(left_out))
 
     @property
@@ -195,6 +198,11 @@ class Common:
         state = self.state
         order = [name for name in self.module if name in parameters]
         order += [name for name in parameters if name not in self.module]
+        left_out += [
+            f"{alias}: it is {name}, which is not there"
+            for alias, name in self.aliases.items()
+            if name not in parameters
+        ]
         scheduler = plain(state.get("lr_scheduler"), "lr_scheduler", left_out)
         client = {
             str(key): plain(value, f"client_state.{key}", left_out)
@@ -237,6 +245,11 @@ def _shapes(group: Any, path: Path) -> Mapping[str, tuple[int, ...]]:
         if numel(shape) >= 1 << 48:
             raise CheckpointError(f"{path}: {name!r} has an absurd shape, {list(shape)}; refused")
     return shapes
+
+
+def _empty(name: str, frozen: Mapping[str, tuple[int, ...]], module: Mapping[str, Any]) -> bool:
+    value = module.get(name)
+    return numel(frozen[name] if name in frozen else value.shape if isinstance(value, StoredTensor) else (1,)) == 0
 
 
 def scaler_of(value: Any) -> Scaler | None:

@@ -104,6 +104,9 @@ class RankState:
         value = found.get("step") if isinstance(found, dict) else None
         if value is None:
             value = self.state.get("base_optimizer_state_step")
+        for group in base.get("param_groups") or ():  # DeepSpeed's fused Adam counts by group
+            if value is None and isinstance(group, dict) and index in group.get("params", ()):
+                value = group.get("step")
         if isinstance(value, StoredTensor) and numel(value.shape) == 1:
             return float(value.read().item())
         return float(value) if isinstance(value, (int, float)) else None

@@ -23,6 +23,7 @@ import torch
 from zeroshard.errors import CheckpointError
 
 _READ_AT_ONCE = 1 << 30
+_MAX_COMPARED = 20_000_000
 
 
 class Lazy(Protocol):
@@ -221,15 +222,16 @@ class Tiled:
             return len(filled) > 1
         filled.sort(key=lambda tile: tile.offsets)
         ends = [tuple(o + s for o, s in zip(t.offsets, t.content.shape, strict=True)) for t in filled]
+        compared = 0
         for index, tile in enumerate(filled):
             for other in range(index + 1, len(filled)):
                 if filled[other].offsets[0] >= ends[index][0]:
                     break
-                if all(
-                    a < end_b and b < end_a
-                    for a, end_a, b, end_b in zip(
-                        tile.offsets, ends[index], filled[other].offsets, ends[other], strict=True
-                    )
+                compared += 1
+                if compared > _MAX_COMPARED:
+                    raise CheckpointError(f"a tensor of shape {list(self.shape)} is cut into absurdly many rectangles")
+                if all(map(int.__lt__, tile.offsets, ends[other])) and all(
+                    map(int.__lt__, filled[other].offsets, ends[index])
                 ):
                     return True
         return False

@@ -32,7 +32,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _RECORD = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_MAX_ENTRIES = 4_000_000
+_MAX_ENTRIES = 1_000_000
 _MAX_NAME = 512
 
 

@@ -1,18 +1,18 @@
 """Read a pickle without running it.
 
-A pickle is a program for a stack machine. `pickletools` decodes its operations; the machine here executes them with
-inert values only: no name is imported, nothing found in the file is called, no attribute is set. What is left is memory
-and time, so both are bounded: operations, containers, nesting, and the size that the result has when everything that is
-shared is written out (a few bytes can share their way to billions of values that only a reader meets).
+A pickle is a program for a stack machine. The machine here executes it with inert values only: no name is imported,
+nothing found in the file is called, no attribute is set. What is left is memory and time, so both are bounded:
+operations, containers, nesting, and the size that the result has when everything that is shared is written out (a few
+bytes can share their way to billions of values that only a reader meets).
 
 Rejected: `pickle.Unpickler` with `find_class` overridden. It calls what `find_class` returns and sets what BUILD says,
-and one number in a PUT operation makes it allocate gigabytes.
+and one number in a PUT operation makes it allocate gigabytes. And `pickletools.genops`, which decodes in ten times the
+time; metadata of large jobs has some ten million operations.
 """
 
 from __future__ import annotations
 
-import io
-import pickletools
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,17 @@ from zeroshard.checkpoint.foreign.inert import KNOWN, Builder, Inert, Name, chec
 from zeroshard.errors import CheckpointError
 
 PersistentLoad = Callable[[Any], Any]
-_MARK = object()
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS_TEXT = (
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"
-)
-_LITERALS = frozenset(_LITERALS_TEXT.split())
+_INT = struct.Struct("<i")
+_UINT = struct.Struct("<I")
+_USHORT = struct.Struct("<H")
+_ULONG = struct.Struct("<Q")
+_FLOAT = struct.Struct(">d")
+_MAX_DIGITS = 400
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pickle may use. The defaults hold metadata of a few million tensors."""
+    """What a pickle may use. The defaults hold metadata of about a million parts of tensors."""
 
     pickle_bytes: int = 1 << 29
     operations: int = 60_000_000
@@ -60,134 +59,196 @@ def unpickle(
     """
     limits = limits or Limits()
     if len(data) > limits.pickle_bytes:
-        raise CheckpointError(
-            f"{where}: its pickle has {len(data)} bytes, more than the limit of {limits.pickle_bytes}"
-        )
-    machine = _Machine(persistent_load, {**KNOWN, **(builders or {})}, limits)
+        raise CheckpointError(f"{where}: its pickle has {len(data)} bytes, more than {limits.pickle_bytes}")
+    machine = _Machine(data, persistent_load, {**KNOWN, **(builders or {})}, limits)
     try:
-        value = machine.run(data)
+        value = machine.run()
         check_tree(value, limits)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    except (ValueError, TypeError, IndexError, KeyError, OverflowError, UnicodeError) as error:
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{where} is damaged, or no pickle: {error}") from error
     return value
 
 
 class _Machine:
-    """The stack machine; one method per kind of operation."""
+    """The stack machine: `_table` has a method for each byte that is an operation. `_at` is the next byte."""
 
-    def __init__(self, persistent_load: PersistentLoad | None, builders: Mapping[str, Builder], limits: Limits) -> None:
-        self.persistent_load = persistent_load
-        self.builders = builders
-        self.limits = limits
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.containers = 0
-        self.copied = 0
-        self.actions: dict[str, Callable[[Any], None]] = self._actions()
+    def __init__(
+        self, data: bytes, persistent_load: PersistentLoad | None, builders: Mapping[str, Builder], limits: Limits
+    ) -> None:
+        self._data = data
+        self._at = 0
+        self._persistent_load = persistent_load
+        self._builders = builders
+        self._limits = limits
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._containers = 0
+        self._copied = 0
 
-    def run(self, data: bytes) -> Any:
-        for done, (opcode, argument, position) in enumerate(pickletools.genops(io.BytesIO(data))):
-            if done > self.limits.operations:
-                raise CheckpointError(f"the pickle has more than {self.limits.operations} operations; refused")
-            name = opcode.name
-            if name in _LITERALS:
-                self.stack.append(argument)
-            elif name == "STOP":
+    def run(self) -> Any:
+        data, table = self._data, self._table()
+        for _ in range(self._limits.operations):
+            if self._at >= len(data):
+                raise CheckpointError("the pickle is damaged: it ends without its end")
+            code = data[self._at]
+            self._at += 1
+            if code == 0x2E:  # STOP
                 break
-            else:
-                action = self.actions.get(name)
-                if action is None:
-                    raise CheckpointError(f"operation {name} at byte {position}, which no checkpoint uses; refused")
-                action(argument)
-        if len(self.stack) != 1 or self.stack[0] is _MARK:
+            action = table.get(code)
+            if action is None:
+                raise CheckpointError(
+                    f"operation {bytes([code])!r} at byte {self._at - 1}, which no checkpoint uses; refused"
+                )
+            action()
+        else:
+            raise CheckpointError(f"the pickle has more than {self._limits.operations} operations; refused")
+        if len(self._stack) != 1 or self._marks:
             raise CheckpointError("the pickle does not end with one value; refused")
-        return self.stack[0]
+        return self._stack[0]
 
-    def _actions(self) -> dict[str, Callable[[Any], None]]:
-        push = self.stack.append
-        get = self._get
-        return {
-            **{name: lambda _, value=value: push(value) for name, value in _CONSTANTS.items()},
-            "PROTO": lambda _: None,
-            "FRAME": lambda _: None,
-            "MARK": lambda _: push(_MARK),
-            "POP": lambda _: self._drop(self._pop()),
-            "POP_MARK": lambda _: self._drop(self._to_mark()),
-            "DUP": lambda _: push(self.stack[-1]),
-            **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda index: push(get(index))),
-            **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), self._put),
-            "MEMOIZE": lambda _: self._put(len(self.memo)),
-            "EMPTY_LIST": lambda _: push(self._container([])),
-            "EMPTY_TUPLE": lambda _: push(()),
-            "EMPTY_DICT": lambda _: push(self._container({})),
-            "EMPTY_SET": lambda _: push(self._container(set())),
-            "LIST": lambda _: push(self._container(self._to_mark())),
-            "TUPLE": lambda _: push(self._container(tuple(self._to_mark()))),
-            "TUPLE1": lambda _: self._tuple(1),
-            "TUPLE2": lambda _: self._tuple(2),
-            "TUPLE3": lambda _: self._tuple(3),
-            "DICT": lambda _: self._dict(),
-            "FROZENSET": lambda _: push(self._container(frozenset(map(check_key, self._to_mark())))),
-            "APPEND": lambda _: self._extend([self._pop()]),
-            "APPENDS": lambda _: self._extend(self._to_mark()),
-            "SETITEM": lambda _: self._update([self._pop(), self._pop()][::-1]),
-            "SETITEMS": lambda _: self._update(self._to_mark()),
-            "ADDITEMS": lambda _: self._add(self._to_mark()),
-            "GLOBAL": lambda text: push(resolve(*text.split(" ", 1))),
-            "STACK_GLOBAL": lambda _: self._stack_global(),
-            "REDUCE": lambda _: self._reduce(),
-            "NEWOBJ": lambda _: self._reduce(),
-            "NEWOBJ_EX": lambda _: self._new_with_keywords(),
-            "BUILD": lambda _: self._build(),
-            "BINPERSID": lambda _: self._persistent(),
+    def _table(self) -> dict[int, Callable[[], None]]:
+        push = self._stack.append
+        take, pop, memoize = self._take, self._pop, self._memoize
+        data = self._data
+
+        def byte() -> int:
+            value = data[self._at]
+            self._at += 1
+            return value
+
+        actions: dict[bytes, Callable[[], Any]] = {
+            # plain values
+            b"N": lambda: push(None),
+            b"\x88": lambda: push(True),
+            b"\x89": lambda: push(False),
+            b"K": lambda: push(byte()),
+            b"M": lambda: push(self._number(_USHORT)),
+            b"J": lambda: push(self._number(_INT)),
+            b"G": lambda: push(self._number(_FLOAT)),
+            b"I": lambda: push(_integer(self._line())),
+            b"L": lambda: push(_integer(self._line().removesuffix(b"L"))),
+            b"F": lambda: push(float(self._line()[:_MAX_DIGITS])),
+            b"\x8a": lambda: push(int.from_bytes(take(byte()), "little", signed=True)),
+            b"\x8b": lambda: push(int.from_bytes(take(self._number(_UINT)), "little", signed=True)),
+            b"V": lambda: push(self._line().decode("raw-unicode-escape")),
+            b"X": lambda: push(_text(take(self._number(_UINT)))),
+            b"\x8c": lambda: push(_text(take(byte()))),
+            b"\x8d": lambda: push(_text(take(self._number(_ULONG)))),
+            b"U": lambda: push(take(byte()).decode("latin-1")),
+            b"T": lambda: push(take(self._number(_UINT)).decode("latin-1")),
+            b"C": lambda: push(take(byte())),
+            b"B": lambda: push(take(self._number(_UINT))),
+            b"\x8e": lambda: push(take(self._number(_ULONG))),
+            b"\x96": lambda: push(take(self._number(_ULONG))),
+            # the stack and the memo
+            b"\x80": lambda: byte(),
+            b"\x95": lambda: self._number(_ULONG),
+            b"(": lambda: self._marks.append(len(self._stack)),
+            b"0": lambda: pop(),
+            b"1": lambda: self._to_mark(),
+            b"2": lambda: push(self._top()),
+            b"g": lambda: push(self._recall(_integer(self._line()))),
+            b"h": lambda: push(self._recall(byte())),
+            b"j": lambda: push(self._recall(self._number(_UINT))),
+            b"p": lambda: memoize(_integer(self._line())),
+            b"q": lambda: memoize(byte()),
+            b"r": lambda: memoize(self._number(_UINT)),
+            b"\x94": lambda: memoize(len(self._memo)),
+            # containers
+            b"]": lambda: push(self._container([])),
+            b")": lambda: push(()),
+            b"}": lambda: push(self._container({})),
+            b"\x8f": lambda: push(self._container(set())),
+            b"l": lambda: push(self._container(self._to_mark())),
+            b"t": lambda: push(self._container(tuple(self._to_mark()))),
+            b"\x85": lambda: push(self._container((pop(),))),
+            b"\x86": lambda: self._tuple(2),
+            b"\x87": lambda: self._tuple(3),
+            b"d": self._dict,
+            b"\x91": lambda: push(self._container(frozenset(map(check_key, self._to_mark())))),
+            b"a": lambda: self._extend([pop()]),
+            b"e": lambda: self._extend(self._to_mark()),
+            b"s": lambda: self._update([pop(), pop()][::-1]),
+            b"u": lambda: self._update(self._to_mark()),
+            b"\x90": lambda: self._add(self._to_mark()),
+            # what Python would import, call and set
+            b"c": lambda: push(resolve(_text(self._line()), _text(self._line()))),
+            b"\x93": self._stack_global,
+            b"R": self._reduce,
+            b"\x81": self._reduce,
+            b"\x92": self._new_with_keywords,
+            b"b": self._build,
+            b"Q": self._persistent,
         }
+        return {code[0]: action for code, action in actions.items()}
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._data):
+            raise CheckpointError("the pickle is damaged: a value is longer than the file")
+        part = self._data[self._at : end]
+        self._at = end
+        return part
+
+    def _number(self, kind: struct.Struct) -> Any:
+        value = kind.unpack_from(self._data, self._at)[0]
+        self._at += kind.size
+        return value
+
+    def _line(self) -> bytes:
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            raise CheckpointError("the pickle is damaged: a line has no end")
+        line = self._data[self._at : end]
+        self._at = end + 1
+        return line
 
     def _container(self, value: Any) -> Any:
-        self.containers += 1
-        if self.containers > self.limits.containers:
-            raise CheckpointError(f"the pickle makes more than {self.limits.containers} containers; refused")
+        self._containers += 1
+        if self._containers > self._limits.containers:
+            raise CheckpointError(f"the pickle makes more than {self._limits.containers} containers; refused")
         return value
-
-    def _drop(self, value: Any) -> None:
-        """Nothing is done with `value`."""
 
     def _pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
             raise CheckpointError("the pickle takes a value where there is none; refused")
-        return value
+        return self._stack.pop()
+
+    def _top(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise CheckpointError("the pickle uses a value where there is none; refused")
+        return self._stack[-1]
 
     def _to_mark(self) -> list[Any]:
-        for index in range(len(self.stack) - 1, -1, -1):
-            if self.stack[index] is _MARK:
-                values = self.stack[index + 1 :]
-                del self.stack[index:]
-                return values
-        raise CheckpointError("the pickle takes values back to a mark that it did not set; refused")
+        if not self._marks:
+            raise CheckpointError("the pickle takes values back to a mark that it did not set; refused")
+        start = self._marks.pop()
+        values = self._stack[start:]
+        del self._stack[start:]
+        return values
 
-    def _get(self, index: int) -> Any:
-        if index not in self.memo:
+    def _recall(self, index: int) -> Any:
+        if index not in self._memo:
             raise CheckpointError(f"the pickle recalls value {index}, which it never stored; refused")
-        return self.memo[index]
+        return self._memo[index]
 
-    def _put(self, index: int) -> None:
-        if index < 0 or not self.stack or self.stack[-1] is _MARK:
-            raise CheckpointError("the pickle stores a value where there is none; refused")
-        self.memo[index] = self.stack[-1]
+    def _memoize(self, index: int) -> None:
+        self._memo[index] = self._top()
 
     def _tuple(self, count: int) -> None:
         values = [self._pop() for _ in range(count)]
-        self.stack.append(self._container(tuple(reversed(values))))
+        self._stack.append(self._container(tuple(reversed(values))))
 
     def _dict(self) -> None:
         values = self._to_mark()
-        self.stack.append(self._container({}))
+        self._stack.append(self._container({}))
         self._update(values)
 
     def _extend(self, values: list[Any]) -> None:
-        target = self._target()
+        target = self._top()
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, Inert):
@@ -198,7 +259,7 @@ class _Machine:
     def _update(self, values: list[Any]) -> None:
         if len(values) % 2:
             raise CheckpointError("the pickle sets a key without a value; refused")
-        target = self._target()
+        target = self._top()
         pairs = zip(values[::2], values[1::2], strict=True)
         if isinstance(target, dict):
             for key, value in pairs:
@@ -209,44 +270,39 @@ class _Machine:
             raise CheckpointError(f"the pickle sets keys of a {type(target).__name__}; refused")
 
     def _add(self, values: list[Any]) -> None:
-        target = self._target()
+        target = self._top()
         if not isinstance(target, set):
             raise CheckpointError(f"the pickle adds members to a {type(target).__name__}; refused")
         target.update(map(check_key, values))
-
-    def _target(self) -> Any:
-        if not self.stack:
-            raise CheckpointError("the pickle changes a value where there is none; refused")
-        return self.stack[-1]
 
     def _stack_global(self) -> None:
         name, module = self._pop(), self._pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise CheckpointError("the pickle computes a name to import; refused")
-        self.stack.append(resolve(module, name))
+        self._stack.append(resolve(module, name))
 
     def _reduce(self) -> None:
         args, function = self._pop(), self._pop()
         if not isinstance(function, Name) or not isinstance(args, tuple):
             raise CheckpointError("the pickle calls something that it has made itself; refused")
-        builder = self.builders.get(str(function))
+        builder = self._builders.get(str(function))
         if builder is None:
-            self.stack.append(self._container(Inert(function, args)))
+            self._stack.append(self._container(Inert(function, args)))
             return
         # What builders copy is paid for, or one long text could be copied a million times.
-        self.copied += sum(len(part) for part in args if isinstance(part, (str, bytes, list, tuple)))
-        if self.copied > self.limits.pickle_bytes:
+        self._copied += sum(len(part) for part in args if isinstance(part, (str, bytes, list, tuple)))
+        if self._copied > self._limits.pickle_bytes:
             raise CheckpointError("the pickle copies the same data over and over; refused")
-        self.stack.append(self._container(builder(args)))
+        self._stack.append(self._container(builder(args)))
 
     def _new_with_keywords(self) -> None:
         keywords, args, cls = self._pop(), self._pop(), self._pop()
         if not isinstance(cls, Name) or not isinstance(args, tuple) or not isinstance(keywords, dict):
             raise CheckpointError("the pickle calls something that it has made itself; refused")
-        self.stack.append(self._container(Inert(cls, args, state=dict(keywords))))
+        self._stack.append(self._container(Inert(cls, args, state=dict(keywords))))
 
     def _build(self) -> None:
-        state, target = self._pop(), self._target()
+        state, target = self._pop(), self._top()
         if isinstance(target, Inert):
             target.state = state
         elif not isinstance(target, dict) or state:  # an OrderedDict with attributes of its own (state_dict metadata)
@@ -255,9 +311,25 @@ class _Machine:
                 raise CheckpointError(f"the pickle sets attributes of a {type(target).__name__}; refused")
 
     def _persistent(self) -> None:
-        if self.persistent_load is None:
+        if self._persistent_load is None:
             raise CheckpointError("the pickle refers to data outside of itself; refused")
-        self.stack.append(self.persistent_load(self._pop()))
+        self._stack.append(self._persistent_load(self._pop()))
+
+
+def _integer(line: bytes) -> int | bool:
+    """A number in digits; torch and Python write small ones only. `00` and `01` are how protocol 0 has booleans."""
+    if line in (b"00", b"01"):
+        return line == b"01"
+    if len(line) > _MAX_DIGITS:
+        raise CheckpointError(f"a number of {len(line)} digits; refused")
+    return int(line)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 
 def check_tree(value: Any, limits: Limits) -> None:
@@ -266,41 +338,57 @@ def check_tree(value: Any, limits: Limits) -> None:
     Raises:
         CheckpointError: it is one of these.
     """
-    sizes: dict[int, tuple[int, int]] = {}  # of a container: nesting, values
-    entered: set[int] = set()
-    stack = [value]
-    while stack:
-        node = stack[-1]
-        children = _children(node)
-        if children is None or id(node) in sizes:
-            stack.pop()
-            continue
-        if id(node) not in entered:
-            entered.add(id(node))
-            for child in children:
-                if _children(child) is not None and id(child) not in sizes:
-                    if id(child) in entered:
-                        raise CheckpointError("the pickle holds a container that contains itself; refused")
-                    stack.append(child)
-            continue
-        stack.pop()
-        below = [sizes[id(child)] for child in children if id(child) in sizes]
-        nesting = 1 + max((nested for nested, _ in below), default=0)
-        total = 1 + len(children) + sum(count for _, count in below)
-        if nesting > limits.nesting:
-            raise CheckpointError(f"the pickle is nested deeper than {limits.nesting} levels; refused")
-        if total > limits.values:
-            raise CheckpointError(f"written out, the pickle holds more than {limits.values} values; refused")
-        sizes[id(node)] = (nesting, total)
+    if not isinstance(value, _CONTAINERS):
+        return
+    done: dict[int, tuple[int, int]] = {}  # of a container: nesting, values
+    frames = [_Frame(value)]
+    entered = {id(value)}
+    while frames:
+        frame = frames[-1]
+        for child in frame.children:
+            known = done.get(id(child))
+            if known is None:
+                if id(child) in entered:
+                    raise CheckpointError("the pickle holds a container that contains itself; refused")
+                entered.add(id(child))
+                frames.append(_Frame(child))
+                break
+            frame.add(*known)
+        else:
+            frames.pop()
+            found = (1 + frame.nesting, frame.values)
+            if found[0] > limits.nesting:
+                raise CheckpointError(f"the pickle is nested deeper than {limits.nesting} levels; refused")
+            if found[1] > limits.values:
+                raise CheckpointError(f"written out, the pickle holds more than {limits.values} values; refused")
+            done[frame.identity] = found
+            if frames:
+                frames[-1].add(*found)
 
 
-def _children(node: Any) -> list[Any] | None:
-    """What a container holds; None if it is none."""
+class _Frame:
+    """A container whose children are being looked at."""
+
+    __slots__ = ("children", "identity", "nesting", "values")
+
+    def __init__(self, node: Any) -> None:
+        parts = _parts(node)
+        self.identity = id(node)
+        self.children = iter([part for part in parts if isinstance(part, _CONTAINERS)])
+        self.nesting = 0
+        self.values = 1 + len(parts)
+
+    def add(self, nesting: int, values: int) -> None:
+        if nesting > self.nesting:
+            self.nesting = nesting
+        self.values += values
+
+
+def _parts(node: Any) -> list[Any]:
+    """What a container holds."""
     if isinstance(node, dict):
-        return [*node.values(), *(key for key in node if isinstance(key, (tuple, Inert)))]
-    if isinstance(node, (list, tuple, set, frozenset)):
-        return list(node)
+        return [*node.values(), *node]
     if isinstance(node, Inert):
         flat = [part for pair in node.entries for part in pair]
         return [*node.args, node.state, *node.items, *flat]
-    return None
+    return list(node)
