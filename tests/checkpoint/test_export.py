@@ -137,7 +137,8 @@ def test_plain_dcp_is_loaded_by_torch_and_opened_again(flat: bool, tmp_path: Pat
     assert again.aliases == contents.aliases
     assert again.buffers.keys() == {"seen"}
     assert [set(group.names) for group in again.groups] == [set(group.names) for group in contents.groups]
-    assert [group.options for group in again.groups] == [group.options for group in contents.groups]
+    for group, other in zip(again.groups, contents.groups, strict=True):
+        assert group.options == other.options
     for name, parameter in again.parameters.items():
         if name in contents.parameters:
             assert torch.equal(parameter.weight.read(), contents.parameters[name].weight.read())

@@ -40,7 +40,15 @@ def same(found: Contents, expected: Contents) -> None:
     assert found.buffers.keys() == expected.buffers.keys()
     assert all(torch.equal(found.buffers[name].read(), value.read()) for name, value in expected.buffers.items())
     assert found.aliases == expected.aliases
-    assert found.groups == expected.groups
+    assert [group.names for group in found.groups] == [group.names for group in expected.groups]
+    for group, other in zip(found.groups, expected.groups, strict=True):
+        assert group.options.items() <= other.options.items()
+        assert {"lr", "betas", "eps", "weight_decay"} <= group.options.keys()
+    assert (
+        (found.optimizer, found.scheduler_type)
+        == (expected.optimizer, expected.scheduler_type)
+        == ("AdamW", "WarmupLR")
+    )
     assert (found.steps, found.skipped) == (expected.steps, expected.skipped)
     assert found.scheduler == expected.scheduler
     assert found.client_state == expected.client_state

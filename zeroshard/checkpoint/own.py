@@ -18,11 +18,16 @@ from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, Sc
 from zeroshard.checkpoint.foreign.stored import Held, InMemory, Lazy, StoredTensor, numel
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.errors import CheckpointError
 
 Progress = Callable[[int], None]
 _STEP = "step"
+_HOW = frozenset(
+    ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "bias_correction", "step")
+)
+_UNLESS_SET = frozenset(("amsgrad", "maximize"))
 
 
 def find_own(base: Path, tag: str | None) -> Path | None:
@@ -41,16 +46,26 @@ def find_own(base: Path, tag: str | None) -> Path | None:
 
 def open_own(folder: Path) -> Contents:
     """The contents of one of our checkpoints. Raises CheckpointError."""
-    reader = CheckpointReader(folder)
+    try:
+        return _contents(CheckpointReader(folder))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__} {error}"
+        raise CheckpointError(f"{folder / MANIFEST}: its state is not what it must be: {what}") from error
+
+
+def _contents(reader: CheckpointReader) -> Contents:
     moments: dict[str, dict[str, Lazy]] = {}
-    for name in reader.names(TensorKind.OPTIMIZER):
+    for name in (*reader.names(TensorKind.OPTIMIZER), *reader.names(TensorKind.OPTIMIZER_SCALAR)):
         tensor = reader.tensor(name)
         moments.setdefault(tensor.info.of, {})[tensor.info.key] = tensor
     parameters: dict[str, Parameter] = {}
     for name in reader.names(TensorKind.PARAMETER):
         tensor = reader.tensor(name)
-        own = {key: value for key, value in moments.get(name, {}).items() if value.shape == tensor.shape}
-        step = moments.get(name, {}).get(_STEP)
+        state = moments.get(name, {})
+        step = state.pop(_STEP, None)
+        own = {key: value for key, value in state.items() if value.shape == tensor.shape}
         parameters[name] = Parameter(
             name,
             tensor,
@@ -60,26 +75,32 @@ def open_own(folder: Path) -> Contents:
             tensor.info.compute,
         )
     state = reader.state
+    counters, scheduler, optimizer = unpack(state["counters"]), state["scheduler"], state["optimizer"]
     ranks = len({name.split(".")[1] for name in reader.names(TensorKind.RANK_BUFFER)})
     return Contents(
-        origin=f"zeroshard, {reader.manifest.world_size} ranks",
+        origin=f"zeroshard, {state.get('ranks', reader.manifest.world_size)} ranks",
         parameters=parameters,
         buffers={name: reader.tensor(name) for name in reader.names(TensorKind.BUFFER)},
         aliases=reader.aliases,
-        groups=_groups(state),
-        steps=int(state.get("global_steps") or 0),
-        skipped=int(state.get("skipped_steps") or 0),
-        scheduler=state.get("scheduler"),
-        client_state=state.get("client_state") or {},
+        groups=() if optimizer is None else tuple(map(_group, optimizer["groups"])),
+        optimizer=None if optimizer is None else optimizer["type"],
+        steps=int(counters.get("global_steps", 0)),
+        skipped=int(counters.get("skipped_steps", 0)),
+        accumulation=int(counters.get("accumulation", 1)),
+        scheduler=None if scheduler is None else unpack(scheduler["state"]),
+        scheduler_type=None if scheduler is None else scheduler["type"],
+        complete=state.get("frozen") is not False,
+        client_state=unpack(state["client_state"]),
         left_out=(f"buffers that {ranks} ranks had other values of; rank 0's are taken",) if ranks else (),
     )
 
 
-def _groups(state: Mapping[str, Any]) -> tuple[Group, ...]:
-    return tuple(
-        Group(tuple(group.get("params", ())), {key: value for key, value in group.items() if key != "params"})
-        for group in state.get("groups") or ()
-    )
+def _group(saved: Mapping[str, Any]) -> Group:
+    return Group(tuple(saved["names"]), {key: _listed(value) for key, value in unpack(saved["options"]).items()})
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def write_own(contents: Contents, base: str | os.PathLike[str], tag: str, progress: Progress = lambda n: None) -> Path:
@@ -105,15 +126,35 @@ def write_own(contents: Contents, base: str | os.PathLike[str], tag: str, progre
 
 
 def state_of(contents: Contents) -> dict[str, Any]:
-    """What our checkpoints keep beside tensors."""
-    return {
-        "client_state": contents.client_state,
+    """What our checkpoints keep beside tensors. A type that nothing says is None, which a load takes for its own."""
+    groups = [
+        {"names": list(group.names), "options": pack(_options(group.options), "optimizer options")}
+        for group in contents.groups
+    ]
+    scheduler = {"type": contents.scheduler_type, "state": pack(contents.scheduler, "scheduler")}
+    counters = {
+        "micro_steps": contents.steps * contents.accumulation,
         "global_steps": contents.steps,
         "skipped_steps": contents.skipped,
-        "micro_steps": 0,
-        "scheduler": contents.scheduler,
-        "groups": [{"params": list(group.names), **group.options} for group in contents.groups],
+        "accumulation": contents.accumulation,
+    }
+    return {
+        "optimizer": {"type": contents.optimizer, "groups": groups} if groups else None,
         "scaler": None if contents.scaler is None else scaler_state(contents.scaler),
+        "scheduler": None if contents.scheduler is None else scheduler,
+        "client_state": pack(contents.client_state, "client_state"),
+        "counters": counters,
+        "frozen": contents.complete,
+        "ranks": 1,
+    }
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters without what only says how torch computes; pairs such as betas are tuples."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in options.items()
+        if key not in _HOW and not (key in _UNLESS_SET and not value)
     }
 
 
@@ -139,12 +180,14 @@ def _pieces(contents: Contents, progress: Progress) -> Iterator[Piece]:
     for name, buffer in contents.buffers.items():
         yield _piece(TensorInfo(name, TensorKind.BUFFER, buffer.dtype, buffer.shape), buffer, progress)
     for name, parameter in contents.parameters.items():
-        kinds: dict[str, Lazy] = dict(parameter.moments)
-        if parameter.step is not None:
-            kinds[_STEP] = InMemory(torch.tensor(float(parameter.step)))
-        for key, tensor in kinds.items():
+        for key, tensor in parameter.moments.items():
             info = TensorInfo(f"state.{name}.{key}", TensorKind.OPTIMIZER, tensor.dtype, tensor.shape, of=name, key=key)
             yield _piece(info, tensor, progress)
+        if parameter.step is not None:
+            scalar, step = TensorKind.OPTIMIZER_SCALAR, InMemory(torch.tensor(float(parameter.step)))
+            yield _piece(
+                TensorInfo(f"state.{name}.{_STEP}", scalar, step.dtype, (), of=name, key=_STEP), step, progress
+            )
 
 
 def _piece(info: TensorInfo, tensor: Lazy, progress: Progress) -> Piece:

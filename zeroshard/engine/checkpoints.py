@@ -349,7 +349,7 @@ class _Load:
                 "optimizer=False)"
             )
             return
-        if saved["type"] != optimizer.name:
+        if saved["type"] not in (None, optimizer.name):  # None: an import that could not tell
             self._problems.append(f"its optimizer is {saved['type']}, this run's {optimizer.name}")
         own = [group["names"] for group in _groups(optimizer)]
         theirs = [[self._own_name(name) for name in group["names"]] for group in saved["groups"]]
@@ -376,7 +376,7 @@ class _Load:
     def _check_scheduler(self, scheduler: Any) -> None:
         saved = self.reader.state.get("scheduler")
         own = type(scheduler).__name__
-        if saved is None or saved["type"] != own:
+        if saved is None or saved["type"] not in (None, own):
             self._problems.append(
                 f"its scheduler is {'none' if saved is None else saved['type']}, this run's {own}; to keep this run's "
                 "as it is, load with load_lr_scheduler_states=False"
@@ -423,4 +423,5 @@ class _Load:
                 scaler.load_state_dict(state["scaler"])
         if self._selection.progress and self.reader.manifest.world_size == self._handle.comm.mesh.world_size:
             own = self.reader.manifest.ranks[self._handle.comm.mesh.rank]
-            set_generators(own["generators"], self._handle.device)
+            if "generators" in own:  # what is imported has none
+                set_generators(own["generators"], self._handle.device)

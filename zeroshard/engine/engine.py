@@ -21,6 +21,7 @@ from zeroshard.engine import checkpoints
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.native import close, stepper_of
 from zeroshard.engine.step_base import StepperBase
+from zeroshard.engine.weights_file import save_16bit_model
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
@@ -308,8 +309,6 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: it can't be written; on all ranks.
         """
-        from zeroshard.checkpoint.export.running import save_16bit_model
-
         save_16bit_model(self.module, save_dir, save_filename, frozen=not exclude_frozen_parameters)
         return True
 
@@ -322,7 +321,6 @@ class Engine(nn.Module):
     def _settle(self, call: str) -> None:
         if self.optimizer is not None:
             self._close_outcome(self._stepper(call))
-
 
     def destroy(self) -> None:
         """Take the hooks off the model and stop the watchdog."""

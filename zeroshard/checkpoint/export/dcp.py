@@ -20,9 +20,15 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, s
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from zeroshard.checkpoint.export.safetensors_stream import Progress
-from zeroshard.checkpoint.foreign.contents import Contents
+from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.errors import CheckpointError, UsageError
+
+_TORCH: dict[str, type[torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "SGD": torch.optim.SGD,
+}
 
 
 class LazyPlanner(DefaultSavePlanner):
@@ -71,16 +77,19 @@ def state_dict_of(contents: Contents, flat: bool = False) -> tuple[dict[str, Any
             f"param_groups.{name}.{key}": value
             for group in contents.groups
             for name in group.names
-            for key, value in _options(group.options).items()
+            for key, value in _options(contents, group).items()
         }
         return {**model, **({"optimizer": state} if state else {})}, lazies
-    groups = [{"params": list(group.names), **_options(group.options)} for group in contents.groups]
+    groups = [{"params": list(group.names), **_options(contents, group)} for group in contents.groups]
     return {"model": model, **({"optim": {"state": state, "param_groups": groups}} if state else {})}, lazies
 
 
-def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters as torch has them: pairs such as betas are tuples."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+def _options(contents: Contents, group: Group) -> dict[str, Any]:
+    """Hyper-parameters as torch has them: pairs such as betas are tuples, and all that its optimizer has are there."""
+    kind = _TORCH.get(contents.optimizer or "")
+    defaults = {} if kind is None else kind([torch.zeros(1)]).defaults
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in group.options.items()}
+    return {**defaults, **own}
 
 
 def export_dcp(

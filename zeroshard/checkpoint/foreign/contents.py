@@ -7,7 +7,7 @@ the counters of the run. All tensors are `Lazy`: a `Contents` of a terabyte is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,9 @@ class Scaler:
 class Contents:
     """All of a checkpoint.
 
+    optimizer, scheduler_type: names of the classes, None where nothing says.
+    accumulation: micro-batches of a step.
+    complete: False if frozen parameters were left out when it was saved.
     aliases: another name of a parameter -> the name that it is stored under (tied weights).
     left_out: what was there and could not be kept, with the reason, for the user to see.
     """
@@ -70,11 +73,15 @@ class Contents:
     buffers: Mapping[str, Lazy] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
+    optimizer: str | None = None
     scaler: Scaler | None = None
     steps: int = 0
     skipped: int = 0
     samples: int = 0
+    accumulation: int = 1
     scheduler: Mapping[str, Any] | None = None
+    scheduler_type: str | None = None
+    complete: bool = True
     client_state: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
@@ -98,6 +105,21 @@ class Contents:
             yield name, parameter.shape, parameter.weight
         for name, buffer in self.buffers.items():
             yield name, buffer.shape, buffer
+
+
+def optimizer_name(groups: Sequence[Group], moments: Iterable[str], said: str | None = None) -> str | None:
+    """The class of the optimizer, from what it left; None where that could be several.
+
+    Args:
+        said: what a config calls it; DeepSpeed's "Adam" decouples the weight decay unless told otherwise.
+    """
+    decoupled = {group.options.get("decoupled_weight_decay") for group in groups} - {None}
+    kinds = set(moments)
+    if kinds == {"exp_avg", "exp_avg_sq"}:
+        if len(decoupled) == 1:
+            return "AdamW" if decoupled.pop() else "Adam"
+        return "AdamW" if said is not None and said.lower() in ("adam", "adamw") else None
+    return "SGD" if kinds == {"momentum_buffer"} else None
 
 
 def plain(value: Any, where: str, left_out: list[str]) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, plain
+from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, optimizer_name, plain
 from zeroshard.checkpoint.foreign.inert import Inert, shape_of
 from zeroshard.checkpoint.foreign.stored import FileRange, Lazy, StoredTensor, Tile, Tiled, numel
 from zeroshard.checkpoint.foreign.torchzip import load
@@ -106,12 +106,14 @@ def open_dcp(directory: str | os.PathLike[str]) -> Contents:
     rest = {path: tensor for path, tensor in found.tensors.items() if path[:-1] != prefix}
     client = _client_state(rest, found.objects, left_out)
     steps = _steps(parameters, client)
+    groups = _groups(found.options, left_out)
     return Contents(
         origin=f"torch.distributed.checkpoint of {len(values)} tensors",
         parameters=parameters,
         buffers=buffers,
         aliases=aliases,
-        groups=_groups(found.options, left_out),
+        groups=groups,
+        optimizer=optimizer_name(groups, {key for parameter in parameters.values() for key in parameter.moments}),
         steps=steps,
         scheduler=client.pop("lr_scheduler", None),
         client_state=client,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.foreign.contents import Contents, Parameter, Scaler, plain
+from zeroshard.checkpoint.foreign.contents import Contents, Parameter, Scaler, optimizer_name, plain
 from zeroshard.checkpoint.foreign.inert import Inert
 from zeroshard.checkpoint.foreign.stored import Lazy, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
@@ -181,6 +181,15 @@ class Common:
         value = self.module.get(name)
         return value.dtype if isinstance(value, StoredTensor) else None
 
+    def excluded(self, parameters: Mapping[str, Parameter]) -> list[str]:
+        """Parameters that the model has and the checkpoint does not: at stage 3 an empty tensor stands for them."""
+        return [
+            name
+            for name, value in self.module.items()
+            if name not in parameters and name not in self.buffers and name not in self.aliases
+            if isinstance(value, StoredTensor) and numel(value.shape) == 0
+        ]
+
     def whole_frozen(self, left_out: list[str]) -> dict[str, Parameter]:
         """Parameters outside of the optimizer that the model file holds whole: frozen ones and those of no element."""
         found: dict[str, Parameter] = {}
@@ -209,8 +218,17 @@ class Common:
             for key, value in state.items()
             if key not in _OWN_KEYS
         }
+        config = state.get("ds_config")
+        config = config if isinstance(config, dict) else {}
+        accumulation = config.get("gradient_accumulation_steps")
+        groups = rest.get("groups", ())
+        moments = {key for parameter in parameters.values() for key in parameter.moments}
         return Contents(
             origin=origin,
+            optimizer=optimizer_name(groups, moments, _said(config, "optimizer")),
+            accumulation=accumulation if type(accumulation) is int and accumulation > 0 else 1,
+            scheduler_type=None if scheduler is None else _said(config, "scheduler"),
+            complete=not self.excluded(parameters),
             parameters={name: parameters[name] for name in order},
             buffers=self.buffers,
             aliases={alias: name for alias, name in self.aliases.items() if name in parameters},
@@ -250,6 +268,13 @@ def _shapes(group: Any, path: Path) -> Mapping[str, tuple[int, ...]]:
 def _empty(name: str, frozen: Mapping[str, tuple[int, ...]], module: Mapping[str, Any]) -> bool:
     value = module.get(name)
     return numel(frozen[name] if name in frozen else value.shape if isinstance(value, StoredTensor) else (1,)) == 0
+
+
+def _said(config: Mapping[str, Any], what: str) -> str | None:
+    """The type of optimizer or scheduler in a config."""
+    section = config.get(what)
+    found = section.get("type") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def scaler_of(value: Any) -> Scaler | None:

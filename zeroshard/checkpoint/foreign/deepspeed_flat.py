@@ -136,12 +136,7 @@ def open_flat(files: Files, common: Common) -> Contents:
             parameters[name] = Parameter(name, weight, joined, ranks[0].step(index), compute=common.compute_dtype(name))
     if stage == 3:
         parameters |= frozen_3(files, common, world)
-        left_out += [
-            f"{name}: it was excluded when the checkpoint was saved"
-            for name, value in common.module.items()
-            if name not in parameters and name not in common.buffers and name not in common.aliases
-            if not isinstance(value, StoredTensor) or numel(value.shape) == 0
-        ]
+        left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
     else:
         parameters |= common.whole_frozen(left_out)
     version = common.state.get("ds_version")

@@ -34,6 +34,7 @@ def open_universal(files: Files, common: Common) -> Contents:
             parameters[name] = _parameter(folder, name, shape, steps.get(index), common)
     if stage == 3:
         parameters |= frozen_3(files, common, len(files.model))
+        left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
     else:
         parameters |= common.whole_frozen(left_out)
     return common.contents(

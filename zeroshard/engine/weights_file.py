@@ -19,6 +19,7 @@ from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.engine.gathered import iterate_full_parameters
 from zeroshard.engine.handle import Handle, handle_of
+from zeroshard.engine.saved_model import aliases_of, persistent_buffers
 from zeroshard.errors import CheckpointError, UsageError
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -63,7 +64,7 @@ def save_16bit_model(model: nn.Module, folder: str | os.PathLike[str], filename:
 
 def _write(handle: Handle, model: nn.Module, target: Path, weights: Iterator[tuple[str, Lazy]], frozen: bool) -> None:
     shapes = _shapes(handle, frozen)
-    buffers: dict[str, Lazy] = {name: InMemory(buffer.cpu()) for name, buffer in persistent_buffers(model)}
+    buffers: dict[str, Lazy] = {name: InMemory(buffer.cpu()) for name, buffer in persistent_buffers(model).items()}
     partial = target.with_name(f".{target.name}.partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial.unlink(missing_ok=True)
@@ -115,16 +116,3 @@ def _shapes(handle: Handle, frozen: bool) -> Shapes:
         if frozen or group.plan.trainable
         for segment in group.plan.layout.segments
     }
-
-
-def aliases_of(handle: Handle) -> dict[str, str]:
-    """Other names of tied parameters -> the name in the plan."""
-    return {alias: name for unit in handle.plan.units for alias, name in unit.aliases}
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a state dict has, each under its first name."""
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer.detach()
