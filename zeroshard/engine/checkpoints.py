@@ -356,7 +356,7 @@ class _Load:
         if len(own) != len(theirs):
             self._problems.append(f"its optimizer has {len(theirs)} parameter groups, this run's {len(own)}")
         for number, (names, others) in enumerate(zip(own, theirs, strict=False)):
-            differing = sorted(set(names) ^ set(others))
+            differing = sorted((set(names) ^ set(others)) - self._without_elements())
             if differing:
                 self._problems.append(
                     f"optimizer group {number}: {', '.join(map(repr, differing[:3]))} "
@@ -369,6 +369,11 @@ class _Load:
                 ZeroShardWarning,
                 stacklevel=2,
             )
+
+    def _without_elements(self) -> set[str]:
+        """Parameters that no optimizer has anything to do with; DeepSpeed's leave them out."""
+        segments = (segment for _, group in self._handle.plan.groups() for segment in group.layout.segments)
+        return {segment.name for segment in segments if not segment.numel}
 
     def _own_name(self, name: str) -> str:
         return aliases_of(self._handle).get(name, name)

@@ -22,6 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE / "checkpoints"
 STEPS = 3
+MORE = 4  # steps after the save, of which only the losses are kept
 
 # Why each is there: fp16 has a loss scaler; bf16 with fp32 gradients takes DeepSpeed's third optimizer; the small
 # sub-groups cut stage 3's flat groups in the middle of the parameter list; round robin reorders a group and alignment
@@ -112,9 +113,15 @@ def train(case: str, folder: Path) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     generator = torch.Generator().manual_seed(100 + engine.global_rank)
-    for _ in range(STEPS):
-        engine.backward(engine(torch.randint(0, 13, (2, 6), generator=generator)))
+
+    def step() -> float:
+        loss = engine(torch.randint(0, 13, (2, 6), generator=generator))
+        engine.backward(loss)
         engine.step()
+        return loss.item()
+
+    for _ in range(STEPS):
+        step()
     engine.save_checkpoint(str(folder), tag="step3", client_state={"epoch": 2, "note": "from the caller"})
 
     if case != "zero3":
@@ -131,18 +138,20 @@ def train(case: str, folder: Path) -> None:
             truth[f"{name}|compute"] = parameter.detach().clone()
     for name, buffer in engine.module.named_buffers():
         truth[f"{name}|buffer"] = buffer.clone()
+    scale = getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", 1.0)
+    facts = {
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "samples": engine.global_samples,
+        "scale": float(scale),
+        "lr": [group["lr"] for group in optimizer.param_groups],
+        "scheduler": scheduler.state_dict(),
+    }
+    losses: list[Any] = [None, None]
+    torch.distributed.all_gather_object(losses, [step() for _ in range(MORE)])
     if engine.global_rank == 0:
         save_file({name: value.contiguous() for name, value in truth.items()}, folder / "truth.safetensors")
-        scale = getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", 1.0)
-        facts = {
-            "steps": engine.global_steps,
-            "skipped": engine.skipped_steps,
-            "samples": engine.global_samples,
-            "scale": float(scale),
-            "lr": [group["lr"] for group in optimizer.param_groups],
-            "scheduler": scheduler.state_dict() if scheduler else None,
-        }
-        (folder / "truth.json").write_text(json.dumps(facts, indent=1, default=str) + "\n")
+        (folder / "truth.json").write_text(json.dumps({**facts, "next_losses": losses}, indent=1) + "\n")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

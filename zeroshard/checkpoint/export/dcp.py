@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.errors import CheckpointError, UsageError
 
-_TORCH: dict[str, type[torch.optim.Optimizer]] = {
+_TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
     "SGD": torch.optim.SGD,
