@@ -5,11 +5,13 @@ Each bomb here is a real one: Python's own readers would run it, unpack it or fa
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import shutil
 import struct
 import subprocess
+import tempfile
 import time
 import tracemalloc
 import zipfile
@@ -19,11 +21,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zeroshard.checkpoint.foreign.deepspeed import find, open_deepspeed
 from zeroshard.checkpoint.foreign.inert import Inert
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.checkpoint.foreign.unpickle import Limits, unpickle
+from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.errors import CheckpointError
 
 FIXTURE = Path(__file__).parent / "deepspeed" / "checkpoints" / "zero1" / "step3"
@@ -313,3 +318,32 @@ def test_a_checkpoint_of_deepspeed_that_does_not_fit_together_is_refused(tmp_pat
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="zero_pp_rank_1"):
         open_deepspeed(folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damage_of_any_kind_is_an_error_of_ours(data: st.DataObject) -> None:
+    """Bytes of a file or of its pickle, changed at random."""
+    content = bytearray((FIXTURE / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes())
+    pickled = content.index(b"\x80\x02}")
+    ranges = st.one_of(st.integers(0, len(content) - 1), st.integers(pickled, pickled + 2400))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(ranges)] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "file.pt"
+        file.write_bytes(content)
+        with contextlib.suppress(CheckpointError):
+            load(file)
+
+
+def test_values_of_other_types_are_errors_of_ours(tmp_path: Path) -> None:
+    """Each entry of the model file in turn is a number, a text or a list of lists."""
+    keys = list(torch.load(FIXTURE / "mp_rank_00_model_states.pt", weights_only=False))
+    for number, key in enumerate(keys):
+        for value in (7, "text", [[1], [2]]):
+
+            def change(state: dict[str, Any], key: str = key, value: Any = value) -> None:
+                state[key] = value
+
+            with contextlib.suppress(CheckpointError):
+                open_checkpoint(changed(tmp_path / f"{number} {value}", change))

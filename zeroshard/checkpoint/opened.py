@@ -28,12 +28,17 @@ def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     own = find_own(base, tag)
     if own is not None:
         return open_own(own)
-    found = deepspeed.find(base, tag)
-    if found is not None:
-        return deepspeed.open_deepspeed(found)
-    folder = base if tag is None else base / deepspeed.check_tag(tag, base)
-    if is_dcp(folder):
-        return open_dcp(folder)
+    try:
+        found = deepspeed.find(base, tag)
+        if found is not None:
+            return deepspeed.open_deepspeed(found)
+        folder = base if tag is None else base / deepspeed.check_tag(tag, base)
+        if is_dcp(folder):
+            return open_dcp(folder)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values that are not what their place says
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{base} is damaged: {type(error).__name__} {error}") from error
     raise CheckpointError(
         f"{folder} holds no checkpoint of zeroshard, DeepSpeed (ZeRO 1 to 3 or universal) or "
         "torch.distributed.checkpoint"
