@@ -275,7 +275,7 @@ def changed(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     folder = tmp_path / "step3"
     shutil.copytree(FIXTURE, folder)
     file = folder / "mp_rank_00_model_states.pt"
-    state = torch.load(file, weights_only=False)
+    state = torch.load(file, weights_only=True)
     change(state)
     torch.save(state, file)
     return folder
@@ -338,7 +338,7 @@ def test_damage_of_any_kind_is_an_error_of_ours(data: st.DataObject) -> None:
 
 def test_values_of_other_types_are_errors_of_ours(tmp_path: Path) -> None:
     """Each entry of the model file in turn is a number, a text or a list of lists."""
-    keys = list(torch.load(FIXTURE / "mp_rank_00_model_states.pt", weights_only=False))
+    keys = list(torch.load(FIXTURE / "mp_rank_00_model_states.pt", weights_only=True))
     for number, key in enumerate(keys):
         for value in (7, "text", [[1], [2]]):
 

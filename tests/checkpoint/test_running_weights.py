@@ -1,4 +1,7 @@
-"""`save_16bit_model` writes what the model computes with, tied weights once, at any stage; failures reach all ranks."""
+"""`save_16bit_model` and an export of the run's checkpoint write what the model computes with, tied weights once.
+
+A failure of rank 0 reaches all ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from zeroshard.checkpoint.export.hf import export_hf
+from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.engine.gathered import full_state_dict
 from zeroshard.errors import CheckpointError, UsageError
 
@@ -45,6 +50,8 @@ def save_all(rank: int, world_size: int, folder: Path, stage: int) -> None:
     engine.backward(engine(torch.arange(6).view(2, 3) + rank))
     engine.step()
     expected = full_state_dict(engine.module, master=False)
+    masters = full_state_dict(engine.module)
+    engine.save_checkpoint(folder / "own")
     assert engine.save_16bit_model(folder / "all") is True
     engine.save_16bit_model(folder / "all", "model.safetensors")
     engine.save_16bit_model(folder / "all", "trained.safetensors", exclude_frozen_parameters=True)
@@ -65,6 +72,12 @@ def save_all(rank: int, world_size: int, folder: Path, stage: int) -> None:
             "pytorch_model.bin",
             "trained.safetensors",
         ]
+        export_hf(open_checkpoint(folder / "own"), folder / "low")
+        export_hf(open_checkpoint(folder / "own"), folder / "full", torch.float32)
+        low, full = (load_file(folder / name / "model.safetensors") for name in ("low", "full"))
+        assert low.keys() == full.keys() == once.keys()
+        assert all(torch.equal(low[name], value) and low[name].dtype == value.dtype for name, value in once.items())
+        assert all(torch.equal(full[name].to(value.dtype), value) for name, value in masters.items() if name in full)
         (folder / "file").write_text("")
     with pytest.raises(UsageError, match="no file name"):
         engine.save_16bit_model(folder, "../x")

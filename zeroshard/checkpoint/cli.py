@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from zeroshard.checkpoint import directory
+from zeroshard.checkpoint import directory, foreign_commands
 from zeroshard.checkpoint.dtypes import name_of
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
@@ -23,11 +23,12 @@ from zeroshard.errors import CheckpointError
 
 app = typer.Typer(
     name="checkpoint",
-    help="Look into checkpoints, verify and prune them.",
+    help="Look into checkpoints, verify and prune them; export them and import those of others.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+foreign_commands.register(app)
 _Path = Annotated[Path, typer.Argument(help="A directory of checkpoints, or one checkpoint.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
