@@ -139,7 +139,7 @@ def state_of(contents: Contents) -> dict[str, Any]:
         "accumulation": contents.accumulation,
     }
     return {
-        "optimizer": {"type": contents.optimizer, "groups": groups} if groups else None,
+        "optimizer": {"type": contents.optimizer, "groups": groups, "counters": {}} if groups else None,
         "scaler": None if contents.scaler is None else scaler_state(contents.scaler),
         "scheduler": None if contents.scheduler is None else scheduler,
         "client_state": pack(contents.client_state, "client_state"),

@@ -1,14 +1,15 @@
 """Write a plain checkpoint of `torch.distributed.checkpoint` that FSDP2 code loads with `dcp.load`.
 
 The keys are those of `get_state_dict`: {"model": {NAME: tensor}, "optim": {"state": {NAME: {"exp_avg": ...}},
-"param_groups": [...]}}, or flattened as torchtitan has them. torch's own writer writes it, in this process alone; it
-asks its planner for a tensor just before it writes it, and our planner reads it then. It keeps the tensors of a file
-until the file is complete, so each has a file of its own. DCP has no names for one tensor under two, so tied weights
-are written under each.
+"param_groups": [...]}}, or flattened as torchtitan has them. torch plans what is to be written from tensors of the
+meta device, and writes the metadata; our part is to write the tensors, a chunk at a time. Rejected: torch's own writer,
+which keeps the tensors of a file until the file is complete and copies each once more. DCP has no names for one tensor
+under two, so tied weights are written under each.
 """
 
 from __future__ import annotations
 
+import io
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner, save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from zeroshard.checkpoint.directory import write_synced
 from zeroshard.checkpoint.export.safetensors_stream import Progress
+from zeroshard.checkpoint.export.torch_file import save_tensor
 from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.errors import CheckpointError, UsageError
@@ -31,21 +36,32 @@ _TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
 }
 
 
-class LazyPlanner(DefaultSavePlanner):
-    """Plans with tensors of the meta device, and reads each when it is written."""
+class StreamingWriter(FileSystemWriter):
+    """Writes tensors of a plan from lazies, a chunk at a time, each to a file of its own; the rest as torch does."""
 
-    def __init__(self, tensors: Mapping[str, Lazy], progress: Progress) -> None:
-        super().__init__()
+    def __init__(self, folder: Path, tensors: Mapping[str, Lazy], progress: Progress) -> None:
+        super().__init__(folder)
+        self._folder = folder
         self._tensors = tensors
         self._progress = progress
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        tensor = self._tensors.get(index.fqn)
-        if tensor is None:
-            return super().lookup_object(index)
-        value = tensor.read()
-        self._progress(value.nbytes)
-        return value
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all items of this process's plan, of which the planner holds meta tensors only."""
+        results = []
+        for number, item in enumerate(plan.items):
+            file = self._folder / f"__0_{number}.distcp"
+            tensor = self._tensors.get(item.index.fqn)
+            if tensor is not None:
+                save_tensor(file, tensor, self._progress)
+            else:
+                data = planner.resolve_data(item)
+                assert isinstance(data, io.BytesIO)
+                write_synced(file, data.getvalue())
+            size = file.stat().st_size
+            results.append(WriteResult(item.index, size, _StorageInfo(file.name, 0, size)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
 
 def state_dict_of(contents: Contents, flat: bool = False) -> tuple[dict[str, Any], dict[str, Lazy]]:
@@ -111,10 +127,9 @@ def export_dcp(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        writer = FileSystemWriter(partial, single_file_per_rank=False, thread_count=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
-            save(state, storage_writer=writer, planner=LazyPlanner(lazies, progress), no_dist=True)
+            save(state, storage_writer=StreamingWriter(partial, lazies, progress), no_dist=True)
         if out.exists():
             out.rmdir()
         partial.rename(out)

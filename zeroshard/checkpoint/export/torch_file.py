@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,18 +24,29 @@ def reserve(
     path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], aliases: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
     """Write a state dict with empty space for its tensors; returns where each belongs. Aliases share their space."""
-    if path.exists():
-        raise CheckpointError(f"{path} exists already")
     with FakeTensorMode():
         state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    state |= {alias: state[name] for alias, name in aliases.items()}
+    places = _reserve(path, {**state, **{alias: state[name] for alias, name in aliases.items()}})
+    return {name: places[name] for name in shapes}
+
+
+def save_tensor(path: Path, tensor: Lazy, progress: Progress = lambda count: None) -> None:
+    """Write a file of `torch.save` that holds one tensor. Raises CheckpointError."""
+    with FakeTensorMode():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+    fill(path, [(_reserve(path, fake), tensor)], progress)
+
+
+def _reserve(path: Path, value: Any) -> Any:
+    """Write what is there but for the bytes of its tensors, and read where those belong."""
+    if path.exists():
+        raise CheckpointError(f"{path} exists already")
     try:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, path)
+            torch.save(value, path)
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
         raise CheckpointError(f"{path} can't be written: {error}") from error
-    places = load(path)
-    return {name: places[name] for name in shapes}
+    return load(path)
 
 
 def fill(path: Path, tensors: Iterable[tuple[StoredTensor, Lazy]], progress: Progress = lambda count: None) -> int:
