@@ -30,7 +30,14 @@ from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.engine.gathered import place_of
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.native import find_optimizer, find_stepper
-from zeroshard.engine.saved_model import StateLoad, aliases_of, buffer_targets, parameter_targets, pieces
+from zeroshard.engine.saved_model import (
+    StateLoad,
+    aliases_of,
+    buffer_targets,
+    parameter_targets,
+    persistent_buffers,
+    pieces,
+)
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.errors import CheckpointError, UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -313,6 +320,7 @@ class _Load:
         targets = parameter_targets(self._handle)
         own = {self.reader.aliases.get(target.name, target.name) for target in targets}
         own |= set(aliases_of(self._handle))
+        own |= set(persistent_buffers(self._handle.runtime.model))  # an import from DCP can't tell which are buffers
         for name in self.reader.names(TensorKind.PARAMETER):
             if name not in own:
                 self._other(f"tensor {name!r} is there, but this model has no such parameter")
