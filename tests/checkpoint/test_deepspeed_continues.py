@@ -41,7 +41,7 @@ def start(case: str, stage: int) -> Engine:
 
 
 def go_on(rank: int, world_size: int, folder: Path) -> None:
-    for case, stage in (("zero1", 3), ("zero1_bf16_optimizer", 1), ("zero3", 3), ("zero3", 2)):
+    for case, stage in (("zero1", 3), ("zero1_bf16_optimizer", 1), ("zero3", 2)):
         if rank == 0 and not (folder / case).exists():
             write_own(opened(case), folder / case, "imported")
         dist.barrier()

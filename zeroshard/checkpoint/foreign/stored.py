@@ -335,7 +335,7 @@ class Held:
         return part
 
 
-def chunks(tensor: Lazy, bytes_at_once: int = 16 << 20) -> Iterator[torch.Tensor]:
+def chunks(tensor: Lazy, bytes_at_once: int = 4 << 20) -> Iterator[torch.Tensor]:
     """The elements of a tensor in row-major order, some at a time; each is 1-D."""
     step = max(1, bytes_at_once // tensor.dtype.itemsize)
     total = numel(tensor.shape)
