@@ -54,10 +54,13 @@ _HOME = {
     "init_distributed": "zeroshard.comm.join",
     "initialize": "zeroshard.from_config",
     "iterate_full_parameters": "zeroshard.engine.gathered",
+    "load": "zeroshard.engine.checkpoints",
     "no_sync": "zeroshard.engine.native",
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
+    "save": "zeroshard.engine.checkpoints",
     "shard": "zeroshard.engine.native",
+    "wait_for_checkpoint": "zeroshard.engine.checkpoints",
 }
 
 __all__ = [
@@ -84,10 +87,13 @@ __all__ = [
     "init_distributed",
     "initialize",
     "iterate_full_parameters",
+    "load",
     "no_sync",
     "peer_memory_nbytes",
     "plan_of",
+    "save",
     "shard",
+    "wait_for_checkpoint",
 ]
 
 

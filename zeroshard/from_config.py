@@ -16,7 +16,7 @@ from zeroshard.cluster import rank_place
 from zeroshard.comm.join import init_distributed
 from zeroshard.config import Config, load_config
 from zeroshard.engine.build import default_device
-from zeroshard.engine.engine import BatchSizes, Engine
+from zeroshard.engine.engine import BatchSizes, Engine, Saving
 from zeroshard.engine.native import build_optimized, make_plan
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.clients import client_source
@@ -86,7 +86,8 @@ def initialize(
     sharded = _shard(model, resolved, optimizer, parameters, scaler, device)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
-    engine = Engine(model, sharded, scheduler, sizes)
+    saving = Saving(resolved.checkpoint.background, resolved.checkpoint.keep)
+    engine = Engine(model, sharded, scheduler, sizes, saving)
     loader = _loader(training_data, sizes.micro, collate_fn) if training_data is not None else None
     return engine, sharded, loader, scheduler
 

@@ -61,7 +61,7 @@ def test_a_row_is_complete(key: Key) -> None:
 def test_the_models_hold_the_obeyed_keys_and_their_defaults_and_no_others() -> None:
     fields: dict[str, Any] = {}
     for name, value in ObeyedSections():
-        inner = dict(value) if isinstance(value, Section) else None
+        inner = value.model_dump(by_alias=True) if isinstance(value, Section) else None
         fields.update({f"{name}.{n}": v for n, v in inner.items()} if inner is not None else {name: value})
     table = {
         key.path: key.default

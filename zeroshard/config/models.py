@@ -62,6 +62,11 @@ class DataTypesSection(Section):
     keep_in_fp32_modules: NamesOrAuto = "auto"
 
 
+class CheckpointSection(Section):
+    in_background: Flag = Field(default=False, alias="async")
+    keep: Count | None = None
+
+
 class ObeyedSections(Section):
     """Every obeyed key but the optimizer's and the scheduler's, which depend on their type."""
 
@@ -69,6 +74,7 @@ class ObeyedSections(Section):
     bf16: Bf16Section = Field(default_factory=Bf16Section)
     fp16: Fp16Section = Field(default_factory=Fp16Section)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
+    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     communication_data_type: DtypeName | None = None
     gradient_clipping: NonNegative = 1.0
     prescale_gradients: Flag = False

@@ -30,6 +30,7 @@ from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
     BatchConfig,
+    CheckpointConfig,
     Config,
     FrozenMap,
     LossScaleConfig,
@@ -173,6 +174,7 @@ class _Resolver:
             ),
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
+            checkpoint=CheckpointConfig(sections.checkpoint.in_background, sections.checkpoint.keep),
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
             origins=FrozenMap(self._all_origins()),
@@ -200,7 +202,8 @@ class _Resolver:
         sections = self._validated(ObeyedSections, nested, "")
         for name, value in sections:
             for inner, inner_value in value if isinstance(value, Section) else ():
-                self._record(f"{name}.{inner}", inner_value)
+                key = type(value).model_fields[inner].alias or inner  # "async" is a word of Python's
+                self._record(f"{name}.{key}", inner_value)
             if not isinstance(value, Section):
                 self._record(name, value)
         return sections

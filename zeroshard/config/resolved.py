@@ -105,6 +105,14 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """How checkpoints are saved: in the background, and how many are kept (None: all)."""
+
+    background: bool
+    keep: int | None
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole config. `origins` says for each JSON path where its value comes from."""
 
@@ -117,6 +125,7 @@ class Config:
     reduction: ReductionConfig
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
+    checkpoint: CheckpointConfig
     steps_per_print: int | None
     allow_untested_optimizer: bool
     origins: Mapping[str, str]

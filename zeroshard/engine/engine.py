@@ -8,6 +8,7 @@ engine.step()                        at the last micro-batch: update, zero the g
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import basic
+from zeroshard.engine import checkpoints
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.native import close, stepper_of
 from zeroshard.engine.step_base import StepperBase
-from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.engine.weights_file import save_16bit_model
+from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.optim.updates import StatefulUpdate
 from zeroshard.plan.plan import Plan
 
 
@@ -33,6 +34,14 @@ class BatchSizes:
     train: int
     micro: int
     accumulation: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How checkpoints are saved: written in the background, and how many are kept (None: all)."""
+
+    background: bool = False
+    keep: int | None = None
 
 
 class Engine(nn.Module):
@@ -46,7 +55,12 @@ class Engine(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: ShardedOptimizer | None, lr_scheduler: Any | None, batch: BatchSizes
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any | None,
+        batch: BatchSizes,
+        saving: Saving = Saving(),
     ) -> None:
         super().__init__()
         self.module = model
@@ -56,6 +70,7 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self._batch = batch
+        self._saving = saving
         self._manual_boundary: bool | None = None
         self._inside_no_sync = False
         self._outcome_open = False
@@ -196,29 +211,46 @@ class Engine(nn.Module):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        background: bool | None = None,
     ) -> bool:
         """Save everything needed to go on; called by all ranks.
 
         Args:
             tag: folder name; by default `global_step<N>`.
-            client_state: JSON-able values that `load_checkpoint` gives back.
+            client_state: plain values that `load_checkpoint` gives back.
+            save_latest: make it the one that `load_checkpoint` without a tag loads.
+            exclude_frozen_parameters: leave out what no optimizer trains, the base of a LoRA model say.
+            background: write in a thread while training goes on; by default as `checkpoint.async` of the config says.
+
+        Raises:
+            CheckpointError: it can't be written, here or on another rank; the older ones are untouched. In the
+                background, the error comes from the next save, load or `wait_for_checkpoint`.
         """
-        if not save_latest:
-            raise UsageError("save_latest=False is not built yet")
-        if self.optimizer is not None:
-            self._close_outcome(self._stepper("save_checkpoint"))
-        extra = {
-            "client_state": dict(client_state or {}),
-            "micro_steps": self.micro_steps,
-            "global_steps": self.global_steps,
-            "skipped_steps": self.skipped_steps,
-            **self._kinds(),
-            "scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-            "groups": [] if self.optimizer is None else _hyper_parameters(self.optimizer),
-            "scaler": self._scaler_state(),
-        }
-        basic.save(self._handle, self._update(), save_dir, tag or f"global_step{self.global_steps}", extra)
+        self._settle("save_checkpoint")
+        checkpoints.save(
+            self.module,
+            save_dir,
+            tag if tag is not None else f"global_step{self.global_steps}",
+            scheduler=self.lr_scheduler,
+            client_state=client_state,
+            background=self._saving.background if background is None else background,
+            latest=save_latest,
+            keep=self._saving.keep,
+            frozen=not exclude_frozen_parameters,
+            counters={
+                "micro_steps": self.micro_steps,
+                "global_steps": self.global_steps,
+                "skipped_steps": self.skipped_steps,
+                "accumulation": self._batch.accumulation,
+            },
+        )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is written in the background is whole. Raises CheckpointError if it failed."""
+        checkpoints.wait_for_checkpoint(self.module)
 
     def load_checkpoint(
         self,
@@ -228,48 +260,67 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of the same model, plan and number of ranks; called by all ranks.
+        """Go on from a checkpoint of the same model, of any number of ranks, stage and dtype; called by all ranks.
+
+        Args:
+            tag: None for the newest.
+            load_module_strict: names that are missing or too many are errors; else warnings.
+            load_optimizer_states: with the optimizer's state, hyper-parameters and the loss scale.
+            load_lr_scheduler_states: with the scheduler's.
+            load_module_only: parameters and buffers and nothing else.
 
         Returns:
-            Its folder and the client state.
+            Its folder and the client state; (None, None) with a warning where no tag was given and the directory has
+            no checkpoint.
 
         Raises:
-            CheckpointError: it is missing, damaged or of something else; nothing was changed then.
+            CheckpointError: it is damaged or of something else; nothing was changed then.
         """
-        if not (load_module_strict and load_optimizer_states and load_lr_scheduler_states) or load_module_only:
-            raise UsageError("load_checkpoint loads everything; loading a part is not built yet")
+        if custom_load_fn is not None:
+            raise UsageError("load_checkpoint(custom_load_fn=...): weights are not read as a dict here; not supported")
+        self._settle("load_checkpoint")
+        if tag is None and not checkpoints.any_checkpoint(self.module, load_dir):
+            warnings.warn(f"{load_dir} holds no checkpoint; nothing was loaded", ZeroShardWarning, stacklevel=2)
+            return None, None
+        selection = checkpoints.Selection(
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            progress=not load_module_only,
+            strict=load_module_strict,
+        )
+        loaded = checkpoints.load(self.module, load_dir, tag, scheduler=self.lr_scheduler, selection=selection)
+        if selection.progress and loaded.counters:
+            self._count_from(loaded.counters)
+        return str(loaded.folder), loaded.client_state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights in compute dtype to one file, streaming; called by all ranks.
+
+        Args:
+            save_filename: one that ends in .safetensors becomes such a file, any other one a file of `torch.save`.
+
+        Raises:
+            CheckpointError: it can't be written; on all ranks.
+        """
+        save_16bit_model(self.module, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        return True
+
+    def _count_from(self, counters: Mapping[str, Any]) -> None:
+        self.global_steps, self.skipped_steps = counters["global_steps"], counters["skipped_steps"]
+        same = counters["accumulation"] == self._batch.accumulation
+        # With another accumulation the next micro-batch is the first of a step.
+        self.micro_steps = counters["micro_steps"] if same else self.global_steps * self._batch.accumulation
+
+    def _settle(self, call: str) -> None:
         if self.optimizer is not None:
-            self._close_outcome(self._stepper("load_checkpoint"))
-        folder, extra = basic.load(self._handle, self._update(), load_dir, tag, self._check_rest)
-        self.micro_steps, self.global_steps = extra["micro_steps"], extra["global_steps"]
-        self.skipped_steps = extra["skipped_steps"]
-        self._load_rest(extra)
-        return str(folder), extra["client_state"]
-
-    def _kinds(self) -> dict[str, Any]:
-        """What must be the same in a checkpoint and in the run that loads it."""
-        return {
-            "optimizer_type": None if self.optimizer is None else self.optimizer.name,
-            "optimizer_groups": 0 if self.optimizer is None else len(self.optimizer.param_groups),
-            "scheduler_type": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
-            "loss_scale": self._scaler_state() is not None,
-        }
-
-    def _check_rest(self, extra: Mapping[str, Any]) -> None:
-        for what, own in self._kinds().items():
-            if extra[what] != own:
-                raise CheckpointError(f"the checkpoint has {what} {extra[what]}, the run {own}; make them the same")
-
-    def _load_rest(self, extra: Mapping[str, Any]) -> None:
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(extra["scheduler"])
-        if self.optimizer is not None:
-            for group, saved in zip(self.optimizer.param_groups, extra["groups"], strict=True):
-                group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
-            scaler = stepper_of(self.module).scaler
-            if scaler is not None and extra["scaler"] is not None:
-                scaler.load_state_dict(extra["scaler"])
+            self._close_outcome(self._stepper(call))
 
     def destroy(self) -> None:
         """Take the hooks off the model and stop the watchdog."""
@@ -279,13 +330,6 @@ class Engine(nn.Module):
     def _handle(self) -> Handle:
         return handle_of(self.module)
 
-    def _update(self) -> StatefulUpdate | None:
-        return None if self.optimizer is None else stepper_of(self.module).update
-
-    def _scaler_state(self) -> Mapping[str, Any] | None:
-        scaler = None if self.optimizer is None else stepper_of(self.module).scaler
-        return None if scaler is None else scaler.state_dict()
-
     def _stepper(self, call: str) -> StepperBase:
         if self.optimizer is None:
             raise UsageError(
@@ -293,15 +337,3 @@ class Engine(nn.Module):
                 "or pass one to initialize(optimizer=...)"
             )
         return stepper_of(self.module)
-
-
-def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, list, tuple, type(None))
-    return [
-        {
-            key: value
-            for key, value in group.items()
-            if key not in ("params", "param_names") and isinstance(value, plain)
-        }
-        for group in optimizer.param_groups
-    ]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.checkpoint.saver import Saver
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.oplog import OperationLog
@@ -51,6 +52,7 @@ class Handle:
 
     Attributes:
         last: statistics of the last step, None before the first.
+        saver: what saves its checkpoints, None before the first save or load.
     """
 
     runtime: Runtime
@@ -58,6 +60,7 @@ class Handle:
     device: torch.device
     hooks: list[RemovableHandle]
     last: Statistics | None = None
+    saver: Saver | None = None
 
     @property
     def plan(self) -> Plan:
@@ -92,6 +95,8 @@ class Handle:
 
     def close(self) -> None:
         """Take the hooks off the model, stop the watchdog, destroy the communicators; the parameters stay sharded."""
+        if self.saver is not None:
+            self.saver.close()
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()

@@ -45,6 +45,7 @@ from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
+_OPTIMIZER = "_zeroshard_optimizer"
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerSource = OptimizerLike | None
 
@@ -145,8 +146,8 @@ def build_optimized(
     if source is None:
         return model, None
     stepper = _stepper(handle, source, scaler)
-    model.__dict__[_STEPPER] = stepper
     optimizer = ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
+    model.__dict__[_STEPPER], model.__dict__[_OPTIMIZER] = stepper, optimizer
     stepper.groups = optimizer.param_groups
     return model, optimizer
 
@@ -286,6 +287,17 @@ def stepper_of(model: nn.Module) -> StepperBase:
     return found
 
 
+def find_stepper(model: nn.Module) -> StepperBase | None:
+    """The model's stepper, None where it was sharded without an optimizer."""
+    return stepper_of(model) if _STEPPER in model.__dict__ else None
+
+
+def find_optimizer(model: nn.Module) -> ShardedOptimizer | None:
+    """The model's optimizer, None where it was sharded without one."""
+    found: ShardedOptimizer | None = model.__dict__.get(_OPTIMIZER)
+    return found
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside only accumulate on this rank; the next backward outside, or the step, reduces."""
@@ -330,3 +342,4 @@ def close(model: nn.Module) -> None:
     if handle is not None:
         handle.close()
         model.__dict__.pop(_STEPPER, None)
+        model.__dict__.pop(_OPTIMIZER, None)

@@ -141,6 +141,16 @@ def doctor(context: typer.Context) -> None:
     doctor_app(context.args, prog_name="zeroshard doctor")
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def checkpoint(context: typer.Context) -> None:
+    """Look into checkpoints, verify and prune them."""
+    from zeroshard.checkpoint.cli import app as checkpoint_app
+
+    checkpoint_app(context.args, prog_name="zeroshard checkpoint")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -15,17 +15,16 @@ from zeroshard.optim.kernels.adam import adam_kernel, adam_twin
 from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
+from zeroshard.optim.saved_state import FlatState
 
 
-class DeviceAdam:
+class DeviceAdam(FlatState):
     """The update of all regions of this rank.
 
     Args:
         rule: ADAM or ADAMW.
         device: where the regions are; off a GPU the PyTorch twin computes the same.
     """
-
-    lazy = False
 
     def __init__(self, rule: Rule, regions: Sequence[Region], device: torch.device) -> None:
         self.regions = regions
@@ -91,12 +90,16 @@ class DeviceAdam:
         }
         return {**moments, "steps": self._steps}
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
+    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+        """See FlatState."""
+        named = [dict(zip(self._rule.state, pair, strict=True)) for pair in self._state]
+        return list(zip(self.regions, named, strict=True))
 
-    def counters(self) -> dict[str, Any]:
-        return {}
+    def step_counts(self) -> list[list[float]]:
+        """See FlatState."""
+        counts = self._steps.tolist()
+        return [counts[region.first_flag : region.first_flag + len(region.hyper)] for region in self.regions]
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        assert not counters
+    def set_step(self, region: int, index: int, count: float) -> None:
+        """See FlatState."""
+        self._steps[self.regions[region].first_flag + index] = count

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
+from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import check_betas, check_common
+from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
@@ -70,10 +72,8 @@ def check_lamb(hyper: Mapping[str, Any]) -> None:
         )
 
 
-class LambUpdate:
+class LambUpdate(FlatState):
     """The update of this rank's regions."""
-
-    lazy = False
 
     def __init__(self, site: Site) -> None:
         self.regions = site.regions
@@ -160,15 +160,21 @@ class LambUpdate:
         }
         return {**moments, "steps": self._flags.steps}
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
+    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+        """See FlatState."""
+        return [
+            (region, {"exp_avg": first, "exp_avg_sq": second})
+            for region, (first, second) in zip(self.regions, self._state, strict=True)
+        ]
 
-    def counters(self) -> dict[str, Any]:
-        return {}
+    def step_counts(self) -> list[list[float]]:
+        """See FlatState."""
+        counts = self._flags.steps.tolist()
+        return [counts[region.first_flag : region.first_flag + len(region.hyper)] for region in self.regions]
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        assert not counters
+    def set_step(self, region: int, index: int, count: float) -> None:
+        """See FlatState."""
+        self._flags.steps[self.regions[region].first_flag + index] = count
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:

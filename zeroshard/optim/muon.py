@@ -22,15 +22,14 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.exchange import WIRE, MatrixExchange
 from zeroshard.optim.newton_schulz import orthogonalize
 from zeroshard.optim.regions import Region
+from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.site import Site
 from zeroshard.plan.matrices import matrix_shape
 
 
-class MatrixUpdate:
+class MatrixUpdate(FlatState):
     """The update of this rank's regions of matrices. Regions must number their flags from 0."""
-
-    lazy = False
 
     def __init__(self, site: Site) -> None:
         self.regions = site.regions
@@ -114,15 +113,16 @@ class MatrixUpdate:
         """Momentum by region."""
         return {f"{number}.momentum_buffer": tensor for number, tensor in enumerate(self._state)}
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
+    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+        """See FlatState."""
+        return [(region, {"momentum_buffer": state}) for region, state in zip(self.regions, self._state, strict=True)]
 
-    def counters(self) -> dict[str, Any]:
-        return {}
+    def step_counts(self) -> None:
+        """See FlatState: no update depends on their number."""
+        return
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        assert not counters
+    def set_step(self, region: int, index: int, count: float) -> None:
+        """See FlatState."""
 
 
 def lr_scale(shape: Sequence[int], adjust: str | None) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from zeroshard.optim.regions import Region
+from zeroshard.optim.saved_state import SavedState, StatePart
 from zeroshard.optim.site import Site, flags_of, renumbered
 from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
 
@@ -37,10 +38,8 @@ def site_of_part(site: Site, members: Sequence[int]) -> tuple[Site, list[int]]:
     return replace(site, regions=renumbered(chosen)), flags_of(chosen)
 
 
-class _Parts(Generic[Update]):
+class _Parts(SavedState, Generic[Update]):
     """The state of all parts; names are those of each part after its own name."""
-
-    lazy = False
 
     def __init__(self, parts: Sequence[Part[Update]]) -> None:
         self._parts = parts
@@ -48,19 +47,31 @@ class _Parts(Generic[Update]):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"{part.name}.{name}": t for part in self._parts for name, t in part.update.tensors().items()}
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for part in self._parts:
-            prefix = f"{part.name}."
-            part.update.load_tensors(
-                {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            )
+    def _part_of(self, region: int) -> tuple[Part[Update], int]:
+        return next((part, list(part.members).index(region)) for part in self._parts if region in part.members)
 
-    def counters(self) -> dict[str, Any]:
-        return {part.name: part.update.counters() for part in self._parts}
+    def state_keys(self, region: int) -> tuple[str, ...] | None:
+        """See SavedState."""
+        part, place = self._part_of(region)
+        return part.update.state_keys(place)
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
+    def state_parts(self) -> Iterator[StatePart]:
+        """See SavedState."""
         for part in self._parts:
-            part.update.load_counters(counters[part.name])
+            for found in part.update.state_parts():
+                yield replace(found, region=part.members[found.region])
+
+    def reset_state(self) -> None:
+        """See SavedState."""
+        for part in self._parts:
+            part.update.reset_state()
+
+    def open_part(
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """See SavedState."""
+        part, place = self._part_of(region)
+        return part.update.open_part(place, index, dtypes, scalars)
 
 
 class HostParts(_Parts[UpdateMethod]):

@@ -6,41 +6,26 @@ Both take gradients as they rest (any dtype, summed over ranks) and one coeffici
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from zeroshard.errors import UsageError
+from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
+from zeroshard.optim.saved_state import FlatState, SavedState, StatePart
 
 UNRULY = ("maximize", "differentiable", "amsgrad")
 """Options of torch's optimizers that our rules don't have."""
 
 
-class StatefulUpdate(Protocol):
-    """An optimizer's state on this rank, as checkpoints see it.
-
-    Attributes:
-        lazy: whether a parameter has no state before its first update.
-    """
-
-    lazy: bool
+class StatefulUpdate(SavedState, Protocol):
+    """An optimizer's state on this rank: for checkpoints, and to be counted."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """State of this rank by a stable name, for saving."""
+        """All state tensors of this rank."""
         ...
-
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over saved state; names as in `tensors`."""
-        ...
-
-    def counters(self) -> dict[str, Any]:
-        """JSON-able counters, for saving."""
-        ...
-
-    def load_counters(self, counters: Mapping[str, Any]) -> None: ...
 
 
 class UpdateMethod(StatefulUpdate, Protocol):
@@ -80,13 +65,12 @@ class CompressedUpdate(UpdateMethod, Protocol):
         ...
 
 
-class HostDriven:
+class HostDriven(SavedState):
     """An update for the device, run by a host that knows what to do."""
 
     def __init__(self, inner: DeviceUpdate, device: torch.device) -> None:
         self._inner = inner
         self._device = device
-        self.lazy = inner.lazy
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         scale = torch.full((), coefficient, dtype=torch.float64, device=self._device)
@@ -97,29 +81,37 @@ class HostDriven:
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._inner.tensors()
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._inner.load_tensors(tensors)
+    def state_keys(self, region: int) -> tuple[str, ...] | None:
+        """See SavedState."""
+        return self._inner.state_keys(region)
 
-    def counters(self) -> dict[str, Any]:
-        return self._inner.counters()
+    def state_parts(self) -> Iterator[StatePart]:
+        """See SavedState."""
+        return self._inner.state_parts()
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        self._inner.load_counters(counters)
+    def reset_state(self) -> None:
+        """See SavedState."""
+        self._inner.reset_state()
+
+    def open_part(
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """See SavedState."""
+        return self._inner.open_part(region, index, dtypes, scalars)
 
 
-class FlatUpdate:
+class FlatUpdate(FlatState):
     """A rule on flat regions, with its state in one flat float32 tensor per region and kind.
 
     Args:
         groups: hyper-parameters of each optimizer group, for rules whose state does not start from 0.
     """
 
-    lazy = False
-
     def __init__(self, rule: Rule, regions: Sequence[Region], groups: Sequence[Mapping[str, Any]] = ()) -> None:
         self._rule = rule
         self._regions = regions
         self._state = [[torch.zeros_like(region.master, dtype=torch.float32) for _ in rule.state] for region in regions]
+        self._groups = groups
         if rule.initial is not None:
             self._fill(rule.initial, groups)
         self._steps = [[0] * len(region.layout.segments) for region in regions]
@@ -159,25 +151,32 @@ class FlatUpdate:
             for name, tensor in zip(self._rule.state, tensors, strict=True)
         }
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
+    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+        """See FlatState."""
+        named = [dict(zip(self._rule.state, state, strict=True)) for state in self._state]
+        return list(zip(self._regions, named, strict=True))
 
-    def counters(self) -> dict[str, Any]:
-        return {"steps": self._steps}
+    def step_counts(self) -> Sequence[Sequence[float]]:
+        """See FlatState."""
+        return self._steps
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        self._steps = [[int(step) for step in steps] for steps in counters["steps"]]
+    def set_step(self, region: int, index: int, count: float) -> None:
+        """See FlatState."""
+        self._steps[region][index] = int(count)
+
+    def reset_state(self) -> None:
+        """See SavedState."""
+        super().reset_state()
+        if self._rule.initial is not None:
+            self._fill(self._rule.initial, self._groups)
 
 
-class TorchUpdate:
+class TorchUpdate(SavedState):
     """Any element-wise torch optimizer, given one slice tensor per parameter that this rank updates a part of.
 
     Args:
         optimizer: builds the optimizer over (hyper-parameter group -> slices).
     """
-
-    lazy = True
 
     def __init__(
         self,
@@ -222,26 +221,51 @@ class TorchUpdate:
                         found[f"{number}.{name}"] = value
         return found
 
-    def counters(self) -> dict[str, Any]:
-        return {}  # torch counts in its state; and counters are saved once for all ranks, whose slices differ
+    def state_keys(self, region: int) -> tuple[str, ...] | None:
+        """See SavedState: torch makes a parameter's state at its first update."""
+        return None
 
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        assert not counters
+    def state_parts(self) -> Iterator[StatePart]:
+        """See SavedState."""
+        for region, index, low, high, part in self._slices:
+            state = {} if self._inner is None else self._inner.state.get(part, {})
+            elements: dict[str, torch.Tensor] = {}
+            scalars: dict[str, torch.Tensor] = {}
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    scalars[name] = value.detach().cpu()
+                elif isinstance(value, torch.Tensor) and value.shape == part.shape:
+                    elements[name] = value
+                elif value is not None:
+                    where = region.layout.segments[index].name
+                    raise CheckpointError(
+                        f"optimizer state {name!r} of {where!r} is not one number per element of the parameter, and no "
+                        "single tensor either: it can't be divided anew, so it can't be saved"
+                    )
+            if elements or scalars:
+                yield StatePart(self._number_of(region), index, low, high, elements, scalars)
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the inner optimizer's state from saved tensors; torch itself makes it only at the first step."""
-        for number, (*_, part) in enumerate(self._slices):
-            prefix = f"{number}."
-            # Torch keeps its step counts, scalars, on the CPU.
-            state = {
-                key.removeprefix(prefix): value.to(part.device) if value.dim() else value.clone()
-                for key, value in tensors.items()
-                if key.startswith(prefix)
-            }
-            if self._inner is not None:
-                self._inner.state.pop(part, None)
-                if state:
-                    self._inner.state[part] = state
+    def _number_of(self, region: Region) -> int:
+        return next(number for number, other in enumerate(self._regions) if other is region)
+
+    def reset_state(self) -> None:
+        """See SavedState."""
+        if self._inner is not None:
+            self._inner.state.clear()
+
+    def open_part(
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """See SavedState."""
+        for owner, number, _, _, part in self._slices:
+            if owner is self._regions[region] and number == index and self._inner is not None:
+                elements = {
+                    name: torch.empty(part.shape, dtype=dtype, device=part.device) for name, dtype in dtypes.items()
+                }
+                # Torch keeps its step counts, scalars, on the CPU.
+                self._inner.state[part] = {**{name: value.clone() for name, value in scalars.items()}, **elements}
+                return elements
+        return {}
 
 
 def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ moments are divided. Tang et al. 2021 (arXiv:2102.02888, algorithm 1).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from zeroshard.errors import PlanError
 from zeroshard.optim.onebit.mean import OneBitMean
 from zeroshard.optim.regions import Region
+from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Piece, pieces_of
 from zeroshard.optim.site import Site
 
@@ -34,14 +35,12 @@ class Due:
     pieces: Sequence[Sequence[Piece]]
 
 
-class OneBitUpdate(ABC):
+class OneBitUpdate(FlatState):
     """The update of this rank's regions.
 
     Args:
         freeze_step: steps of the warm-up.
     """
-
-    lazy = False
 
     def __init__(self, site: Site, freeze_step: int) -> None:
         for region in site.regions:
@@ -90,6 +89,9 @@ class OneBitUpdate(ABC):
         """Update parameters after the warm-up; momentum has been averaged."""
 
     def _end_warm_up(self) -> None:
+        self._gather_momentum()
+
+    def _gather_momentum(self) -> None:
         for number, region in enumerate(self.regions):
             if region.divided:
                 control = self._site.control
@@ -153,12 +155,39 @@ class OneBitUpdate(ABC):
         """Moments and compression errors by region."""
         return dict(self._named())
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.tensors().items():
-            tensor.copy_(tensors[name])
+    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+        """See FlatState."""
+        return [
+            (region, {"exp_avg": self._own(number), "exp_avg_sq": self._second[number]})
+            for number, region in enumerate(self.regions)
+        ]
+
+    def step_counts(self) -> None:
+        """See FlatState: all parameters share one count."""
+        return
+
+    def set_step(self, region: int, index: int, count: float) -> None:
+        """See FlatState."""
+
+    def reset_state(self) -> None:
+        """See SavedState."""
+        self._steps = 0
+        for tensor in self.tensors().values():
+            tensor.zero_()
+
+    def rank_tensors(self) -> dict[str, torch.Tensor]:
+        """What this rank's compression left over; a run on other ranks starts from none."""
+        return {name: tensor.reshape(-1) for name, tensor in self._named() if name.endswith("_error")}
 
     def counters(self) -> dict[str, Any]:
+        """See SavedState."""
         return {"steps": self._steps}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """See SavedState."""
         self._steps = int(counters["steps"])
+
+    def finish_load(self) -> None:
+        """See SavedState: after the warm-up every rank has the whole momentum."""
+        if self.compressing:
+            self._gather_momentum()

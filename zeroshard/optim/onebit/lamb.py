@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
+from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import Piece
 from zeroshard.optim.site import Site
 
@@ -130,6 +131,13 @@ class OneBitLambUpdate(OneBitUpdate):
         yield from super()._named()
         for number, fresh in enumerate(self._fresh):
             yield f"{number}.exp_avg_sq_fresh", fresh
+
+    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+        """See FlatState."""
+        return [
+            (region, {**state, "exp_avg_sq_fresh": fresh})
+            for (region, state), fresh in zip(super().flat_states(), self._fresh, strict=True)
+        ]
 
     def counters(self) -> dict[str, Any]:
         return {**super().counters(), "ratios": self._ratios, "factors": self._factors}

@@ -1,0 +1,195 @@
+"""`zeroshard checkpoint`: what is in a checkpoint, whether it is whole, and which ones are kept.
+
+Each command prints a table, or with --json one JSON document on standard output and nothing else. Status 0 is fine, 1
+is damage that was found, 2 a mistake of the call.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from zeroshard.checkpoint import directory, foreign_commands
+from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.errors import CheckpointError
+
+app = typer.Typer(
+    name="checkpoint",
+    help="Look into checkpoints, verify and prune them; export them and import those of others.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+foreign_commands.register(app)
+_Path = Annotated[Path, typer.Argument(help="A directory of checkpoints, or one checkpoint.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command(name="ls")
+def list_(
+    path: _Path,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of the newest one.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """List the checkpoints of a directory, or what is in one."""
+    if tensors or (path / MANIFEST).is_file():
+        _list_tensors(_folder(path), as_json)
+        return
+    rows = [_summary(found) for found in directory.whole(path)]
+    if as_json:
+        _print_json(rows)
+        return
+    if not rows:
+        raise CheckpointError(f"{path} holds no finished checkpoint")
+    newest = directory.find(path).name
+    table = Table("tag", "step", "ranks", "tensors", "size", "state", title=str(path))
+    for row in rows:
+        state = row["problem"] or ("latest" if row["tag"] == newest else "")
+        table.add_row(
+            row["tag"], _shown(row["step"]), _shown(row["ranks"]), _shown(row["tensors"]), _size(row["bytes"]), state
+        )
+    Console().print(table)
+
+
+@app.command()
+def verify(path: _Path, as_json: _Json = False) -> None:
+    """Read every byte of a checkpoint (the newest of a directory) against its checksum."""
+    folder = _folder(path)
+    problems: list[str] = []
+    nbytes = 0
+    try:
+        with CheckpointReader(folder) as reader:
+            nbytes = reader.manifest.nbytes
+            problems = _verify(reader, quiet=as_json)
+    except CheckpointError as error:
+        problems = [str(error)]
+    if as_json:
+        _print_json({"checkpoint": str(folder), "bytes": nbytes, "whole": not problems, "problems": problems})
+    else:
+        console = Console()
+        for problem in problems:
+            console.print(problem, style="red", markup=False, highlight=False)
+        if not problems:
+            console.print(f"{folder} is whole: {_size(nbytes)} match their checksums", highlight=False)
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    path: _Path,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.", show_default=False)],
+    as_json: _Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+) -> None:
+    """Remove all but the newest checkpoints of a directory. What `latest` names stays."""
+    tags = directory.prunable(path, keep)
+    for number, found in enumerate(tags):
+        if not dry_run:
+            directory.remove(found.folder)
+        if not as_json:
+            print(f"{'would remove' if dry_run else 'removed'} {found.tag} ({number + 1} of {len(tags)})")
+    if as_json:
+        _print_json({"removed": [] if dry_run else [found.tag for found in tags], "found": [f.tag for f in tags]})
+    elif not tags:
+        print("nothing to remove")
+
+
+def _verify(reader: CheckpointReader, *, quiet: bool) -> list[str]:
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=quiet or not console.is_terminal,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("verifying", total=reader.manifest.nbytes)
+        return reader.verify(lambda nbytes: bar.advance(task, nbytes))
+
+
+def _folder(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest in it."""
+    return path if (path / MANIFEST).is_file() else directory.find(path)
+
+
+def _summary(found: directory.Found) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "tag": found.tag,
+        "step": None,
+        "ranks": None,
+        "tensors": None,
+        "bytes": None,
+        "problem": None,
+    }
+    try:
+        with CheckpointReader(found.folder) as reader:
+            manifest = reader.manifest
+    except CheckpointError as error:
+        return {**row, "problem": str(error)}
+    counters = manifest.state.get("counters")
+    step = counters.get("global_steps") if isinstance(counters, dict) else None
+    return {
+        **row,
+        "step": step,
+        "ranks": manifest.world_size,
+        "tensors": len(manifest.tensors),
+        "bytes": manifest.nbytes,
+    }
+
+
+def _list_tensors(folder: Path, as_json: bool) -> None:
+    with CheckpointReader(folder) as reader:
+        manifest = reader.manifest
+    rows = [
+        {
+            "name": name,
+            "kind": info.kind.value,
+            "dtype": name_of(info.dtype, name),
+            "shape": list(info.shape),
+            "bytes": info.nbytes,
+            "parts": len(manifest.parts[name]),
+            "trainable": info.trainable if info.kind is TensorKind.PARAMETER else None,
+        }
+        for name, info in manifest.tensors.items()
+    ]
+    if as_json:
+        _print_json({"checkpoint": str(folder), "tensors": rows, "aliases": dict(manifest.aliases)})
+        return
+    table = Table("name", "kind", "dtype", "shape", "size", title=str(folder))
+    for row in rows:
+        table.add_row(row["name"], row["kind"], row["dtype"], str(row["shape"]), _size(row["bytes"]))
+    for alias, name in manifest.aliases.items():
+        table.add_row(alias, f"same as {name}", "", "", "")
+    Console().print(table)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return ""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,1 @@
+"""Checkpoints written for other systems, one tensor at a time."""

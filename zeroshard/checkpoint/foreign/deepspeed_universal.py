@@ -1,0 +1,87 @@
+"""Where a parameter lies in a universal checkpoint of DeepSpeed: in a folder of its own.
+
+    zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt   the whole tensor, perhaps flat, or {"param": tensor}
+    zero/NAME/step.pt                              some versions
+    zero/optimizer_state.pt                        hyper-parameters and loss scale
+
+The converter also puts buffers, aliases and frozen parameters into such folders, cast to fp32; the model file beside
+them has them as they were, so they are taken from there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeroshard.checkpoint.foreign.contents import Contents, Parameter
+from zeroshard.checkpoint.foreign.deepspeed import Common, Files, mapping, scaler_of
+from zeroshard.checkpoint.foreign.deepspeed_flat import WEIGHT, RankState, frozen_3, groups_of
+from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
+from zeroshard.checkpoint.foreign.torchzip import load
+from zeroshard.errors import CheckpointError
+
+
+def open_universal(files: Files, common: Common) -> Contents:
+    """The contents of a universal checkpoint. Raises CheckpointError."""
+    folder = files.folder / "zero"
+    path = folder / "optimizer_state.pt"
+    state = RankState(path, mapping(load(path), path, "the content"))
+    stage = state.stage
+    left_out: list[str] = []
+    steps = _steps(state, stage)
+    parameters: dict[str, Parameter] = {}
+    for index, shapes in enumerate(common.shapes):
+        for name, shape in shapes.items():
+            parameters[name] = _parameter(folder, name, shape, steps.get(index), common)
+    if stage == 3:
+        parameters |= frozen_3(files, common, len(files.model))
+        left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
+    else:
+        parameters |= common.whole_frozen(left_out)
+    return common.contents(
+        f"DeepSpeed {common.state.get('ds_version')}, universal, from ZeRO stage {stage}",
+        parameters,
+        left_out,
+        groups=groups_of(state.state.get("param_groups"), common, stage, left_out),
+        scaler=scaler_of(state.state.get("loss_scaler")),
+    )
+
+
+def _steps(state: RankState, stage: int) -> dict[int, float | None]:
+    """By flat group, where the converter kept them in the common file (stage 3)."""
+    if stage != 3 or "optimizer_state_dict" not in state.state:
+        return {}
+    return {index: state.step(index) for index in mapping(state.base().get("state"), state.path, "state")}
+
+
+def _parameter(folder: Path, name: str, shape: tuple[int, ...], step: float | None, common: Common) -> Parameter:
+    home = folder / name
+    if not home.is_dir():
+        raise CheckpointError(f"{home}: there is no such folder, so parameter {name!r} is missing")
+    found: dict[str, Lazy] = {}
+    for file in sorted(home.iterdir()):
+        key = file.name.removesuffix(".pt")
+        if not file.name.endswith(".pt"):
+            continue
+        value = load(file)
+        if key == "step":
+            step = float(value.read().item()) if isinstance(value, StoredTensor) and numel(value.shape) == 1 else step
+            continue
+        found[key] = _whole(file, value, shape)
+    weight = found.pop(WEIGHT, None)
+    if weight is None:
+        raise CheckpointError(f"{home} has no fp32.pt: the weights of {name!r} are missing")
+    return Parameter(name, weight, found, step, compute=common.compute_dtype(name))
+
+
+def _whole(file: Path, value: object, shape: tuple[int, ...]) -> Lazy:
+    tensor = value.get("param") if isinstance(value, dict) else value
+    if not isinstance(tensor, StoredTensor):
+        raise CheckpointError(f"{file} holds no tensor")
+    if tensor.shape == (numel(shape),) != shape:  # what the converter writes for stage 3 is flat
+        return Joined(shape, (Piece(tensor, 0, numel(shape)),), tensor.dtype)
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{file} has shape {list(tensor.shape)}, not {list(shape)} (padded vocabularies and tensor-parallel parts "
+            "are not imported)"
+        )
+    return tensor

@@ -1,0 +1,343 @@
+"""Tensors that still lie in a file, and what is put together from them.
+
+    StoredTensor   dtype, shape and strides over bytes [start, start + length) of a file
+    Joined         a tensor whose flat elements are pieces of other tensors, in order (ZeRO's partitions)
+    Tiled          a tensor whose rectangles are other tensors (torch.distributed.checkpoint)
+    Cast           another tensor in another dtype
+
+Nothing is read before `read`, and then only the bytes that are asked for, into memory of their own: no map of the file
+stays behind, so what a caller drops is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zeroshard.errors import CheckpointError
+
+_READ_AT_ONCE = 1 << 30
+_MAX_COMPARED = 20_000_000
+
+
+class Lazy(Protocol):
+    """A tensor of known shape and dtype whose content is read on request."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, contiguous, in memory of its own. Raises CheckpointError."""
+        ...
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, 1-D. Raises CheckpointError."""
+        ...
+
+
+def numel(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [start, start + length) of a file that had `size` bytes when it was looked at."""
+
+    path: Path
+    start: int
+    length: int
+
+    def part(self, start: int, length: int) -> FileRange:
+        if start < 0 or length < 0 or start + length > self.length:
+            raise CheckpointError(f"{self.path}: it refers to bytes beyond its end; it is damaged")
+        return FileRange(self.path, self.start + start, length)
+
+    def read(self) -> bytearray:
+        buffer = bytearray(self.length)
+        self.read_into(memoryview(buffer))
+        return buffer
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill `buffer`, which is as long as the range. Raises CheckpointError."""
+        done = 0
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                while done < self.length:
+                    part = buffer[done : done + _READ_AT_ONCE]
+                    count = os.preadv(descriptor, [part], self.start + done)
+                    if count == 0:
+                        raise CheckpointError(f"{self.path} is shorter than it says; it is damaged or being written")
+                    done += count
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} can't be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a storage that lies in a file. `offset` and `strides` count elements."""
+
+    storage: FileRange
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        where = f"{self.storage.path}: a tensor of shape {list(self.shape)}"
+        if len(self.shape) != len(self.strides):
+            raise CheckpointError(f"{where} has {len(self.strides)} strides")
+        if numel(self.shape) == 0:
+            return
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if self.offset < 0 or (last + 1) * self.dtype.itemsize > self.storage.length:
+            raise CheckpointError(f"{where} is larger than the data behind it ({self.storage.length} bytes); refused")
+        if numel(self.shape) > self.storage.length // self.dtype.itemsize:
+            raise CheckpointError(f"{where} shows the same data many times over; refused")
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= max(size, 1)
+        return True
+
+    def read(self) -> torch.Tensor:
+        if self.contiguous or not numel(self.shape):
+            return self.read_flat(0, numel(self.shape)).reshape(self.shape)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self._elements(self.offset, extent).as_strided(self.shape, self.strides).contiguous()
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        if not self.contiguous:
+            return self.read().reshape(-1)[start:stop].clone()
+        return self._elements(self.offset + start, stop - start)
+
+    def fill(self, out: torch.Tensor, start: int) -> None:
+        """Read elements from `start` on into `out`, 1-D, contiguous and of the same dtype; without a copy between."""
+        if self.contiguous:
+            self._fill(out, self.offset + start)
+        else:
+            out.copy_(self.read_flat(start, start + len(out)))
+
+    def _fill(self, out: torch.Tensor, start: int) -> None:
+        if len(out):
+            part = self.storage.part(start * self.dtype.itemsize, out.nbytes)
+            part.read_into(out.view(torch.uint8).numpy().data)
+
+    def _elements(self, start: int, count: int) -> torch.Tensor:
+        out = torch.empty(count, dtype=self.dtype)
+        self._fill(out, start)
+        return out
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + count) of a tensor, in row-major order."""
+
+    of: Lazy
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor of `shape` whose elements in row-major order are `pieces`, one after the other."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if sum(piece.count for piece in self.pieces) != numel(self.shape):
+            raise CheckpointError(f"the pieces of a tensor of shape {list(self.shape)} do not fill it")
+        for piece in self.pieces:
+            if piece.start < 0 or piece.start + piece.count > numel(piece.of.shape) or piece.of.dtype != self.dtype:
+                raise CheckpointError(f"a piece of a tensor of shape {list(self.shape)} is not where it should be")
+
+    def read(self) -> torch.Tensor:
+        return self.read_flat(0, numel(self.shape)).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype)
+        at = 0
+        for piece in self.pieces:
+            first, last = max(start, at), min(stop, at + piece.count)
+            if first < last:
+                inside = piece.start - at
+                part = out[first - start : last - start]
+                if isinstance(piece.of, StoredTensor):
+                    piece.of.fill(part, first + inside)
+                else:
+                    part.copy_(piece.of.read_flat(first + inside, last + inside))
+            at += piece.count
+        return out
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a tensor: where its first element lies, and its content."""
+
+    offsets: tuple[int, ...]
+    content: Lazy
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A tensor of `shape` that rectangles fill without overlap."""
+
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        where = f"a tensor of shape {list(self.shape)}"
+        for tile in self.tiles:
+            sizes = tile.content.shape
+            fits = len(tile.offsets) == len(sizes) == len(self.shape) and all(
+                offset >= 0 and offset + size <= whole
+                for offset, size, whole in zip(tile.offsets, sizes, self.shape, strict=True)
+            )
+            if not fits or tile.content.dtype != self.dtype:
+                raise CheckpointError(f"a rectangle of {where} does not fit into it")
+        if sum(numel(tile.content.shape) for tile in self.tiles) != numel(self.shape) or self._overlap():
+            raise CheckpointError(f"the rectangles of {where} do not fill it exactly once")
+
+    def _overlap(self) -> bool:
+        filled = [tile for tile in self.tiles if numel(tile.content.shape)]
+        if len(self.shape) == 0:
+            return len(filled) > 1
+        filled.sort(key=lambda tile: tile.offsets)
+        ends = [tuple(o + s for o, s in zip(t.offsets, t.content.shape, strict=True)) for t in filled]
+        compared = 0
+        for index, tile in enumerate(filled):
+            for other in range(index + 1, len(filled)):
+                if filled[other].offsets[0] >= ends[index][0]:
+                    break
+                compared += 1
+                if compared > _MAX_COMPARED:
+                    raise CheckpointError(f"a tensor of shape {list(self.shape)} is cut into absurdly many rectangles")
+                if all(map(int.__lt__, tile.offsets, ends[other])) and all(
+                    map(int.__lt__, filled[other].offsets, ends[index])
+                ):
+                    return True
+        return False
+
+    def read(self) -> torch.Tensor:
+        if len(self.tiles) == 1 and self.tiles[0].content.shape == self.shape:
+            return self.tiles[0].content.read()
+        return self.read_flat(0, numel(self.shape)).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        if not self.shape:
+            return self.tiles[0].content.read_flat(start, stop)
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
+        row = numel(self.shape[1:])
+        first, last = start // row, -(-stop // row)
+        rows = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
+        for tile in self.tiles:
+            self._read_rows(tile, first, last, rows)
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    @staticmethod
+    def _read_rows(tile: Tile, first: int, last: int, rows: torch.Tensor) -> None:
+        """Put what a tile has of rows [first, last) into `rows`."""
+        sizes = tile.content.shape
+        low, high = max(first, tile.offsets[0]), min(last, tile.offsets[0] + sizes[0])
+        if low >= high or not numel(sizes):
+            return
+        of_tile = numel(sizes[1:])
+        inside = low - tile.offsets[0]
+        part = tile.content.read_flat(inside * of_tile, (inside + high - low) * of_tile)
+        into = rows[low - first : high - first]
+        for dim in range(1, len(sizes)):
+            into = into.narrow(dim, tile.offsets[dim], sizes[dim])
+        into.copy_(part.reshape(high - low, *sizes[1:]))
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Another tensor, in another dtype."""
+
+    of: Lazy
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+    def read(self) -> torch.Tensor:
+        return self.of.read().to(self.dtype)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        return self.of.read_flat(start, stop).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor that is there already."""
+
+    value: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def read(self) -> torch.Tensor:
+        return self.value.detach().clone(memory_format=torch.contiguous_format)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        return self.value.detach().reshape(-1)[start:stop].clone()
+
+
+class Held:
+    """A tensor that can't be read in parts: read whole at the first part, and let go with the last one."""
+
+    def __init__(self, of: Lazy) -> None:
+        self._of = of
+        self._value: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._of.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._of.dtype
+
+    def read(self) -> torch.Tensor:
+        return self._of.read()
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        if self._value is None:
+            self._value = self._of.read().reshape(-1)
+        part = self._value[start:stop]
+        if stop == len(self._value):
+            self._value = None
+        return part
+
+
+def chunks(tensor: Lazy, bytes_at_once: int = 4 << 20) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in row-major order, some at a time; each is 1-D."""
+    step = max(1, bytes_at_once // tensor.dtype.itemsize)
+    total = numel(tensor.shape)
+    for start in range(0, total, step):
+        yield tensor.read_flat(start, min(total, start + step))

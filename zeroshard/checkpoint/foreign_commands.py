@@ -1,0 +1,187 @@
+"""`zeroshard checkpoint export` and `import`: between our checkpoints and those of others.
+
+Progress goes to stderr, the result to stdout: a line for people, or with --json an object for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from zeroshard.errors import UsageError
+
+if TYPE_CHECKING:  # torch takes a while to import, and --help should not wait for it
+    import torch
+
+    from zeroshard.checkpoint.foreign.contents import Contents
+
+_TAG = Annotated[str | None, typer.Option(help="Which checkpoint of the folder. [default: the newest]")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class Format(str, Enum):
+    """What to write."""
+
+    HF = "hf"
+    DCP = "dcp"
+    DCP_FLAT = "dcp-flat"
+
+
+class Dtype(str, Enum):
+    """Of exported parameters."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `zeroshard checkpoint`."""
+    app.command("export")(export)
+    app.command("import")(import_)
+
+
+def export(
+    directory: Annotated[
+        Path, typer.Argument(help="Folder of checkpoints, or of one: zeroshard's, DeepSpeed's or DCP.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    tag: _TAG = None,
+    format: Annotated[
+        Format,
+        typer.Option(
+            help="hf: safetensors for from_pretrained. dcp: plain torch.distributed.checkpoint with optimizer "
+            "state, keys as get_state_dict has them; dcp-flat: as torchtitan has them."
+        ),
+    ] = Format.HF,
+    dtype: Annotated[Dtype, typer.Option(help="hf: of parameters; auto is what the forward computed in.")] = Dtype.AUTO,
+    max_shard: Annotated[str, typer.Option(help="hf: of a file.")] = "5GB",
+    config: Annotated[
+        Path | None, typer.Option(help="hf: config.json, or its folder. [default: beside the checkpoint]")
+    ] = None,
+    frozen: Annotated[bool, typer.Option(help="hf: with parameters that were not trained.")] = True,
+    as_json: _JSON = False,
+) -> None:
+    """Write a checkpoint for other programs; needs memory for about two of its largest tensors."""
+    from zeroshard.checkpoint.export.hf import DTYPES
+    from zeroshard.checkpoint.opened import open_checkpoint
+
+    contents = open_checkpoint(directory, tag)
+    if format is Format.HF:
+        wanted = DTYPES.get(dtype.value)
+        result = _export_hf(contents, directory, out, wanted, max_shard, config, frozen)
+    else:
+        if dtype is not Dtype.AUTO or config is not None or not frozen:
+            raise UsageError(
+                f"--format {format.value} writes masters and optimizer state; --dtype, --config and "
+                "--no-frozen are for --format hf"
+            )
+        result = _export_dcp(contents, out, format)
+    _say(result, as_json, f"{result['tensors']} tensors, {result['bytes']:,} bytes, are in {out}")
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="Folder of DeepSpeed (ZeRO 1 to 3, universal) or DCP checkpoints.")],
+    directory: Annotated[Path, typer.Argument(help="Folder of checkpoints to write into.")],
+    tag: _TAG = None,
+    name: Annotated[str | None, typer.Option("--as", help="Tag to write. [default: global_stepN]")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Make a checkpoint of another system one of ours, with optimizer state and counters; runs nothing from it."""
+    from zeroshard.checkpoint.export.hf import total_bytes
+    from zeroshard.checkpoint.opened import open_checkpoint
+    from zeroshard.checkpoint.own import write_own
+
+    contents = open_checkpoint(source, tag)
+    tensors = {name: tensor for name, _, tensor in contents.tensors()}
+    moments = {(n, key): value for n, p in contents.parameters.items() for key, value in p.moments.items()}
+    total = total_bytes(tensors) + sum(total_bytes({key: value}) for (_, key), value in moments.items())
+    with _progress("import", total) as progress:
+        folder = write_own(contents, directory, name or f"global_step{contents.steps}", progress)
+    result = {
+        "folder": str(folder),
+        "origin": contents.origin,
+        "tensors": len(tensors) + len(moments),
+        "bytes": total,
+        "steps": contents.steps,
+        "aliases": dict(contents.aliases),
+        "left_out": list(contents.left_out),
+    }
+    _say(result, as_json, f"{contents.origin}: {result['tensors']} tensors, {total:,} bytes, are in {folder}")
+
+
+def _export_hf(
+    contents: Contents,
+    source: Path,
+    out: Path,
+    dtype: torch.dtype | None,
+    max_shard: str,
+    config: Path | None,
+    frozen: bool,
+) -> dict[str, Any]:
+    from zeroshard.checkpoint.export.hf import CONFIG, export_hf, find_config, parse_size, total_bytes, weights_of
+
+    if config is not None and config.is_dir():
+        config = config / CONFIG
+    if config is not None and not config.is_file():
+        raise UsageError(f"--config {config}: there is no such file")
+    total = total_bytes(weights_of(contents, dtype, frozen))
+    with _progress("export", total) as progress:
+        done = export_hf(contents, out, dtype, parse_size(max_shard), config or find_config(source), frozen, progress)
+    return {
+        "folder": str(done.folder),
+        "origin": contents.origin,
+        "files": list(done.files),
+        "tensors": done.tensors,
+        "parameters": done.parameters,
+        "bytes": done.bytes,
+        "dtype": done.dtype,
+        "aliases": dict(done.aliases),
+        "config": done.config,
+        "left_out": list(contents.left_out),
+    }
+
+
+def _export_dcp(contents: Contents, out: Path, format: Format) -> dict[str, Any]:
+    from zeroshard.checkpoint.export.dcp import export_dcp, state_dict_of
+    from zeroshard.checkpoint.export.hf import total_bytes
+
+    flat = format is Format.DCP_FLAT
+    with _progress("export", total_bytes(state_dict_of(contents, flat)[1])) as progress:
+        tensors, nbytes = export_dcp(contents, out, flat, progress)
+    return {
+        "folder": str(out),
+        "origin": contents.origin,
+        "tensors": tensors,
+        "bytes": nbytes,
+        "left_out": list(contents.left_out),
+    }
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _say(result: dict[str, Any], as_json: bool, text: str) -> None:
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    print(text)
+    for line in result["left_out"]:
+        print(f"left out: {line}", file=sys.stderr)

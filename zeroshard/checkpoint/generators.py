@@ -1,0 +1,53 @@
+"""The states of the random number generators that training draws from: torch's on CPU and GPU, Python's and NumPy's.
+
+Each rank keeps its own. At another number of ranks there is no state that would continue the old one, and the
+generators are left as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zeroshard.errors import CheckpointError
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The states as JSON has them."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, second = random.getstate()
+    states: dict[str, Any] = {
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(internal), second],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
+    }
+    if device.type == "cuda":
+        states["cuda"] = _text(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Go on from saved states. Raises CheckpointError where they are none."""
+    try:
+        version, internal, second = states["python"]
+        random.setstate((version, tuple(internal), second))
+        kind, keys, position, has_gauss, gauss = states["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        torch.set_rng_state(_bytes(states["torch"]))
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(_bytes(states["cuda"]), device)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the checkpoint's state of a random number generator is none: {error}") from error
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -1,0 +1,84 @@
+"""JSON files with a checksum, read strictly: one object, no key twice, no NaN, of bounded size.
+
+    {"checksum": CRC-32 of all the rest in canonical form, ...}
+
+The checksum is of the values, not of the bytes, so a file that was only formatted anew is still whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zeroshard.errors import CheckpointError
+
+MAX_BYTES = 1 << 30
+_CHECKSUM = "checksum"
+
+
+def canonical(value: Any) -> str:
+    """The one text of a value. ValueError or TypeError for what JSON can't hold."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def as_read(value: Any) -> Any:
+    """The value as it will be read: lists for tuples, text for keys. ValueError or TypeError as `canonical`."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def encode(content: Mapping[str, Any]) -> bytes:
+    """The bytes of a file with this content, which must be as `as_read` gives it."""
+    checksum = zlib.crc32(canonical(content).encode())
+    return json.dumps({_CHECKSUM: checksum, **content}, indent=1, allow_nan=False).encode()
+
+
+def decode(data: bytes, where: Path) -> dict[str, Any]:
+    """The content of a file. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is damaged: it is not JSON as zeroshard writes it ({error})") from error
+    if not isinstance(value, dict) or _CHECKSUM not in value:
+        raise CheckpointError(f"{where} is damaged: it is no JSON object with a checksum")
+    checksum = value.pop(_CHECKSUM)
+    if checksum != zlib.crc32(canonical(value).encode()):
+        raise CheckpointError(f"{where} is damaged: its content does not match its checksum")
+    return value
+
+
+def read_bytes(file: Path, limit: int = MAX_BYTES) -> bytes:
+    """All bytes of a plain file. Raises CheckpointError where there is none, or one above `limit` bytes."""
+    size = plain_size(file)
+    if size > limit:
+        raise CheckpointError(f"{file} has {size} bytes; more than {limit} are refused")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+
+
+def plain_size(file: Path) -> int:
+    """Bytes of a plain file. Raises CheckpointError where it is missing or something else, such as a pipe."""
+    try:
+        status = os.stat(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} is missing or can't be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file} is no plain file; refused")
+    return status.st_size
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,84 @@
+"""Loads: what one rank takes from a checkpoint, checked on all ranks before any of them changes anything.
+
+    1  open and compare      every name, shape and counter; the first list of what does not fit is one error
+    2  read all targets      each byte against its checksum, and forget it again
+    3  agree                 any rank's failure is everybody's, and nothing has been changed
+    4  read again and write  a few MiB at a time
+
+Reading twice is the price of a load that takes no memory and changes all or nothing; the second time the pages are
+mostly in the cache. Rejected: to hold what was read, which is the size of the rank's state once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.errors import CheckpointError
+
+_CHUNK_NBYTES = 16 << 20
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """Flat elements [start, stop) of a tensor that this rank takes over.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the whole tensor; must be that in the checkpoint.
+        write: given the first element and the values from there on: 1-D, on the CPU, in the checkpoint's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    write: Callable[[int, torch.Tensor], None]
+
+
+def check(reader: CheckpointReader, targets: Sequence[Target], more: Iterable[str] = ()) -> None:
+    """Raises one CheckpointError for all targets that are missing or of another shape, and for the problems `more`."""
+    problems = list(more)
+    for target in targets:
+        if not has(reader, target.name):
+            problems.append(f"tensor {target.name!r} is missing")
+        elif (shape := reader.tensor(target.name).shape) != target.shape:
+            problems.append(f"tensor {target.name!r} has shape {list(shape)}, this run needs {list(target.shape)}")
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems[:_MAX_LISTED])
+        rest = f"\n  and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise CheckpointError(
+            f"{reader.folder / MANIFEST} does not fit this run; nothing was changed:\n{listed}{rest}\n"
+            "load it into the model, and with the optimizer, that it was saved from"
+        )
+
+
+def has(reader: CheckpointReader, name: str) -> bool:
+    """Whether a checkpoint has a tensor, under its name or another name of it."""
+    return name in reader.manifest.tensors or name in reader.aliases
+
+
+def verify(reader: CheckpointReader, targets: Sequence[Target]) -> None:
+    """Read all targets. Raises CheckpointError naming file and tensor of what is damaged."""
+    for target in targets:
+        for _ in _chunks(reader, target):
+            pass
+
+
+def apply(reader: CheckpointReader, targets: Sequence[Target]) -> None:
+    """Read all targets and write them where they belong."""
+    for target in targets:
+        for low, values in _chunks(reader, target):
+            target.write(low, values)
+
+
+def _chunks(reader: CheckpointReader, target: Target) -> Iterable[tuple[int, torch.Tensor]]:
+    saved = reader.tensor(target.name)
+    step = _CHUNK_NBYTES // saved.dtype.itemsize
+    for low in range(target.start, target.stop, step):
+        yield low, saved.read_flat(low, min(low + step, target.stop))

@@ -1,0 +1,45 @@
+"""Open a checkpoint of any kind that we know as `Contents`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from zeroshard.checkpoint.foreign import deepspeed
+from zeroshard.checkpoint.foreign.contents import Contents
+from zeroshard.checkpoint.foreign.dcp import is_dcp, open_dcp
+from zeroshard.checkpoint.own import find_own, open_own
+from zeroshard.errors import CheckpointError
+
+
+def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Contents:
+    """The contents of our own checkpoint, of one of DeepSpeed, or of torch.distributed.checkpoint.
+
+    Args:
+        directory: of checkpoints, or of one.
+        tag: which one in it; None for the newest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or hostile.
+    """
+    base = Path(directory)
+    if not base.is_dir():
+        raise CheckpointError(f"there is no folder {base}")
+    own = find_own(base, tag)
+    if own is not None:
+        return open_own(own)
+    try:
+        found = deepspeed.find(base, tag)
+        if found is not None:
+            return deepspeed.open_deepspeed(found)
+        folder = base if tag is None else base / deepspeed.check_tag(tag, base)
+        if is_dcp(folder):
+            return open_dcp(folder)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values that are not what their place says
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{base} is damaged: {type(error).__name__} {error}") from error
+    raise CheckpointError(
+        f"{folder} holds no checkpoint of zeroshard, DeepSpeed (ZeRO 1 to 3 or universal) or "
+        "torch.distributed.checkpoint"
+    )

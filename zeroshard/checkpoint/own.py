@@ -1,0 +1,202 @@
+"""Our own checkpoints as `Contents`, and `Contents` as our own checkpoints.
+
+The first is what `export` reads, the second what `import` writes: one rank's files, which any number of ranks loads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import directory, jsonfile
+from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, Scaler
+from zeroshard.checkpoint.foreign.stored import Held, InMemory, Lazy, StoredTensor, numel
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, TensorKind
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.values import pack, unpack
+from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
+from zeroshard.errors import CheckpointError
+
+Progress = Callable[[int], None]
+_STEP = "step"
+_HOW = frozenset(
+    ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "bias_correction", "step")
+)
+_UNLESS_SET = frozenset(("amsgrad", "maximize"))
+
+
+def find_own(base: Path, tag: str | None) -> Path | None:
+    """The folder of one of our checkpoints: `base` itself or in it; None if there is none.
+
+    Raises:
+        CheckpointError: `tag` is no plain name.
+    """
+    if tag is None and (base / MANIFEST).is_file():
+        return base
+    if tag is not None:
+        directory.check_tag(tag)
+    there = {found.tag for found in directory.whole(base)}
+    return directory.find(base, tag) if (tag in there if tag is not None else there) else None
+
+
+def open_own(folder: Path) -> Contents:
+    """The contents of one of our checkpoints. Raises CheckpointError."""
+    try:
+        return _contents(CheckpointReader(folder))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__} {error}"
+        raise CheckpointError(f"{folder / MANIFEST}: its state is not what it must be: {what}") from error
+
+
+def _contents(reader: CheckpointReader) -> Contents:
+    moments: dict[str, dict[str, Lazy]] = {}
+    for name in (*reader.names(TensorKind.OPTIMIZER), *reader.names(TensorKind.OPTIMIZER_SCALAR)):
+        tensor = reader.tensor(name)
+        moments.setdefault(tensor.info.of, {})[tensor.info.key] = tensor
+    parameters: dict[str, Parameter] = {}
+    for name in reader.names(TensorKind.PARAMETER):
+        tensor = reader.tensor(name)
+        state = moments.get(name, {})
+        step = state.pop(_STEP, None)
+        own = {key: value for key, value in state.items() if value.shape == tensor.shape}
+        parameters[name] = Parameter(
+            name,
+            tensor,
+            own,
+            None if step is None or numel(step.shape) != 1 else float(step.read().item()),
+            tensor.info.trainable,
+            tensor.info.compute,
+        )
+    state = reader.state
+    counters, scheduler, optimizer = unpack(state["counters"]), state["scheduler"], state["optimizer"]
+    ranks = len({name.split(".")[1] for name in reader.names(TensorKind.RANK_BUFFER)})
+    return Contents(
+        origin=f"zeroshard, {state.get('ranks', reader.manifest.world_size)} ranks",
+        parameters=parameters,
+        buffers={name: reader.tensor(name) for name in reader.names(TensorKind.BUFFER)},
+        aliases=reader.aliases,
+        groups=() if optimizer is None else tuple(map(_group, optimizer["groups"])),
+        optimizer=None if optimizer is None else optimizer["type"],
+        steps=int(counters.get("global_steps", 0)),
+        skipped=int(counters.get("skipped_steps", 0)),
+        accumulation=int(counters.get("accumulation", 1)),
+        scheduler=None if scheduler is None else unpack(scheduler["state"]),
+        scheduler_type=None if scheduler is None else scheduler["type"],
+        complete=state.get("frozen") is not False,
+        client_state=unpack(state["client_state"]),
+        left_out=(f"buffers that {ranks} ranks had other values of; rank 0's are taken",) if ranks else (),
+    )
+
+
+def _group(saved: Mapping[str, Any]) -> Group:
+    return Group(tuple(saved["names"]), {key: _listed(value) for key, value in unpack(saved["options"]).items()})
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def write_own(contents: Contents, base: str | os.PathLike[str], tag: str, progress: Progress = lambda n: None) -> Path:
+    """Write a checkpoint that `load_checkpoint` reads, at any world size; returns its folder.
+
+    Raises:
+        CheckpointError: something can't be read or written; a checkpoint of that name is still what it was.
+    """
+    directory.check_tag(tag)
+    where = Path(base)
+    folder: Path | None = None
+    try:
+        folder = directory.begin(where, tag)
+        write_pieces(folder, 0, _pieces(contents, progress), {})
+        manifest: Manifest = join_tables(folder, 1, contents.aliases, jsonfile.as_read(state_of(contents)))
+        directory.write_synced(folder / MANIFEST, manifest.encode())
+        return directory.publish(where, tag, latest=True)
+    except OSError as error:
+        raise CheckpointError(f"{where / tag} can't be written: {error}") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def state_of(contents: Contents) -> dict[str, Any]:
+    """What our checkpoints keep beside tensors. A type that nothing says is None, which a load takes for its own."""
+    groups = [
+        {"names": list(group.names), "options": pack(_options(group.options), "optimizer options")}
+        for group in contents.groups
+    ]
+    scheduler = {"type": contents.scheduler_type, "state": pack(contents.scheduler, "scheduler")}
+    counters = {
+        "micro_steps": contents.steps * contents.accumulation,
+        "global_steps": contents.steps,
+        "skipped_steps": contents.skipped,
+        "accumulation": contents.accumulation,
+    }
+    return {
+        "optimizer": {"type": contents.optimizer, "groups": groups, "counters": {}} if groups else None,
+        "scaler": None if contents.scaler is None else scaler_state(contents.scaler),
+        "scheduler": None if contents.scheduler is None else scheduler,
+        "client_state": pack(contents.client_state, "client_state"),
+        "counters": counters,
+        "frozen": contents.complete,
+        "ranks": 1,
+    }
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters without what only says how torch computes; pairs such as betas are tuples."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in options.items()
+        if key not in _HOW and not (key in _UNLESS_SET and not value)
+    }
+
+
+def scaler_state(scaler: Scaler) -> dict[str, float | int]:
+    """As our loss scaler keeps itself."""
+    return {
+        "scale": scaler.scale,
+        "good_steps": scaler.since_overflow or 0,
+        "hysteresis_left": scaler.hysteresis or 1,
+        "consecutive_skips": 0,
+        "total_skips": 0,
+    }
+
+
+def _pieces(contents: Contents, progress: Progress) -> Iterator[Piece]:
+    for name, parameter in contents.parameters.items():
+        weight = parameter.weight
+        yield _piece(
+            TensorInfo(name, TensorKind.PARAMETER, weight.dtype, weight.shape, parameter.compute, parameter.trainable),
+            weight,
+            progress,
+        )
+    for name, buffer in contents.buffers.items():
+        yield _piece(TensorInfo(name, TensorKind.BUFFER, buffer.dtype, buffer.shape), buffer, progress)
+    for name, parameter in contents.parameters.items():
+        for key, tensor in parameter.moments.items():
+            info = TensorInfo(f"state.{name}.{key}", TensorKind.OPTIMIZER, tensor.dtype, tensor.shape, of=name, key=key)
+            yield _piece(info, tensor, progress)
+        if parameter.step is not None:
+            scalar, step = TensorKind.OPTIMIZER_SCALAR, InMemory(torch.tensor(float(parameter.step)))
+            yield _piece(
+                TensorInfo(f"state.{name}.{_STEP}", scalar, step.dtype, (), of=name, key=_STEP), step, progress
+            )
+
+
+def _piece(info: TensorInfo, tensor: Lazy, progress: Progress) -> Piece:
+    if isinstance(tensor, StoredTensor) and not tensor.contiguous:
+        tensor = Held(tensor)
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        values = tensor.read_flat(start, stop)
+        progress(values.nbytes)
+        return values
+
+    return Piece(info, 0, info.numel, read)

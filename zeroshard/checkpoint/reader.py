@@ -1,0 +1,237 @@
+"""Read any part of any tensor of a checkpoint, and no more than that, each byte against its checksum.
+
+    with CheckpointReader(find("checkpoints")) as reader:
+        for name in reader.names(TensorKind.PARAMETER):
+            tensor = reader.tensor(name)                  # shape and dtype; nothing is read yet
+            tensor.read_flat(1000, 2000)                  # 1-D
+            tensor.read_rectangle((0, 8), (4, 8))         # rows 0 to 3, columns 8 to 15
+
+At opening, all that can be seen without reading tensors is checked: that every file is there with its size and header,
+and that the parts of each tensor are all of it. A tensor's checksums are checked when it is read. Bytes are read into
+memory of the result's own; a map of the file was rejected, because it keeps a file that was cut off meanwhile as a
+SIGBUS, and what it reads counts as this process's memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint.jsonfile import plain_size
+from zeroshard.checkpoint.manifest import BLOCK, Manifest, Part, TensorInfo, TensorKind, read_manifest
+from zeroshard.checkpoint.safefile import read_header
+from zeroshard.errors import CheckpointError, UsageError
+
+_ROWS_NBYTES = 16 << 20
+
+
+class CheckpointReader:
+    """A checkpoint of zeroshard, open for reading.
+
+    Args:
+        folder: of one checkpoint, with `checkpoint.json` in it; `directory.find` gives it.
+
+    Raises:
+        CheckpointError: a file is missing, of another size, or not what the table says. Nothing is opened or allocated
+            on the word of the table alone.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
+        self._descriptors: dict[str, int] = {}
+        self._checked: set[str] = set()
+        for name, info in self.manifest.files.items():
+            self._check_size(name, info.nbytes)
+
+    def _check_size(self, name: str, nbytes: int) -> None:
+        holds = f"it should hold {self._tensors_of(name)}"
+        try:
+            size = plain_size(self.folder / name)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {holds}") from error
+        if size != nbytes:
+            raise CheckpointError(
+                f"{self.folder / name} has {size} bytes instead of {nbytes}: it was cut off or replaced; {holds}"
+            )
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; reading again opens them again."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def names(self, kind: TensorKind | None = None) -> list[str]:
+        """Names of all tensors, or of those of one kind. Other names of tied parameters are in `aliases`."""
+        return [name for name, info in self.manifest.tensors.items() if kind is None or info.kind is kind]
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of tied parameters -> the name of the tensor."""
+        return self.manifest.aliases
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """All state that is no tensor."""
+        return self.manifest.state
+
+    def tensor(self, name: str) -> SavedTensor:
+        """A tensor by its name or another name of it. Raises CheckpointError where there is none."""
+        name = self.manifest.aliases.get(name, name)
+        info = self.manifest.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        return SavedTensor(self, info, self.manifest.parts[name])
+
+    def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
+        """Read everything; one line for each thing that is wrong. `progress` is given the bytes read since last."""
+        problems: list[str] = []
+        for name in self.manifest.files:
+            try:
+                self._open(name)
+            except CheckpointError as error:
+                problems.append(str(error))
+        for name, parts in self.manifest.parts.items():
+            info = self.manifest.tensors[name]
+            for part in parts:
+                try:
+                    for block in range(len(part.checksums)):
+                        progress(len(self._block(info, part, block)))
+                except CheckpointError as error:
+                    problems.append(str(error))
+        return problems
+
+    def read_part(self, info: TensorInfo, part: Part, start: int, stop: int, out: memoryview) -> None:
+        """Fill `out` with bytes [start, stop) of a part. Raises CheckpointError naming file and tensor."""
+        for block in range(start // BLOCK, -(-stop // BLOCK)):
+            base = block * BLOCK
+            low, high = max(start, base), min(stop, base + BLOCK)
+            if (low, high) == (base, self._block_end(info, part, block)):
+                self._block(info, part, block, out[low - start : high - start])
+            else:
+                out[low - start : high - start] = self._block(info, part, block)[low - base : high - base]
+
+    @staticmethod
+    def _block_end(info: TensorInfo, part: Part, block: int) -> int:
+        return min((block + 1) * BLOCK, (part.stop - part.start) * info.dtype.itemsize)
+
+    def _block(self, info: TensorInfo, part: Part, block: int, out: memoryview | None = None) -> memoryview:
+        """One block of a part, as it should be."""
+        length = self._block_end(info, part, block) - block * BLOCK
+        view = memoryview(bytearray(length)) if out is None else out
+        file, place = self.folder / part.file, part.begin + block * BLOCK
+        descriptor = self._open(part.file)
+        done = 0
+        while done < length:
+            try:
+                count = os.preadv(descriptor, [view[done:]], place + done)
+            except OSError as error:
+                raise CheckpointError(f"{file} can't be read at tensor {info.name!r}: {error}") from error
+            if count == 0:
+                raise CheckpointError(f"{file} ends inside of tensor {info.name!r}: it was cut off")
+            done += count
+        if zlib.crc32(view) != part.checksums[block]:
+            raise CheckpointError(
+                f"{file} is damaged: tensor {info.name!r} does not match its checksum "
+                f"(bytes {place} to {place + length} of the file)"
+            )
+        return view
+
+    def _open(self, name: str) -> int:
+        if name not in self._descriptors:
+            file = self.folder / name
+            try:
+                self._descriptors[name] = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError as error:
+                raise CheckpointError(f"{file} can't be read: {error.strerror}") from error
+        if name not in self._checked:
+            info = self.manifest.files[name]
+            if read_header(self._descriptors[name], info.nbytes) != info.header_checksum:
+                raise CheckpointError(
+                    f"{self.folder / name} is damaged: its header does not match its checksum; "
+                    f"it should hold {self._tensors_of(name)}"
+                )
+            self._checked.add(name)
+        return self._descriptors[name]
+
+    def _tensors_of(self, file: str) -> str:
+        names = [name for name, parts in self.manifest.parts.items() if any(part.file == file for part in parts)]
+        return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class SavedTensor:
+    """A tensor of a checkpoint whose content is read on request. `info` has its name, kind and more."""
+
+    def __init__(self, reader: CheckpointReader, info: TensorInfo, parts: Sequence[Part]) -> None:
+        self._reader = reader
+        self._parts = parts
+        self.info = info
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.info.dtype
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor. Raises CheckpointError, as all reads do, naming file and tensor."""
+        return self.read_flat(0, self.info.numel).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, 1-D, on the CPU. At most a block more at each end is read."""
+        if not 0 <= start <= stop <= self.info.numel:
+            raise UsageError(f"[{start}, {stop}) is no range of {self.info.name!r}, which has {self.info.numel}")
+        itemsize = self.dtype.itemsize
+        raw = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+        out = raw.numpy().data
+        for part in self._parts:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                self._reader.read_part(
+                    self.info,
+                    part,
+                    (low - part.start) * itemsize,
+                    (high - part.start) * itemsize,
+                    out[(low - start) * itemsize : (high - start) * itemsize],
+                )
+        return raw.view(self.dtype) if start < stop else torch.empty(0, dtype=self.dtype)
+
+    def read_rectangle(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Elements [offset, offset + size) in each dim. Of a rectangle that is no flat range whole rows are read, some
+        MiB at a time."""
+        shape = self.shape
+        fits = len(offsets) == len(sizes) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= whole
+            for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not fits:
+            raise UsageError(f"{list(offsets)} + {list(sizes)} is no part of {self.info.name!r} {list(shape)}")
+        if not shape:
+            return self.read()
+        out = torch.empty(tuple(sizes), dtype=self.dtype)
+        if out.numel():
+            row = math.prod(shape[1:])
+            inner = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+            step = max(1, _ROWS_NBYTES // max(1, row * self.dtype.itemsize))
+            for first in range(0, sizes[0], step):
+                last = min(sizes[0], first + step)
+                rows = self.read_flat((offsets[0] + first) * row, (offsets[0] + last) * row)
+                out[first:last] = rows.view(last - first, *shape[1:])[(slice(None), *inner)]
+        return out

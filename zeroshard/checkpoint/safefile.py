@@ -1,0 +1,51 @@
+"""The head of a safetensors file with the sharding information of torch.distributed.checkpoint.
+
+    | bytes of the header: 8 | header: JSON, name -> dtype, shape, bytes; padded | tensor | tensor | ...
+
+    __metadata__ -> DCP_SHARDING_INFO: {name: {"saved_offsets": [where in the global tensor the part begins]}}
+
+The header needs names and shapes only, so it is written before any tensor is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+
+from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.manifest import TensorInfo
+from zeroshard.checkpoint.slices import Rectangle
+
+_ALIGNMENT = 8
+
+
+def header(entries: Sequence[tuple[TensorInfo, Rectangle]]) -> bytes:
+    """Length and header of a file that holds these parts of tensors, one after the other."""
+    offsets = {info.name: {"saved_offsets": list(cut.offsets)} for info, cut in entries}
+    table: dict[str, object] = {
+        "__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    }
+    at = 0
+    for info, cut in entries:
+        size = (cut.stop - cut.start) * info.dtype.itemsize
+        table[info.name] = {
+            "dtype": name_of(info.dtype, info.name),
+            "shape": list(cut.sizes),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(descriptor: int, nbytes: int) -> int | None:
+    """CRC-32 of a file's header and the length before it; None where the file of `nbytes` can't hold what it says."""
+    start = os.pread(descriptor, 8, 0)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else nbytes
+    if length > nbytes - 8:
+        return None
+    return zlib.crc32(os.pread(descriptor, length, 8), zlib.crc32(start))

@@ -1,0 +1,77 @@
+"""The copy that an asynchronous save takes of this rank's state, so that training may go on while it is written.
+
+One host buffer for all pieces, page-locked on a machine with a GPU, taken at the first such save and kept for the next.
+Training stalls for the copies into it and no longer. Rejected: memory from torch's pinned allocator, which rounds a
+large buffer up to a power of two.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from zeroshard.checkpoint.writer import Piece
+from zeroshard.errors import ZeroShardWarning
+
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Host memory for a copy of pieces of a state that lives on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._locked = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken."""
+        return self._buffer.numel()
+
+    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces as they are now. They are valid until the next `copy` or `close`."""
+        sizes = [piece.nbytes for piece in pieces]
+        places = [0]
+        for size in sizes:
+            places.append(-(-(places[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        self._reserve(places[-1])
+        staged: list[Piece] = []
+        for piece, at, size in zip(pieces, places, sizes, strict=False):
+            held = self._buffer[at : at + size].view(piece.info.dtype) if size else None
+            if held is not None:
+                piece.copy_into(held)
+            staged.append(replace(piece, source=held))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return staged
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= self.nbytes:
+            return
+        self.close()
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            runtime = torch.cuda.cudart()
+            assert runtime is not None
+            status = int(runtime.cudaHostRegister(self._buffer.data_ptr(), nbytes, 0))
+            self._locked = status == 0
+            if not self._locked:
+                warnings.warn(
+                    f"the copy for asynchronous saves ({nbytes} bytes) can't be page-locked (CUDA error {status}), so "
+                    "copying into it is slower",
+                    ZeroShardWarning,
+                    stacklevel=2,
+                )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._locked:
+            runtime = torch.cuda.cudart()
+            assert runtime is not None
+            runtime.cudaHostUnregister(self._buffer.data_ptr())
+            self._locked = False
+        self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,158 @@
+"""fp32 weights out of a ZeRO checkpoint, under the names that scripts for DeepSpeed call.
+
+    python -m zeroshard.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR
+
+It opens checkpoints of DeepSpeed as well as our own, and streams: the converter that this replaces needs the whole
+optimizer in memory. The result is safetensors, never a pickle, also where DeepSpeed's would write pytorch_model.bin.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from zeroshard.checkpoint.export.hf import export_hf, find_config, parse_size, weights_of
+from zeroshard.checkpoint.foreign.contents import Contents
+from zeroshard.checkpoint.foreign.stored import Lazy
+from zeroshard.checkpoint.opened import open_checkpoint
+from zeroshard.errors import CheckpointError, UsageError, ZeroShardError
+
+
+class LazyTensor:
+    """A weight that is read by `contiguous()`."""
+
+    def __init__(self, tensor: Lazy) -> None:
+        self._tensor = tensor
+        self.shape = torch.Size(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        return self._tensor.read()
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor] | dict[str, LazyTensor]:
+    """The model's state dict with fp32 parameters; tied weights are there under all their names.
+
+    Args:
+        tag: None for the newest.
+        lazy_mode: give tensors whose `contiguous()` reads them, so that only those in use are in memory.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or hostile.
+    """
+    contents = open_checkpoint(checkpoint_dir, tag)
+    lazies = weights_of(contents, torch.float32, frozen=not exclude_frozen_parameters)
+    lazies |= {alias: lazies[name] for alias, name in contents.aliases.items() if name in lazies}
+    if lazy_mode:
+        once = {id(tensor): LazyTensor(tensor) for tensor in lazies.values()}
+        return {name: once[id(tensor)] for name, tensor in lazies.items()}
+    return _read_all(lazies)
+
+
+def _read_all(lazies: Mapping[str, Lazy]) -> dict[str, torch.Tensor]:
+    read: dict[int, torch.Tensor] = {}
+    for tensor in lazies.values():
+        if id(tensor) not in read:
+            read[id(tensor)] = tensor.read()
+    return {name: read[id(tensor)] for name, tensor in lazies.items()}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write fp32 weights to a folder that `from_pretrained` loads.
+
+    Args:
+        max_shard_size: of a file; None for one file.
+        safe_serialization: the files are safetensors whatever this says.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or hostile, or the folder can't be written.
+        UsageError: the folder exists and is not empty.
+    """
+    contents = open_checkpoint(checkpoint_dir, tag)
+    _export(contents, Path(checkpoint_dir), Path(output_dir), max_shard_size, not exclude_frozen_parameters)
+
+
+def _export(contents: Contents, source: Path, out: Path, max_shard_size: str | int | None, frozen: bool) -> None:
+    limit = sys.maxsize if max_shard_size is None else parse_size(max_shard_size)
+    export_hf(contents, out, torch.float32, limit, find_config(source), frozen)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Put a checkpoint's weights into a plain model that has not been sharded, a tensor at a time.
+
+    Raises:
+        CheckpointError: names or shapes differ, or the checkpoint can't be read; nothing was changed where names or
+            shapes differ.
+    """
+    contents = open_checkpoint(checkpoint_dir, tag)
+    lazies = weights_of(contents, torch.float32)
+    lazies |= {alias: lazies[name] for alias, name in contents.aliases.items() if name in lazies}
+    own = model.state_dict()
+    for name, value in own.items():
+        if name not in lazies or lazies[name].shape != tuple(value.shape):
+            found = list(lazies[name].shape) if name in lazies else "missing"
+            raise CheckpointError(
+                f"{checkpoint_dir}: {name!r} has shape {list(value.shape)} in the model, there {found}"
+            )
+    extra = sorted(set(lazies) - set(own))
+    if extra:
+        raise CheckpointError(f"{checkpoint_dir} holds {extra[0]!r} (of {len(extra)}), which the model does not have")
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, value in own.items():
+            if value.data_ptr() not in done or not value.numel():
+                value.copy_(lazies[name].read())
+                done.add(value.data_ptr())
+    return model
+
+
+def _main(
+    checkpoint_dir: Annotated[Path, typer.Argument(help="Folder of the checkpoint, with the file latest or a tag.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    max_shard_size: Annotated[str, typer.Option("--max_shard_size", help="Of a file, as in 5GB.")] = "5GB",
+    safe_serialization: Annotated[
+        bool, typer.Option("--safe_serialization", help="The files are safetensors with or without this.")
+    ] = False,
+    tag: Annotated[str | None, typer.Option("-t", "--tag", help="Instead of the newest.")] = None,
+    exclude_frozen_parameters: Annotated[bool, typer.Option("--exclude_frozen_parameters")] = False,
+    debug: Annotated[bool, typer.Option("-d", "--debug", help="Accepted; there is nothing to debug.")] = False,
+) -> None:
+    """Write the fp32 weights of a ZeRO checkpoint as from_pretrained loads them."""
+    convert_zero_checkpoint_to_fp32_state_dict(
+        checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+    print(f"fp32 weights of {checkpoint_dir} are in {output_dir}")
+
+
+def main() -> None:
+    """Entry point of the script: our errors end in one line and status 2."""
+    try:
+        typer.run(_main)
+    except (ZeroShardError, UsageError) as error:
+        print(f"zero_to_fp32: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Optimizer state by parameter, as checkpoints see it.
+
+A rank's state of a parameter is a flat range of each state tensor of it, and scalars that are equal wherever the
+parameter is: the number of its updates above all.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.optim.regions import Region
+
+STEP = "step"
+"""Name of the scalar that counts a parameter's updates, float32, as in torch's optimizers."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """The state of one parameter's elements in one region.
+
+    Attributes:
+        region, index: number of the region, and of the parameter in the region's layout.
+        low, high: the elements, counted from the begin of the region.
+        elements: flat views of `high - low` values each.
+        scalars: 0-dim tensors on the CPU.
+    """
+
+    region: int
+    index: int
+    low: int
+    high: int
+    elements: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, torch.Tensor]
+
+
+class SavedState(Protocol):
+    """An optimizer's state on this rank. Region numbers are those of all trainable groups in plan order."""
+
+    def state_keys(self, region: int) -> tuple[str, ...] | None:
+        """Names of the state tensors that each parameter of a region has; None where only the state itself tells."""
+        ...
+
+    def state_parts(self) -> Iterator[StatePart]:
+        """The state of all parameters that have some."""
+        ...
+
+    def reset_state(self) -> None:
+        """Go back to before the first update."""
+        ...
+
+    def open_part(
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Set a parameter's scalars, after `reset_state`; returns flat views for its state tensors, to be written.
+
+        Args:
+            dtypes: names of the state tensors and their dtypes.
+        """
+        ...
+
+    def counters(self) -> dict[str, Any]:
+        """State that belongs to no single parameter, equal on all ranks, as JSON has it."""
+        return {}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take over `counters`, after `reset_state`."""
+
+    def rank_tensors(self) -> dict[str, torch.Tensor]:
+        """State of this rank that means nothing at another number of ranks; 1-D. `reset_state` zeroes it."""
+        return {}
+
+    def finish_load(self) -> None:
+        """All state has been written; called by all ranks."""
+
+
+class FlatState(SavedState):
+    """State that lies flat beside each region, one float32 value per element and name: what most updates have."""
+
+    @abstractmethod
+    def flat_states(self) -> Sequence[tuple[Region, Mapping[str, torch.Tensor]]]:
+        """Each region and its state tensors by name, of the region's size."""
+
+    @abstractmethod
+    def step_counts(self) -> Sequence[Sequence[float]] | None:
+        """Updates so far, per region and segment; None where they are not counted. Waits for the device."""
+
+    @abstractmethod
+    def set_step(self, region: int, index: int, count: float) -> None:
+        """Set the updates so far of one segment."""
+
+    def state_keys(self, region: int) -> tuple[str, ...] | None:
+        """See SavedState."""
+        return tuple(self.flat_states()[region][1])
+
+    def state_parts(self) -> Iterator[StatePart]:
+        """See SavedState."""
+        counts = self.step_counts()
+        for number, (region, state) in enumerate(self.flat_states()):
+            for index, low, high in region.pieces:
+                if region.hyper[index] >= 0:
+                    elements = {name: tensor[low:high] for name, tensor in state.items()}
+                    scalars: dict[str, torch.Tensor] = {}
+                    if counts is not None:
+                        scalars[STEP] = torch.tensor(float(counts[number][index]), dtype=torch.float32)
+                    yield StatePart(number, index, low, high, elements, scalars)
+
+    def reset_state(self) -> None:
+        """See SavedState."""
+        for number, (region, state) in enumerate(self.flat_states()):
+            for tensor in state.values():
+                tensor.zero_()
+            for index in range(len(region.layout.segments)):
+                self.set_step(number, index, 0)
+
+    def open_part(
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """See SavedState."""
+        self.set_step(region, index, float(scalars[STEP]) if STEP in scalars else 0.0)
+        owner, state = self.flat_states()[region]
+        cut = piece_of(owner, index)
+        return {name: state[name][cut] for name in dtypes}
+
+
+def piece_of(region: Region, index: int) -> slice:
+    """Where a parameter's elements lie in a region; empty where it has none there."""
+    for number, low, high in region.pieces:
+        if number == index:
+            return slice(low, high)
+    return slice(0, 0)
