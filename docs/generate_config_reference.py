@@ -6,6 +6,7 @@ python docs/generate_config_reference.py --check   fail if the page is not what 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,6 @@ from zeroshard.config.components import (
     SCHEDULERS,
     TYPE_ALIASES,
     UNBUILT_OPTIMIZERS,
-    UNBUILT_SCHEDULERS,
 )
 from zeroshard.config.keys import Key, Status, key_table, kind_in_words
 from zeroshard.config.models import Section
@@ -142,7 +142,6 @@ def _component_sections() -> Iterator[str]:
     yield f"Not built yet: {', '.join(UNBUILT_OPTIMIZERS)}.\n"
     yield "## Schedules\n"
     yield from (_component(name, model) for name, model in SCHEDULERS.items())
-    yield f"Not built yet: {', '.join(UNBUILT_SCHEDULERS)}.\n"
 
 
 def _component(name: str, model: type[Section]) -> str:
@@ -152,7 +151,7 @@ def _component(name: str, model: type[Section]) -> str:
         [_code(field), "required" if info.is_required() else _code(json.dumps(info.default))]
         for field, info in model.model_fields.items()
     )
-    return f"{heading}\n\n{model.__doc__}\n\n" + _table(["parameter", "default"], rows)
+    return f"{heading}\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n" + _table(["parameter", "default"], rows)
 
 
 def _table(headings: list[str], rows: Iterable[list[str]]) -> str:

@@ -40,7 +40,8 @@ def _bounds(low: float, high: float | None) -> str:
     return f" of at least {low}" if high is None else f" from {low} to {high}"
 
 
-def _whole_number(low: int, high: int) -> Callable[[Any], int]:
+def whole_number(low: int, high: int = LARGEST) -> Callable[[Any], int]:
+    """A check for a whole number in [low, high]; `5e8` counts as whole."""
     wanted = "a whole number" + _bounds(low, None if high == LARGEST else high)
 
     def check(value: Any) -> int:
@@ -54,8 +55,8 @@ def _whole_number(low: int, high: int) -> Callable[[Any], int]:
 
 
 def whole(low: int, high: int = LARGEST) -> BeforeValidator:
-    """A whole number in [low, high]; `5e8` counts as whole."""
-    return BeforeValidator(_whole_number(low, high))
+    """A whole number in [low, high]; see `whole_number`."""
+    return BeforeValidator(whole_number(low, high))
 
 
 def real_number(
@@ -137,7 +138,7 @@ def _names_or_auto(value: Any) -> Any:
 def _print_interval(value: Any) -> Any:
     if value == math.inf and not isinstance(value, bool):
         return None
-    return _whole_number(1, LARGEST)(value)
+    return whole_number(1, LARGEST)(value)
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]

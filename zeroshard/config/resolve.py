@@ -18,7 +18,6 @@ from zeroshard.config.components import (
     OPTIMIZERS,
     SCHEDULERS,
     UNBUILT_OPTIMIZERS,
-    UNBUILT_SCHEDULERS,
     param_advice,
     resolve_type,
 )
@@ -144,7 +143,7 @@ class _Resolver:
         batch_config = self._batch(sections)
         precision = self._precision(sections)
         optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
-        scheduler = self._component("scheduler", SCHEDULERS, UNBUILT_SCHEDULERS)
+        scheduler = self._component("scheduler", SCHEDULERS, ())
         self._check_momentum(optimizer)
         return Config(
             world_size=self._world_size,
