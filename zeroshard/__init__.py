@@ -9,6 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard.engine.access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+    )
     from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
     from zeroshard.engine.native import (
         clip_grad_norm_,
@@ -48,6 +62,18 @@ _HOME = {
     "no_sync": "zeroshard.engine.native",
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
+    "safe_get_full_fp32_param": "zeroshard.engine.access",
+    "safe_get_full_grad": "zeroshard.engine.access",
+    "safe_get_full_optimizer_state": "zeroshard.engine.access",
+    "safe_get_local_fp32_param": "zeroshard.engine.access",
+    "safe_get_local_grad": "zeroshard.engine.access",
+    "safe_get_local_optimizer_state": "zeroshard.engine.access",
+    "safe_set_full_fp32_param": "zeroshard.engine.access",
+    "safe_set_full_grad": "zeroshard.engine.access",
+    "safe_set_full_optimizer_state": "zeroshard.engine.access",
+    "safe_set_local_fp32_param": "zeroshard.engine.access",
+    "safe_set_local_grad": "zeroshard.engine.access",
+    "safe_set_local_optimizer_state": "zeroshard.engine.access",
     "shard": "zeroshard.engine.native",
 }
 
@@ -71,6 +97,18 @@ __all__ = [
     "no_sync",
     "peer_memory_nbytes",
     "plan_of",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "shard",
 ]
 

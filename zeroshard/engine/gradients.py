@@ -100,6 +100,18 @@ class Gradients:
         """Whether any backward has run since the gradients were last cleared."""
         return any(self._local) or any(self._reduced)
 
+    def pending(self, unit: Unit) -> bool:
+        """Whether whole local gradients of the unit wait for a reduce."""
+        return self._local[unit.index]
+
+    def reduced(self, unit: Unit) -> bool:
+        """Whether reduced gradients of the unit rest."""
+        return self._reduced[unit.index]
+
+    def local(self, group: Group) -> torch.Tensor:
+        """The whole local gradients of a group that are pending."""
+        return self._whole(group)
+
     def fired(self, unit: Unit) -> list[list[bool]]:
         """Per trainable group and parameter: whether it got a gradient on this rank."""
         return self._fired[unit.index]

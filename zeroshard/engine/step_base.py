@@ -79,6 +79,14 @@ class StepperBase(ABC):
     def zero_grad(self) -> None:
         """Forget the gradients of the backwards since the last step."""
 
+    @abstractmethod
+    def gradients_changed(self) -> None:
+        """The gradients were changed since the backward: what was measured of them is stale."""
+
+    def unscale(self) -> float:
+        """What turns the ranks' sum of scaled gradients into their unscaled mean. Waits for the device with fp16."""
+        return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
+
     @property
     @abstractmethod
     def settled(self) -> bool:

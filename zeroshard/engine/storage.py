@@ -137,6 +137,29 @@ class Group:
         assert self.grad is not None
         return self.grad if self.plan.update_axis is None else self.own_grad
 
+    @property
+    def held_range(self) -> tuple[int, int]:
+        """The elements whose truth this rank holds: those that it updates, or of a frozen group its shard."""
+        if not self.plan.trainable and self.plan.param.axis is not None:
+            return self.plan.layout.shard_range(self.rank)
+        return self.update_range if self.plan.trainable else (0, self.plan.layout.numel)
+
+    @property
+    def held_param(self) -> torch.Tensor:
+        """The compute-dtype parameters of `held_range`."""
+        whole = self.held_range == (0, self.plan.layout.numel) and self.plan.param.axis is None
+        return self.whole if whole else self.shard
+
+    def own_part(self, index: int) -> tuple[slice, slice]:
+        """What this rank holds of a parameter: as a slice of `held_range`, and of the flat parameter."""
+        return self._overlap(self.plan.layout.segments[index], *self.held_range)
+
+    def write_part(self, own: slice, values: torch.Tensor) -> None:
+        """Set elements of `held_range` from float32 values, master weights first."""
+        if self.master is not None:
+            self._write_master(own, values)
+        self.held_param[own].copy_(split(values)[0] if self.split else values)
+
     def write(self, index: int, value: torch.Tensor) -> None:
         """Set parameter `index` of the group from its whole value, on every state that this rank holds of it."""
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)

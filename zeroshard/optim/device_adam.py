@@ -15,9 +15,11 @@ from zeroshard.optim.kernels.adam import adam_kernel, adam_twin
 from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
+from zeroshard.optim.updates import flat_state_view
+from zeroshard.optim.views import StateViews
 
 
-class DeviceAdam:
+class DeviceAdam(StateViews):
     """The update of all regions of this rank.
 
     Args:
@@ -89,6 +91,15 @@ class DeviceAdam:
             for name, tensor in zip(self._rule.state, pair, strict=True)
         }
         return {**moments, "steps": self._steps}
+
+    def state_names(self) -> tuple[str, ...]:
+        return self._rule.state
+
+    def _states(self, region: int) -> dict[str, torch.Tensor]:
+        return dict(zip(self._rule.state, self._state[region], strict=True))
+
+    def state_view(self, region: int, index: int, name: str) -> torch.Tensor | None:
+        return flat_state_view(self.regions[region], self._states(region), index, name)
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in self.tensors().items():

@@ -14,6 +14,7 @@ import torch
 from zeroshard.errors import UsageError
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
+from zeroshard.optim.views import StateViews
 
 UNRULY = ("maximize", "differentiable", "amsgrad")
 """Options of torch's optimizers that our rules don't have."""
@@ -51,7 +52,7 @@ class UpdateMethod(StatefulUpdate, Protocol):
         ...
 
 
-class FlatUpdate:
+class FlatUpdate(StateViews):
     """A rule on flat regions, with its state in one flat float32 tensor per region and kind."""
 
     lazy = False
@@ -94,6 +95,15 @@ class FlatUpdate:
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
 
+    def state_names(self) -> tuple[str, ...]:
+        return self._rule.state
+
+    def _states(self, region: int) -> dict[str, torch.Tensor]:
+        return dict(zip(self._rule.state, self._state[region], strict=True))
+
+    def state_view(self, region: int, index: int, name: str) -> torch.Tensor | None:
+        return flat_state_view(self._regions[region], self._states(region), index, name)
+
     def counters(self) -> dict[str, Any]:
         return {"steps": self._steps}
 
@@ -101,7 +111,7 @@ class FlatUpdate:
         self._steps = [[int(step) for step in steps] for steps in counters["steps"]]
 
 
-class TorchUpdate:
+class TorchUpdate(StateViews):
     """Any element-wise torch optimizer, given one slice tensor per parameter that this rank updates a part of.
 
     Args:
@@ -153,6 +163,19 @@ class TorchUpdate:
                         found[f"{number}.{name}"] = value
         return found
 
+    def state_names(self) -> tuple[str, ...]:
+        states = [] if self._inner is None else [self._inner.state.get(part, {}) for *_, part in self._slices]
+        return tuple({name: None for state in states for name, value in state.items() if _by_element(value)})
+
+    def state_view(self, region: int, index: int, name: str) -> torch.Tensor | None:
+        if self._regions[region].hyper[index] < 0:
+            return None
+        for owner, number, _, _, part in self._slices:
+            if owner is self._regions[region] and number == index and self._inner is not None:
+                value = self._inner.state.get(part, {}).get(name)
+                return value if _by_element(value) else None
+        return torch.empty(0, device=self._regions[region].master.device)
+
     def counters(self) -> dict[str, Any]:
         return {}  # torch counts in its state; and counters are saved once for all ranks, whose slices differ
 
@@ -173,6 +196,20 @@ class TorchUpdate:
                 self._inner.state.pop(part, None)
                 if state:
                     self._inner.state[part] = state
+
+
+def flat_state_view(region: Region, state: Mapping[str, torch.Tensor], index: int, name: str) -> torch.Tensor | None:
+    """`StateViews.state_view` of a region whose states are flat tensors of its own size, by name."""
+    if region.hyper[index] < 0 or name not in state:
+        return None
+    for number, low, high in region.pieces:
+        if number == index:
+            return state[name][low:high]
+    return state[name][:0]
+
+
+def _by_element(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
