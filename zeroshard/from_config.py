@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.config import Config, load_config
+from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
-from zeroshard.engine.engine import BatchSizes, Engine
+from zeroshard.engine.engine import Engine, EngineOptions
+from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, make_plan
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.loss_scale import LossScaler
@@ -23,6 +25,7 @@ from zeroshard.optim.rules import ADAM, ADAMW, PLAIN_SGD, SGD
 from zeroshard.optim.schedules import build_scheduler
 from zeroshard.optim.sources import Source, rule_source, torch_source
 from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
+from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
 
@@ -82,8 +85,8 @@ def initialize(
     sharded = _shard(model, resolved, optimizer, parameters, scaler, device)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
-    engine = Engine(model, sharded, scheduler, sizes)
-    loader = _loader(training_data, sizes.micro, collate_fn) if training_data is not None else None
+    engine = Engine(model, sharded, scheduler, sizes, _engine_options(resolved))
+    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, sharded, loader, scheduler
 
 
@@ -122,7 +125,7 @@ def recipe_of(config: Config, model: nn.Module) -> Recipe:
         predivide=reduction.predivide_factor if reduction.prescale else 1.0,
         mean=reduction.op == "mean",
         clip_norm=config.gradient_clipping,
-        on_nonfinite=OnNonFinite.SKIP if low else OnNonFinite.RAISE,
+        on_nonfinite=OnNonFinite.SKIP if low or precision.autocast else OnNonFinite.RAISE,
         cast_inputs=precision.compute if low else None,
     )
     kept = precision.keep_in_fp32_modules
@@ -208,8 +211,10 @@ def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: Clien
     return build_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
 
 
-def _loader(data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
-    sampler: DistributedSampler[Any] | None = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        sampler = DistributedSampler(data)
-    return DataLoader(data, batch_size=batch, sampler=sampler, shuffle=sampler is None, collate_fn=collate)
+def _engine_options(config: Config) -> EngineOptions:
+    autocast = config.precision.autocast
+    return EngineOptions(
+        accumulate_dtype=config.precision.grad_accum,
+        autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
+        loader=LoaderOptions(drop_last=config.drop_last),
+    )

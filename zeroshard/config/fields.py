@@ -102,6 +102,13 @@ def _dtype(value: Any) -> Dtype:
     return _DTYPES[name]
 
 
+def _half(value: Any) -> Dtype:
+    name = _dtype(value)
+    if name == "fp32":
+        raise refuse('"bf16" or "fp16"', value)
+    return name
+
+
 def exactly(expected: bool, reason: str) -> BeforeValidator:
     """A switch that has one position; `reason` says why."""
 
@@ -147,5 +154,6 @@ Count = Annotated[int, whole(1)]
 NonNegative = Annotated[float, real(0)]
 Positive = Annotated[float, real(above=0)]
 DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
+HalfName = Annotated[Dtype, BeforeValidator(_half)]
 NamesOrAuto = Annotated["Literal['auto'] | tuple[str, ...]", BeforeValidator(_names_or_auto)]
 PrintInterval = Annotated["int | None", BeforeValidator(_print_interval)]

@@ -15,6 +15,7 @@ from zeroshard.config.fields import (
     Count,
     DtypeName,
     Flag,
+    HalfName,
     NamesOrAuto,
     NonNegative,
     Positive,
@@ -55,6 +56,11 @@ class Fp16Section(Section):
     min_loss_scale: Positive = 1.0
 
 
+class TorchAutocastSection(Section):
+    enabled: Flag = False
+    dtype: HalfName | None = None
+
+
 class DataTypesSection(Section):
     grad_accum_dtype: DtypeName | None = None
     param_dtype: DtypeName | None = None
@@ -68,6 +74,7 @@ class ObeyedSections(Section):
     zero_optimization: ZeroSection = Field(default_factory=ZeroSection)
     bf16: Bf16Section = Field(default_factory=Bf16Section)
     fp16: Fp16Section = Field(default_factory=Fp16Section)
+    torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
     communication_data_type: DtypeName | None = None
     gradient_clipping: NonNegative = 1.0
@@ -77,5 +84,6 @@ class ObeyedSections(Section):
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
+    dataloader_drop_last: Flag = False
     steps_per_print: PrintInterval = None
     zero_allow_untested_optimizer: Flag = False

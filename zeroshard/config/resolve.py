@@ -29,6 +29,7 @@ from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
     BatchConfig,
     Config,
+    Dtype,
     FrozenMap,
     LossScaleConfig,
     OptimizerConfig,
@@ -157,6 +158,7 @@ class _Resolver:
             ),
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
+            drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
             origins=FrozenMap(self._all_origins()),
@@ -261,7 +263,23 @@ class _Resolver:
             grad_accum=types.grad_accum_dtype,
             buffer=types.buffer_dtype,
             keep_in_fp32_modules=types.keep_in_fp32_modules,
+            autocast=self._autocast(sections, compute),
         )
+
+    def _autocast(self, sections: ObeyedSections, compute: str) -> Dtype | None:
+        """The dtype of torch.autocast, which replaces the other two ways to compute in 16 bits."""
+        autocast, path = sections.torch_autocast, "torch_autocast.enabled"
+        if not autocast.enabled:
+            return None
+        if compute != "fp32":
+            what = (
+                f"is true, and so is {compute}.enabled ({self._origin(f'{compute}.enabled')}); autocast keeps the "
+                "parameters in fp32 and casts per operation: switch one of them off"
+            )
+            self._problems.add(path, self._origin(path), what)
+        if autocast.dtype is None:
+            self._record("torch_autocast.dtype", "bf16", f"{self._origin('torch_autocast.dtype')}: bf16")
+        return autocast.dtype or "bf16"
 
     def _component(
         self, section: str, built: Mapping[str, type[Section]], unbuilt: tuple[str, ...]
@@ -327,7 +345,8 @@ def _discard(values: dict[str, Any], location: tuple[str | int, ...]) -> None:
 
 def _loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:
     fp16 = sections.fp16
-    if not fp16.enabled:
+    autocast = sections.torch_autocast
+    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "fp16"):
         return None
     dynamic = fp16.loss_scale == 0
     return LossScaleConfig(

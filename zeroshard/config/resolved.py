@@ -49,13 +49,14 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes; None leaves the choice to the plan."""
+    """Dtypes; None leaves the choice to the plan. `autocast` is that of torch.autocast, None where it is off."""
 
     compute: Dtype
     communication: Dtype | None
     grad_accum: Dtype | None
     buffer: Dtype | None
     keep_in_fp32_modules: Literal["auto"] | tuple[str, ...]
+    autocast: Dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Config:
     reduction: ReductionConfig
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
+    drop_last: bool
     steps_per_print: int | None
     allow_untested_optimizer: bool
     origins: Mapping[str, str]

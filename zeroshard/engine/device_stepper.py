@@ -79,6 +79,7 @@ class DeviceStepper(StepperBase):
     def gradients_changed(self) -> None:
         """See StepperBase."""
         self._measured = False
+        self._norm_of = None
 
     @property
     def settled(self) -> bool:

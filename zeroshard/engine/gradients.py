@@ -65,12 +65,12 @@ class Gradients:
         self._log = log
         self._streams = streams
         self._reduces = reduces
-        self._policy = plan.policy
         self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
         """Start anew under a plan with other slots; nothing may be in flight."""
+        self._policy = plan.policy
         self._slots = plan.reduce_slots.of_unit
         self._free: dict[int, Event] = {}
         self._cuts: dict[tuple[int, int], _Cuts] = {}

@@ -275,9 +275,7 @@ class Storage:
         if plan.master is not None:
             start, end = group.update_range
             group.master = torch.zeros(end - start, dtype=torch_dtype(plan.master.dtype), device=self.device)
-        if plan.grad is not None and plan.grad.residency is Residency.RESIDENT:
-            numel = plan.numel_per_rank(plan.grad)
-            group.grad = torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
+        group.grad = self._resident_grad(plan)
         for index, parameter in enumerate(members):
             if not parameter.is_meta:
                 group.write(index, parameter.data)
@@ -299,10 +297,23 @@ class Storage:
             self._place_gathered(unit, plan.gather_slots.of_unit[unit.index])
             self._place_reduced(unit, plan.reduce_slots.of_unit[unit.index])
 
-    def resize_slots(self, plan: Plan) -> None:
-        """Take new slots for a plan with another order; nothing may be in use or in flight."""
+    def adopt(self, plan: Plan) -> None:
+        """Take the slots and gradients of a plan with another order, or with accumulators; nothing may be in flight."""
+        for unit in self.units:
+            for group, planned in zip(unit.groups, plan.units[unit.index].groups, strict=True):
+                if group.plan.grad != planned.grad:
+                    group.grad = group.local = None
+                group.plan = planned
+                if group.grad is None:
+                    group.grad = self._resident_grad(planned)
         self._allocate_slots(plan)
         self.place_slots(plan)
+
+    def _resident_grad(self, plan: GroupPlan) -> torch.Tensor | None:
+        if plan.grad is None or plan.grad.residency is not Residency.RESIDENT:
+            return None
+        numel = plan.numel_per_rank(plan.grad)
+        return torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
 
     def _place_gathered(self, unit: Unit, slot: int | None) -> None:
         offset = 0
