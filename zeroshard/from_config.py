@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.config import Config, load_config
+from zeroshard.config import Config, LeafModules, load_config
+from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import Engine, EngineOptions
@@ -28,6 +29,11 @@ from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
+from zeroshard.sharding.marks import (
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -112,6 +118,19 @@ def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource |
     return source
 
 
+def _mark_leaves(model: nn.Module, leaves: LeafModules) -> None:
+    section = "zero_optimization.leaf_module"
+    set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
+    for name in leaves.classes:
+        if name not in DEFAULT_LEAVES and not set_z3_leaf_modules(model, [name], raise_if_not_found=False):
+            raise ConfigError(f"{section}.classes: the model has no module of class {name!r}; name one that it has")
+    _, names = set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
+    _, suffixes = set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
+    for key, missing in (("names", names), ("name_suffixes", suffixes)):
+        if missing:
+            raise ConfigError(f"{section}.{key}: the model has no module {missing[0]!r}; name one that it has")
+
+
 def recipe_of(config: Config, model: nn.Module) -> Recipe:
     """The recipe that a config describes."""
     precision, zero = config.precision, config.zero
@@ -172,6 +191,7 @@ def _shard(
 ) -> ShardedOptimizer | None:
     trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     source = _source(config, client, trained)
+    _mark_leaves(model, config.zero.leaf_modules)
     plan = make_plan(model, recipe_of(config, model), source, device)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 

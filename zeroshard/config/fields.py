@@ -142,6 +142,12 @@ def _names_or_auto(value: Any) -> Any:
     return tuple(value)
 
 
+def _names(value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refuse("a list of strings", value)
+    return tuple(value)
+
+
 def _print_interval(value: Any) -> Any:
     if value == math.inf and not isinstance(value, bool):
         return None
@@ -156,4 +162,5 @@ Positive = Annotated[float, real(above=0)]
 DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
 HalfName = Annotated[Dtype, BeforeValidator(_half)]
 NamesOrAuto = Annotated["Literal['auto'] | tuple[str, ...]", BeforeValidator(_names_or_auto)]
+Names = Annotated["tuple[str, ...]", BeforeValidator(_names)]
 PrintInterval = Annotated["int | None", BeforeValidator(_print_interval)]

@@ -16,6 +16,7 @@ from zeroshard.config.fields import (
     DtypeName,
     Flag,
     HalfName,
+    Names,
     NamesOrAuto,
     NonNegative,
     Positive,
@@ -32,6 +33,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+DEFAULT_LEAVES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+"""Classes that are leaves where the model has them; all others that are named must be there."""
+
+
+class LeafModuleSection(Section):
+    classes: Names = DEFAULT_LEAVES
+    names: Names = ()
+    name_suffixes: Names = ()
+
+
 class ZeroSection(Section):
     stage: Annotated[int, whole(0, 3)] = 0
     param_persistence_threshold: Size = 100_000
@@ -40,6 +55,7 @@ class ZeroSection(Section):
     max_live_parameters: Size = 1_000_000_000
     max_reuse_distance: Size = 1_000_000_000
     overlap_comm: Flag | None = None
+    leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
 
 
 class Bf16Section(Section):

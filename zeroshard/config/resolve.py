@@ -31,6 +31,7 @@ from zeroshard.config.resolved import (
     Config,
     Dtype,
     FrozenMap,
+    LeafModules,
     LossScaleConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -181,15 +182,21 @@ class _Resolver:
         nested: dict[str, Any] = {}
         for path, entry in self._entries.items():
             if entry.key.status is Status.OBEYED and not path.startswith(("optimizer.", "scheduler.")):
-                section, _, name = path.rpartition(".")
-                (nested.setdefault(section, {}) if section else nested)[name] = entry.value
+                *outer, name = path.split(".")
+                place = nested
+                for part in outer:
+                    place = place.setdefault(part, {})
+                place[name] = entry.value
         sections = self._validated(ObeyedSections, nested, "")
-        for name, value in sections:
-            for inner, inner_value in value if isinstance(value, Section) else ():
-                self._record(f"{name}.{inner}", inner_value)
-            if not isinstance(value, Section):
-                self._record(name, value)
+        self._record_all(sections, "")
         return sections
+
+    def _record_all(self, section: Section, prefix: str) -> None:
+        for name, value in section:
+            if isinstance(value, Section):
+                self._record_all(value, f"{prefix}{name}.")
+            else:
+                self._record(prefix + name, value)
 
     def _validated(self, model: type[Model], values: dict[str, Any], prefix: str) -> Model:
         """A model of the values; wrong ones become problems and are left out, so that the rest is checked too."""
@@ -231,6 +238,7 @@ class _Resolver:
             prefetch_bucket_size=zero.prefetch_bucket_size,
             max_live_parameters=zero.max_live_parameters,
             max_reuse_distance=zero.max_reuse_distance,
+            leaf_modules=LeafModules(**dict(zero.leaf_module)),
         )
 
     def _batch(self, sections: ObeyedSections) -> BatchConfig:

@@ -35,6 +35,15 @@ class FrozenMap(Mapping[str, Value]):
 
 
 @dataclass(frozen=True)
+class LeafModules:
+    """Modules that are gathered as a whole: by class, by path, by the end of the path."""
+
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    name_suffixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """Sharding over the data-parallel ranks; sizes are in elements."""
 
@@ -45,6 +54,7 @@ class ZeroConfig:
     prefetch_bucket_size: int
     max_live_parameters: int
     max_reuse_distance: int
+    leaf_modules: LeafModules
 
 
 @dataclass(frozen=True)
