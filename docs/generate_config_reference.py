@@ -30,8 +30,10 @@ INTRODUCTION = """\
 <!-- Written by docs/generate_config_reference.py. Change that, the key table or the models, not this page. -->
 
 zeroshard reads the JSON config of DeepSpeed. `zeroshard config explain FILE --world-size N` prints what a file means:
-every setting with its value, where the value comes from, and what is done with it. `zeroshard config check FILE` says
-only whether it can be obeyed. From Python:
+every setting with its value, where the value comes from, and what is done with it; with `--all`, every known key.
+`zeroshard config check FILE` says only whether it can be obeyed. `zeroshard config migrate FILE` shows, and with
+`--write` makes, the change that takes deprecated keys out of a file; comments and layout stay. `zeroshard config schema`
+prints a JSON Schema for editors. From Python:
 
 ```python
 from zeroshard.config import load_config
