@@ -32,8 +32,8 @@ INTRODUCTION = """\
 zeroshard reads the JSON config of DeepSpeed. `zeroshard config explain FILE --world-size N` prints what a file means:
 every setting with its value, where the value comes from, and what is done with it; with `--all`, every known key.
 `zeroshard config check FILE` says only whether it can be obeyed. `zeroshard config migrate FILE` shows, and with
-`--write` makes, the change that takes deprecated keys out of a file; comments and layout stay. `zeroshard config schema`
-prints a JSON Schema for editors. From Python:
+`--write` makes, the change that takes deprecated keys out of a file; comments and layout stay.
+`zeroshard config schema` prints a JSON Schema for editors. From Python:
 
 ```python
 from zeroshard.config import load_config
