@@ -6,6 +6,7 @@ python docs/generate_config_reference.py --check   fail if the page is not what 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,6 @@ from zeroshard.config.components import (
     SCHEDULERS,
     TYPE_ALIASES,
     UNBUILT_OPTIMIZERS,
-    UNBUILT_SCHEDULERS,
 )
 from zeroshard.config.keys import Key, Status, key_table, kind_in_words
 from zeroshard.config.models import Section
@@ -30,8 +30,10 @@ INTRODUCTION = """\
 <!-- Written by docs/generate_config_reference.py. Change that, the key table or the models, not this page. -->
 
 zeroshard reads the JSON config of DeepSpeed. `zeroshard config explain FILE --world-size N` prints what a file means:
-every setting with its value, where the value comes from, and what is done with it. `zeroshard config check FILE` says
-only whether it can be obeyed. From Python:
+every setting with its value, where the value comes from, and what is done with it; with `--all`, every known key.
+`zeroshard config check FILE` says only whether it can be obeyed. `zeroshard config migrate FILE` shows, and with
+`--write` makes, the change that takes deprecated keys out of a file; comments and layout stay.
+`zeroshard config schema` prints a JSON Schema for editors. From Python:
 
 ```python
 from zeroshard.config import load_config
@@ -142,7 +144,6 @@ def _component_sections() -> Iterator[str]:
     yield f"Not built yet: {', '.join(UNBUILT_OPTIMIZERS)}.\n"
     yield "## Schedules\n"
     yield from (_component(name, model) for name, model in SCHEDULERS.items())
-    yield f"Not built yet: {', '.join(UNBUILT_SCHEDULERS)}.\n"
 
 
 def _component(name: str, model: type[Section]) -> str:
@@ -152,7 +153,7 @@ def _component(name: str, model: type[Section]) -> str:
         [_code(field), "required" if info.is_required() else _code(json.dumps(info.default))]
         for field, info in model.model_fields.items()
     )
-    return f"{heading}\n\n{model.__doc__}\n\n" + _table(["parameter", "default"], rows)
+    return f"{heading}\n\n{inspect.cleandoc(model.__doc__ or '')}\n\n" + _table(["parameter", "default"], rows)
 
 
 def _table(headings: list[str], rows: Iterable[list[str]]) -> str:

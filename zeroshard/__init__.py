@@ -10,7 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard.comm.join import init_distributed
+    from zeroshard.engine.access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+    )
+    from zeroshard.engine.external import register_external_parameter, unregister_external_parameter
     from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
+    from zeroshard.engine.memory_use import memory_status, see_memory_usage
     from zeroshard.engine.native import (
         clip_grad_norm_,
         close,
@@ -27,6 +43,17 @@ if TYPE_CHECKING:
     from zeroshard.plan.placement import STAGES, Sharding
     from zeroshard.plan.plan import ExecutionPolicy, Plan
     from zeroshard.sharding.deferred import Init
+    from zeroshard.sharding.marks import (
+        get_z3_leaf_modules,
+        set_z3_leaf_module,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+    )
+    from zeroshard.sharding.on_device import OnDevice
+    from zeroshard.sharding.tiled import TiledLinear
 
 __version__ = "0.1.0"
 
@@ -59,6 +86,31 @@ _HOME = {
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
     "save": "zeroshard.engine.checkpoints",
+    "safe_get_full_fp32_param": "zeroshard.engine.access",
+    "safe_get_full_grad": "zeroshard.engine.access",
+    "safe_get_full_optimizer_state": "zeroshard.engine.access",
+    "safe_get_local_fp32_param": "zeroshard.engine.access",
+    "safe_get_local_grad": "zeroshard.engine.access",
+    "safe_get_local_optimizer_state": "zeroshard.engine.access",
+    "safe_set_full_fp32_param": "zeroshard.engine.access",
+    "safe_set_full_grad": "zeroshard.engine.access",
+    "safe_set_full_optimizer_state": "zeroshard.engine.access",
+    "safe_set_local_fp32_param": "zeroshard.engine.access",
+    "safe_set_local_grad": "zeroshard.engine.access",
+    "safe_set_local_optimizer_state": "zeroshard.engine.access",
+    "register_external_parameter": "zeroshard.engine.external",
+    "unregister_external_parameter": "zeroshard.engine.external",
+    "see_memory_usage": "zeroshard.engine.memory_use",
+    "memory_status": "zeroshard.engine.memory_use",
+    "TiledLinear": "zeroshard.sharding.tiled",
+    "OnDevice": "zeroshard.sharding.on_device",
+    "set_z3_leaf_modules": "zeroshard.sharding.marks",
+    "unset_z3_leaf_modules": "zeroshard.sharding.marks",
+    "set_z3_leaf_module": "zeroshard.sharding.marks",
+    "z3_leaf_module": "zeroshard.sharding.marks",
+    "get_z3_leaf_modules": "zeroshard.sharding.marks",
+    "set_z3_leaf_modules_by_name": "zeroshard.sharding.marks",
+    "set_z3_leaf_modules_by_suffix": "zeroshard.sharding.marks",
     "shard": "zeroshard.engine.native",
     "wait_for_checkpoint": "zeroshard.engine.checkpoints",
 }
@@ -71,12 +123,14 @@ __all__ = [
     "Lamb",
     "Lion",
     "MuonAdamW",
+    "OnDevice",
     "OneBitAdam",
     "OneBitLamb",
     "Plan",
     "Precision",
     "Recipe",
     "Sharding",
+    "TiledLinear",
     "ZeroOneAdam",
     "build_plan",
     "clip_grad_norm_",
@@ -84,16 +138,39 @@ __all__ = [
     "drain",
     "full_state_dict",
     "get_global_grad_norm",
+    "get_z3_leaf_modules",
     "init_distributed",
     "initialize",
     "iterate_full_parameters",
     "load",
+    "memory_status",
     "no_sync",
     "peer_memory_nbytes",
     "plan_of",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "save",
+    "see_memory_usage",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "shard",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
     "wait_for_checkpoint",
+    "z3_leaf_module",
 ]
 
 

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.cluster import rank_place
 from zeroshard.comm.join import init_distributed
-from zeroshard.config import Config, load_config
+from zeroshard.config import Config, LeafModules, load_config
+from zeroshard.config.models import DEFAULT_LEAVES
+from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
-from zeroshard.engine.engine import BatchSizes, Engine, Saving
+from zeroshard.engine.engine import Engine, EngineOptions, Saving
+from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, make_plan
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.clients import client_source
@@ -25,7 +28,13 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.schedules import build_scheduler
 from zeroshard.optim.sources import Source
+from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import recipe_of
+from zeroshard.sharding.marks import (
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -87,8 +96,8 @@ def initialize(
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
     saving = Saving(resolved.checkpoint.background, resolved.checkpoint.keep)
-    engine = Engine(model, sharded, scheduler, sizes, saving)
-    loader = _loader(training_data, sizes.micro, collate_fn) if training_data is not None else None
+    engine = Engine(model, sharded, scheduler, sizes, _engine_options(resolved), saving)
+    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, sharded, loader, scheduler
 
 
@@ -113,6 +122,19 @@ def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource |
             "initialize needs a config: a dict, a path or JSON text (config=..., or args.deepspeed_config)"
         )
     return source
+
+
+def _mark_leaves(model: nn.Module, leaves: LeafModules) -> None:
+    section = "zero_optimization.leaf_module"
+    set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
+    for name in leaves.classes:
+        if name not in DEFAULT_LEAVES and not set_z3_leaf_modules(model, [name], raise_if_not_found=False):
+            raise ConfigError(f"{section}.classes: the model has no module of class {name!r}; name one that it has")
+    _, names = set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
+    _, suffixes = set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
+    for key, missing in (("names", names), ("name_suffixes", suffixes)):
+        if missing:
+            raise ConfigError(f"{section}.{key}: the model has no module {missing[0]!r}; name one that it has")
 
 
 def _scaler(config: Config, device: torch.device) -> LossScaler | None:
@@ -141,6 +163,7 @@ def _shard(
     trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     source = _source(config, client, trained, names)
+    _mark_leaves(model, config.zero.leaf_modules)
     keep_fp32 = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     plan = make_plan(model, recipe_of(config, keep_fp32), source, device)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
@@ -171,8 +194,10 @@ def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: Clien
     return build_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
 
 
-def _loader(data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
-    sampler: DistributedSampler[Any] | None = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        sampler = DistributedSampler(data)
-    return DataLoader(data, batch_size=batch, sampler=sampler, shuffle=sampler is None, collate_fn=collate)
+def _engine_options(config: Config) -> EngineOptions:
+    autocast = config.precision.autocast
+    return EngineOptions(
+        accumulate_dtype=config.precision.grad_accum,
+        autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
+        loader=LoaderOptions(drop_last=config.drop_last),
+    )

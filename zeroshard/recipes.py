@@ -25,7 +25,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         predivide=reduction.predivide_factor if reduction.prescale else 1.0,
         mean=reduction.op == "mean",
         clip_norm=config.gradient_clipping,
-        on_nonfinite=OnNonFinite.SKIP if low else OnNonFinite.RAISE,
+        on_nonfinite=OnNonFinite.SKIP if low or precision.autocast else OnNonFinite.RAISE,
         cast_inputs=precision.compute if low else None,
     )
     kept = precision.keep_in_fp32_modules

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,23 @@ def test_deprecated_keys_are_warned_of(tmp_path: Path) -> None:
         done = run(command, path)
         assert done.exit_code == 0
         assert "warning: zero_optimization.cpu_offload (old.json line 1) is deprecated" in done.output
+
+
+def test_all_shows_every_key(good: Path) -> None:
+    few, every = run("explain", good).output, run("explain", good, "--all").output
+    assert len(every.splitlines()) > len(few.splitlines()) + 300
+    assert row(every, "zero_optimization.cpu_offload").endswith(
+        "deprecated; write zero_optimization.offload_optimizer.device"
+    )
+    assert row(every, "aio.queue_depth") == "aio.queue_depth 8 default no effect here: only used with offload to NVMe"
+    keys = [setting["key"] for setting in json.loads(run("explain", good, "--all", "--json").output)["settings"]]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_pipe_gets_whole_lines_at_80_columns(good: Path) -> None:
+    command = [sys.executable, "-m", "zeroshard", "config", "explain", str(good), "--all"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert max(len(line) for line in done.stdout.splitlines()) > 200
+    assert "no effect here: gradients always land in one contiguous slot per unit" in done.stdout

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zeroshard.config import Config, load_config
-from zeroshard.config.components import UNBUILT_OPTIMIZERS, UNBUILT_SCHEDULERS
+from zeroshard.config.components import UNBUILT_OPTIMIZERS
 from zeroshard.errors import ConfigError, ZeroShardWarning
 
 
@@ -108,6 +108,9 @@ def test_sgd_takes_its_own_parameters() -> None:
         (scheduler("WarmupLR", warmup_min_lr=None), "must be a number of at least 0, not null"),
         (scheduler("WarmupLR", warmup_min_lr=[0, "x"]), 'must be a number of at least 0, not "x"'),
         (optimizer("Adam", lr=None), "lr (config): must be a number of at least 0, not null"),
+        (scheduler("OneCycle", cycle_max_lr=1), "cycle_min_lr: is missing; OneCycle needs it"),
+        (scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_max_mom=1), "cycle_max_mom (config): must be"),
+        (scheduler("LRRangeTest", lr_range_test_step_size=0), "must be a whole number of at least 1, not 0"),
         (scheduler("CosineAnnealing"), 'unknown type "CosineAnnealing"'),
     ],
 )
@@ -174,9 +177,14 @@ def test_a_known_optimizer_that_is_not_built_is_refused_by_name(name: str) -> No
     assert f"{name} is not built yet" in problem_of(**optimizer(name, any_parameter=1))
 
 
-@pytest.mark.parametrize("name", UNBUILT_SCHEDULERS)
-def test_a_known_schedule_that_is_not_built_is_refused_by_name(name: str) -> None:
-    assert f"{name} is not built yet" in problem_of(**scheduler(name, any_parameter=1))
+def test_a_cycle_fills_in_what_its_halves_share() -> None:
+    config = load(**scheduler("onecycle", cycle_min_lr=0.1, cycle_max_lr=[0.5, 1], cycle_first_step_size=5e2))
+    assert config.scheduler is not None
+    assert config.scheduler.type == "OneCycle"
+    assert config.scheduler.params["cycle_max_lr"] == (0.5, 1.0)
+    assert config.scheduler.params["cycle_first_step_size"] == 500
+    assert config.scheduler.params["cycle_second_step_size"] is None
+    assert config.scheduler.params["cycle_min_mom"] == 0.8
 
 
 @pytest.mark.parametrize("written", ["WarmupCosineLR", "Cosine", "cosine"])

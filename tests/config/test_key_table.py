@@ -58,11 +58,16 @@ def test_a_row_is_complete(key: Key) -> None:
         assert key.note in key_table().keys
 
 
-def test_the_models_hold_the_obeyed_keys_and_their_defaults_and_no_others() -> None:
+def flattened(section: Section, prefix: str = "") -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for name, value in ObeyedSections():
-        inner = value.model_dump(by_alias=True) if isinstance(value, Section) else None
-        fields.update({f"{name}.{n}": v for n, v in inner.items()} if inner is not None else {name: value})
+    for name, value in section:
+        key = prefix + (type(section).model_fields[name].alias or name)
+        fields.update(flattened(value, f"{key}.") if isinstance(value, Section) else {key: value})
+    return {path: list(value) if isinstance(value, tuple) else value for path, value in fields.items()}
+
+
+def test_the_models_hold_the_obeyed_keys_and_their_defaults_and_no_others() -> None:
+    fields = flattened(ObeyedSections())
     table = {
         key.path: key.default
         for key in with_status(Status.OBEYED)

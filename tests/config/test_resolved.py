@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 
 import zeroshard.config
-from zeroshard.config import Config, LossScaleConfig, PrecisionConfig, ReductionConfig, ZeroConfig, load_config
+from zeroshard.config import (
+    Config,
+    LeafModules,
+    LossScaleConfig,
+    PrecisionConfig,
+    ReductionConfig,
+    ZeroConfig,
+    load_config,
+)
 from zeroshard.config.fields import LARGEST
+from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.errors import ConfigError, ZeroShardWarning
 
 
@@ -39,6 +48,7 @@ def test_the_defaults() -> None:
         prefetch_bucket_size=50_000_000,
         max_live_parameters=1_000_000_000,
         max_reuse_distance=1_000_000_000,
+        leaf_modules=LeafModules(DEFAULT_LEAVES, (), ()),
     )
     assert config.precision == PrecisionConfig("fp32", None, None, None, "auto")
     assert config.reduction == ReductionConfig(prescale=False, predivide_factor=1.0, op="mean")

@@ -11,7 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
-from zeroshard.optim.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+from zeroshard.optim.schedules import build_scheduler
+from zeroshard.optim.schedules_warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def sgd(*rates: float) -> torch.optim.Optimizer:
@@ -185,7 +186,7 @@ def test_a_config_builds_each_schedule_by_name() -> None:
     ("name", "params", "message"),
     [
         ("WarmUpLR", {}, r"scheduler\.type.*did you mean WarmupLR"),
-        ("OneCycle", {}, r"scheduler\.type: OneCycle is not built yet"),
+        ("OneCycle", {}, r"scheduler\.params: OneCycle: missing .*cycle_min_lr"),
         ("ReduceLROnPlateau", {}, r"scheduler\.type: no scheduler 'ReduceLROnPlateau'"),
         ("WarmupLR", {"warmup_steps": 5}, r"scheduler\.params\.warmup_steps: .*did you mean warmup_num_steps"),
         ("WarmupCosineLR", {}, r"scheduler\.params: WarmupCosineLR: missing .*total_num_steps"),

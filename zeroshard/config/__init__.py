@@ -4,6 +4,7 @@ from zeroshard.config.resolve import load_config
 from zeroshard.config.resolved import (
     BatchConfig,
     Config,
+    LeafModules,
     LossScaleConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -15,6 +16,7 @@ from zeroshard.config.resolved import (
 __all__ = [
     "BatchConfig",
     "Config",
+    "LeafModules",
     "LossScaleConfig",
     "OptimizerConfig",
     "PrecisionConfig",

@@ -1,7 +1,8 @@
 """`zeroshard config`: what a config means, before a job is started with it.
 
 `explain` prints every setting with its value, its origin and what is done with it; `check` only says whether the config
-can be obeyed. Both leave with status 1 and all problems when it can't. Mounted by the launcher as `config`.
+can be obeyed. Both leave with status 1 and all problems when it can't. `migrate` and `schema` are in `cli_migrate`.
+Mounted by the launcher as `config`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.config.keys import Status
+from zeroshard.config.cli_migrate import migrate_command, schema_command
+from zeroshard.config.keys import ANY_NAME, Status, key_table
 from zeroshard.config.resolve import DEFAULT, Resolution, Setting, resolve
 from zeroshard.errors import ConfigError
 
@@ -31,15 +34,20 @@ WorldSize = Annotated[
     int | None, typer.Option("--world-size", "-n", min=1, help="Data-parallel ranks [WORLD_SIZE, or 1].")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AllKeys = Annotated[bool, typer.Option("--all", "-a", help="Show every known key, given or not.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help='A value for an "auto" or absent key.')
 ]
 
 
 @app.command()
-def explain(file: File, world_size: WorldSize = None, set_: Overrides = None, json_: AsJson = False) -> None:
+def explain(
+    file: File, world_size: WorldSize = None, set_: Overrides = None, all_: AllKeys = False, json_: AsJson = False
+) -> None:
     """Print every setting: its value, where that comes from, and what zeroshard does with it."""
     resolution = _resolve_or_exit(file, world_size, set_, json_)
+    if all_:
+        resolution = with_all_keys(resolution)
     if json_:
         typer.echo(json.dumps(as_json(resolution), indent=2))
         return
@@ -64,6 +72,21 @@ def check(file: File, world_size: WorldSize = None, set_: Overrides = None, json
         f"{file.name} is valid: ZeRO stage {resolution.config.zero.stage}, {resolution.config.precision.compute}, "
         f"batch {batch.train} = {product}"
     )
+
+
+app.command("migrate")(migrate_command)
+app.command("schema")(schema_command)
+
+
+def with_all_keys(resolution: Resolution) -> Resolution:
+    """With a line for every known key; those that nobody gave are at their defaults."""
+    shown = {setting.path for setting in resolution.settings}
+    rest = [
+        Setting(key.path, key.default, DEFAULT, key.status, key.note)
+        for key in key_table().keys.values()
+        if key.path not in shown and not key.path.endswith(f"params.{ANY_NAME}")
+    ]
+    return replace(resolution, settings=tuple(sorted((*resolution.settings, *rest), key=lambda one: one.path)))
 
 
 def as_json(resolution: Resolution) -> dict[str, Any]:
@@ -154,6 +177,8 @@ def _table(resolution: Resolution) -> Table:
 def _status_in_words(setting: Setting) -> str:
     if setting.status is Status.OBEYED:
         return "default" if setting.origin == DEFAULT else "obeyed"
+    if setting.status is Status.DEPRECATED:
+        return f"deprecated; write {setting.note}"
     if setting.status is Status.ACCEPTED:
         return f"no effect here: {setting.note}"
     feature = setting.note.partition("; ")[0]

@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from zeroshard.config.fields import Count, NonNegative, Size, one_of, real_number, whole
+from zeroshard.config.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Size,
+    one_of,
+    real,
+    real_number,
+    whole,
+    whole_number,
+)
 from zeroshard.config.models import Section
 from zeroshard.config.optimizers import OPTIMIZER_ALIASES, OPTIMIZERS, UNBUILT_OPTIMIZERS
 from zeroshard.config.problems import show
@@ -26,10 +36,18 @@ def _rates_or_none(value: Any) -> Any:
     return None if value is None else _rates(value)
 
 
+_Decay = Annotated[float, real(0, below=1)]
+
+
+def _size_or_none(value: Any) -> Any:
+    return None if value is None else whole_number(0)(value)
+
+
 Rates = Annotated["float | tuple[float, ...]", BeforeValidator(_rates)]
 """One rate, or one for each parameter group."""
 RatesOrNone = Annotated["float | tuple[float, ...] | None", BeforeValidator(_rates_or_none)]
 """The same, or None for the rate that each group has."""
+SizeOrNone = Annotated["int | None", BeforeValidator(_size_or_none)]
 WarmupType = Annotated[Literal["log", "linear"], one_of("log", "linear")]
 
 
@@ -64,22 +82,58 @@ class WarmupCosineLRParams(Section):
     last_batch_iteration: Annotated[int, whole(-1)] = -1
 
 
+class OneCycleParams(Section):
+    """A rise to `cycle_max_lr`, a fall, then a decay; the momentum goes the other way round.
+
+    A null second size or stair count takes that of the first half; stair count 0 is a line, `decay_step_size` 0 no
+    decay. With `cycle_momentum` an Adam's second beta becomes 0.99, as in DeepSpeed. A list gives each parameter group
+    its rate.
+    """
+
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Count = 2000
+    cycle_second_step_size: SizeOrNone = None
+    cycle_first_stair_count: Size = 0
+    cycle_second_stair_count: SizeOrNone = None
+    decay_step_size: Size = 0
+    cycle_momentum: Flag = True
+    cycle_min_mom: _Decay = 0.8
+    cycle_max_mom: _Decay = 0.9
+    decay_mom_rate: Annotated[float, real()] = 0.0
+    last_batch_iteration: Annotated[int, whole(-1)] = -1
+
+
+class LRRangeTestParams(Section):
+    """From `lr_range_test_min_lr` up without end, by `step_rate` times that in each `step_size` batches.
+
+    A list gives each parameter group its rate.
+    """
+
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: Count = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: Flag = False
+    last_batch_iteration: Annotated[int, whole(-1)] = -1
+
+
 SCHEDULERS: Mapping[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
 }
 TYPE_ALIASES: Mapping[str, str] = {**OPTIMIZER_ALIASES, "Cosine": "WarmupCosineLR"}
 """Names that fail or are unusual in DeepSpeed but say clearly what is meant."""
 
-UNBUILT_SCHEDULERS = ("OneCycle", "LRRangeTest")
 
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULERS",
     "TYPE_ALIASES",
     "UNBUILT_OPTIMIZERS",
-    "UNBUILT_SCHEDULERS",
     "param_advice",
     "resolve_type",
 ]

@@ -44,7 +44,7 @@ def read_document(source: Source, problems: Problems) -> Document:
         return _parse(source, "JSON text", problems)
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        return _parse(_file_text(path), path.name, problems)
+        return _parse(file_text(path), path.name, problems)
     raise ConfigError(
         f"the config is a {type(source).__name__}; give a dict, the path of a JSON file, or JSON text",
     )
@@ -54,9 +54,10 @@ def _is_json_text(source: str) -> bool:
     return "{" in source or "\n" in source or not source.strip()
 
 
-def _file_text(path: Path) -> str:
+def file_text(path: Path) -> str:
+    """The text of a config file, byte for byte but for its encoding. Raises `ConfigError` when it can't be read."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_bytes().decode("utf-8")  # a byte order mark is blank to the reader; line ends are kept
     except UnicodeDecodeError as error:
         raise ConfigError(f"{show(str(path))} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except (OSError, ValueError) as error:

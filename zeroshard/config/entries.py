@@ -19,7 +19,7 @@ AUTO = "auto"
 OVERRIDE = "override"
 
 _OFFLOAD_DEVICE = {True: "cpu", False: "none"}
-_VALUE_OF_DEPRECATED: dict[str, Mapping[Any, Any]] = {
+VALUE_OF_DEPRECATED: dict[str, Mapping[Any, Any]] = {
     "zero_optimization.cpu_offload": _OFFLOAD_DEVICE,
     "zero_optimization.cpu_offload_param": _OFFLOAD_DEVICE,
 }
@@ -162,7 +162,7 @@ def _replace_deprecated(entries: Entries, table: KeyTable, problems: Problems) -
         if not isinstance(entry.value, bool):
             problems.add(path, entry.origin, f"must be true or false, not {show(entry.value)}")
             continue
-        value = _VALUE_OF_DEPRECATED.get(path, {}).get(entry.value, entry.value)
+        value = VALUE_OF_DEPRECATED.get(path, {}).get(entry.value, entry.value)
         moved = replace(
             entry, path=target.path, key=target, value=value, origin=f"{entry.origin}, deprecated alias {entry.name}"
         )

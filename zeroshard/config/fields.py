@@ -40,7 +40,8 @@ def _bounds(low: float, high: float | None) -> str:
     return f" of at least {low}" if high is None else f" from {low} to {high}"
 
 
-def _whole_number(low: int, high: int) -> Callable[[Any], int]:
+def whole_number(low: int, high: int = LARGEST) -> Callable[[Any], int]:
+    """A check for a whole number in [low, high]; `5e8` counts as whole."""
     wanted = "a whole number" + _bounds(low, None if high == LARGEST else high)
 
     def check(value: Any) -> int:
@@ -54,8 +55,8 @@ def _whole_number(low: int, high: int) -> Callable[[Any], int]:
 
 
 def whole(low: int, high: int = LARGEST) -> BeforeValidator:
-    """A whole number in [low, high]; `5e8` counts as whole."""
-    return BeforeValidator(_whole_number(low, high))
+    """A whole number in [low, high]; see `whole_number`."""
+    return BeforeValidator(whole_number(low, high))
 
 
 def real_number(
@@ -101,6 +102,13 @@ def _dtype(value: Any) -> Dtype:
     return _DTYPES[name]
 
 
+def _half(value: Any) -> Dtype:
+    name = _dtype(value)
+    if name == "fp32":
+        raise refuse('"bf16" or "fp16"', value)
+    return name
+
+
 def exactly(expected: bool, reason: str) -> BeforeValidator:
     """A switch that has one position; `reason` says why."""
 
@@ -134,10 +142,16 @@ def _names_or_auto(value: Any) -> Any:
     return tuple(value)
 
 
+def _names(value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refuse("a list of strings", value)
+    return tuple(value)
+
+
 def _print_interval(value: Any) -> Any:
     if value == math.inf and not isinstance(value, bool):
         return None
-    return _whole_number(1, LARGEST)(value)
+    return whole_number(1, LARGEST)(value)
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
@@ -146,5 +160,7 @@ Count = Annotated[int, whole(1)]
 NonNegative = Annotated[float, real(0)]
 Positive = Annotated[float, real(above=0)]
 DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
+HalfName = Annotated[Dtype, BeforeValidator(_half)]
 NamesOrAuto = Annotated["Literal['auto'] | tuple[str, ...]", BeforeValidator(_names_or_auto)]
+Names = Annotated["tuple[str, ...]", BeforeValidator(_names)]
 PrintInterval = Annotated["int | None", BeforeValidator(_print_interval)]

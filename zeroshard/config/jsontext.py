@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.config.problems import Problems, dotted
@@ -32,8 +33,19 @@ _WRONG_WORDS = {
 Path = tuple[str | int, ...]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Where a member of an object stands in the text: offsets, and those of the commas beside it (None: none is)."""
+
+    key_start: int
+    value_start: int
+    value_end: int
+    comma_before: int | None
+    comma_after: int | None
+
+
 class JsonReader:
-    """Reads one text into plain values; `lines` then gives the line of each value by its path."""
+    """Reads one text into plain values; `lines` then gives the line of each value by its path, `spans` its place."""
 
     def __init__(self, text: str, label: str, problems: Problems) -> None:
         self._text = text
@@ -42,6 +54,7 @@ class JsonReader:
         self._problems = problems
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self.lines: dict[Path, int] = {}
+        self.spans: dict[Path, Span] = {}
 
     def read(self) -> Any:
         """The value of the whole text. Raises `ConfigError` at the first thing that isn't JSON."""
@@ -87,10 +100,11 @@ class JsonReader:
     def _object(self, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         self._at += 1
+        before: int | None = None
         while self._peek() != "}":
             if self._peek() != '"':
                 self._expected_key()
-            line = self._line()
+            line, key_start = self._line(), self._at
             name = self._string()
             where = (*path, name)
             if name in result:
@@ -102,10 +116,15 @@ class JsonReader:
             if self._peek() != ":":
                 self._fail(f"a colon is missing after {json.dumps(name)}", 'write "key": value')
             self._at += 1
+            self._skip_blank()
+            value_start = self._at
             value = self._value(where)
             self.lines[where] = line
             result[name] = value
-            self._comma_or("}")
+            value_end = self._at
+            after = self._comma_or("}")
+            self.spans[where] = Span(key_start, value_start, value_end, before, after)
+            before = after
         self._at += 1
         return result
 
@@ -127,14 +146,17 @@ class JsonReader:
         self._at += 1
         return result
 
-    def _comma_or(self, closing: str) -> None:
+    def _comma_or(self, closing: str) -> int | None:
+        """Where the comma is that was passed; None where the closing bracket comes next."""
         following = self._peek()
         if following == ",":
             self._at += 1
-        elif following != closing:
+            return self._at - 1
+        if following != closing:
             if not following:
                 self._fail(f"the text ends before {closing}", f"close it with {closing}")
             self._fail(f"a comma or {closing} is missing before this", "separate values by commas")
+        return None
 
     def _string(self) -> str:
         match = _STRING.match(self._text, self._at)

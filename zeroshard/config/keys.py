@@ -112,7 +112,7 @@ def kind_matches(kind: str, value: Any) -> bool:
     return any(_alternative_matches(alternative, value) for alternative in kind.split("|"))
 
 
-_DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16", "int8")
+DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16", "int8")
 
 
 def _alternative_matches(alternative: str, value: Any) -> bool:
@@ -128,7 +128,7 @@ def _alternative_matches(alternative: str, value: Any) -> bool:
         "list": isinstance(value, list),
         "dict": isinstance(value, dict),
         "section": isinstance(value, dict),
-        "dtype": isinstance(value, str) and value.removeprefix("torch.").lower() in _DTYPES,
+        "dtype": isinstance(value, str) and value.removeprefix("torch.").lower() in DTYPES,
     }
     return checks[alternative]
 

@@ -15,6 +15,8 @@ from zeroshard.config.fields import (
     Count,
     DtypeName,
     Flag,
+    HalfName,
+    Names,
     NamesOrAuto,
     NonNegative,
     Positive,
@@ -31,6 +33,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+DEFAULT_LEAVES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+"""Classes that are leaves where the model has them; all others that are named must be there."""
+
+
+class LeafModuleSection(Section):
+    classes: Names = DEFAULT_LEAVES
+    names: Names = ()
+    name_suffixes: Names = ()
+
+
 class ZeroSection(Section):
     stage: Annotated[int, whole(0, 3)] = 0
     param_persistence_threshold: Size = 100_000
@@ -39,6 +55,7 @@ class ZeroSection(Section):
     max_live_parameters: Size = 1_000_000_000
     max_reuse_distance: Size = 1_000_000_000
     overlap_comm: Flag | None = None
+    leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
 
 
 class Bf16Section(Section):
@@ -53,6 +70,11 @@ class Fp16Section(Section):
     hysteresis: Count = 2
     consecutive_hysteresis: Flag = False
     min_loss_scale: Positive = 1.0
+
+
+class TorchAutocastSection(Section):
+    enabled: Flag = False
+    dtype: HalfName | None = None
 
 
 class DataTypesSection(Section):
@@ -73,6 +95,7 @@ class ObeyedSections(Section):
     zero_optimization: ZeroSection = Field(default_factory=ZeroSection)
     bf16: Bf16Section = Field(default_factory=Bf16Section)
     fp16: Fp16Section = Field(default_factory=Fp16Section)
+    torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     communication_data_type: DtypeName | None = None
@@ -83,5 +106,6 @@ class ObeyedSections(Section):
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
+    dataloader_drop_last: Flag = False
     steps_per_print: PrintInterval = None
     zero_allow_untested_optimizer: Flag = False

@@ -18,7 +18,6 @@ from zeroshard.config.components import (
     OPTIMIZERS,
     SCHEDULERS,
     UNBUILT_OPTIMIZERS,
-    UNBUILT_SCHEDULERS,
     param_advice,
     resolve_type,
 )
@@ -32,7 +31,9 @@ from zeroshard.config.resolved import (
     BatchConfig,
     CheckpointConfig,
     Config,
+    Dtype,
     FrozenMap,
+    LeafModules,
     LossScaleConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -159,7 +160,7 @@ class _Resolver:
         batch_config = self._batch(sections)
         precision = self._precision(sections)
         optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
-        scheduler = self._component("scheduler", SCHEDULERS, UNBUILT_SCHEDULERS)
+        scheduler = self._component("scheduler", SCHEDULERS, ())
         self._check_momentum(optimizer)
         clipping = self._clipping(sections, optimizer)
         return Config(
@@ -175,6 +176,7 @@ class _Resolver:
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
             checkpoint=CheckpointConfig(sections.checkpoint.in_background, sections.checkpoint.keep),
+            drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
             origins=FrozenMap(self._all_origins()),
@@ -197,16 +199,22 @@ class _Resolver:
         nested: dict[str, Any] = {}
         for path, entry in self._entries.items():
             if entry.key.status is Status.OBEYED and not path.startswith(("optimizer.", "scheduler.")):
-                section, _, name = path.rpartition(".")
-                (nested.setdefault(section, {}) if section else nested)[name] = entry.value
+                *outer, name = path.split(".")
+                place = nested
+                for part in outer:
+                    place = place.setdefault(part, {})
+                place[name] = entry.value
         sections = self._validated(ObeyedSections, nested, "")
-        for name, value in sections:
-            for inner, inner_value in value if isinstance(value, Section) else ():
-                key = type(value).model_fields[inner].alias or inner  # "async" is a word of Python's
-                self._record(f"{name}.{key}", inner_value)
-            if not isinstance(value, Section):
-                self._record(name, value)
+        self._record_all(sections, "")
         return sections
+
+    def _record_all(self, section: Section, prefix: str) -> None:
+        for name, value in section:
+            key = type(section).model_fields[name].alias or name  # "async" is a word of Python's
+            if isinstance(value, Section):
+                self._record_all(value, f"{prefix}{key}.")
+            else:
+                self._record(prefix + key, value)
 
     def _validated(self, model: type[Model], values: dict[str, Any], prefix: str) -> Model:
         """A model of the values; wrong ones become problems and are left out, so that the rest is checked too."""
@@ -248,6 +256,7 @@ class _Resolver:
             prefetch_bucket_size=zero.prefetch_bucket_size,
             max_live_parameters=zero.max_live_parameters,
             max_reuse_distance=zero.max_reuse_distance,
+            leaf_modules=LeafModules(**dict(zero.leaf_module)),
         )
 
     def _batch(self, sections: ObeyedSections) -> BatchConfig:
@@ -280,7 +289,23 @@ class _Resolver:
             grad_accum=types.grad_accum_dtype,
             buffer=types.buffer_dtype,
             keep_in_fp32_modules=types.keep_in_fp32_modules,
+            autocast=self._autocast(sections, compute),
         )
+
+    def _autocast(self, sections: ObeyedSections, compute: str) -> Dtype | None:
+        """The dtype of torch.autocast, which replaces the other two ways to compute in 16 bits."""
+        autocast, path = sections.torch_autocast, "torch_autocast.enabled"
+        if not autocast.enabled:
+            return None
+        if compute != "fp32":
+            what = (
+                f"is true, and so is {compute}.enabled ({self._origin(f'{compute}.enabled')}); autocast keeps the "
+                "parameters in fp32 and casts per operation: switch one of them off"
+            )
+            self._problems.add(path, self._origin(path), what)
+        if autocast.dtype is None:
+            self._record("torch_autocast.dtype", "bf16", f"{self._origin('torch_autocast.dtype')}: bf16")
+        return autocast.dtype or "bf16"
 
     def _component(
         self, section: str, built: Mapping[str, type[Section]], unbuilt: tuple[str, ...]
@@ -363,7 +388,8 @@ def _discard(values: dict[str, Any], location: tuple[str | int, ...]) -> None:
 
 def _loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:
     fp16 = sections.fp16
-    if not fp16.enabled:
+    autocast = sections.torch_autocast
+    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "fp16"):
         return None
     dynamic = fp16.loss_scale == 0
     return LossScaleConfig(

@@ -35,6 +35,15 @@ class FrozenMap(Mapping[str, Value]):
 
 
 @dataclass(frozen=True)
+class LeafModules:
+    """Modules that are gathered as a whole: by class, by path, by the end of the path."""
+
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    name_suffixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """Sharding over the data-parallel ranks; sizes are in elements."""
 
@@ -45,17 +54,19 @@ class ZeroConfig:
     prefetch_bucket_size: int
     max_live_parameters: int
     max_reuse_distance: int
+    leaf_modules: LeafModules
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes; None leaves the choice to the plan."""
+    """Dtypes; None leaves the choice to the plan. `autocast` is that of torch.autocast, None where it is off."""
 
     compute: Dtype
     communication: Dtype | None
     grad_accum: Dtype | None
     buffer: Dtype | None
     keep_in_fp32_modules: Literal["auto"] | tuple[str, ...]
+    autocast: Dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,7 @@ class Config:
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
     checkpoint: CheckpointConfig
+    drop_last: bool
     steps_per_print: int | None
     allow_untested_optimizer: bool
     origins: Mapping[str, str]

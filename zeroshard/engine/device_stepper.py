@@ -76,6 +76,11 @@ class DeviceStepper(StepperBase):
         self._measured = False
         self.handle.runtime.clear_gradients()
 
+    def gradients_changed(self) -> None:
+        """See StepperBase."""
+        self._measured = False
+        self._norm_of = None
+
     @property
     def settled(self) -> bool:
         return self._landed is None or self._landed.query()

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine import checkpoints
+from zeroshard.engine.batching import Batching, BatchSizes
 from zeroshard.engine.handle import Handle, handle_of
+from zeroshard.engine.loader import Collate, LoaderOptions, make_loader
 from zeroshard.engine.native import close, stepper_of
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.weights_file import save_16bit_model
@@ -28,12 +31,18 @@ from zeroshard.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class BatchSizes:
-    """train = micro * accumulation * data-parallel ranks, in samples."""
+class EngineOptions:
+    """What a config says that only the engine obeys.
 
-    train: int
-    micro: int
-    accumulation: int
+    Attributes:
+        accumulate_dtype: of accumulators that are taken in mid-run; None means float32.
+        autocast: dtype in which the forward runs under torch.autocast; None leaves autocast alone.
+        loader: how loaders are made.
+    """
+
+    accumulate_dtype: str | None = None
+    autocast: torch.dtype | None = None
+    loader: LoaderOptions = field(default_factory=LoaderOptions)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class Engine(nn.Module):
         optimizer: ShardedOptimizer | None,
         lr_scheduler: Any | None,
         batch: BatchSizes,
+        options: EngineOptions | None = None,
         saving: Saving = Saving(),
     ) -> None:
         super().__init__()
@@ -69,9 +79,9 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_steps = 0
         self.skipped_steps = 0
-        self._batch = batch
         self._saving = saving
-        self._manual_boundary: bool | None = None
+        self._options = options or EngineOptions()
+        self._batching = Batching(batch, handle_of(model).plan.dp)
         self._inside_no_sync = False
         self._outcome_open = False
 
@@ -84,8 +94,10 @@ class Engine(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        return self.module(*args, **kwargs)
+        """The model's forward, under torch.autocast where the config says so."""
+        dtype = self._options.autocast
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch.
@@ -101,8 +113,9 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"backward needs a scalar loss, got {what}; reduce it first, e.g. loss.mean()")
-        if scale_wrt_gas and self._batch.accumulation > 1:
-            loss = loss / self._batch.accumulation
+        accumulation = self._batching.sizes.accumulation
+        if scale_wrt_gas and accumulation > 1:
+            loss = loss / accumulation
         scaled = loss if stepper.scaler is None else loss.float() * stepper.scaler.scale
         self._handle.runtime.set_boundary(self.is_gradient_accumulation_boundary())
         scaled.backward(retain_graph=retain_graph)
@@ -114,9 +127,8 @@ class Engine(nn.Module):
         assert self.optimizer is not None
         if self._inside_no_sync:
             raise UsageError("step() inside no_sync(): leave the context first")
-        boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        if not boundary:
+        if not self._batching.count():
             return
         self._close_outcome(stepper)
         self.global_steps += 1
@@ -138,13 +150,11 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or running) micro-batch is the last before the update."""
-        if self._manual_boundary is not None:
-            return self._manual_boundary
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        return self._batching.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Take over the decision which micro-batch is the last before the update."""
-        self._manual_boundary = is_boundary
+        self._batching.decide(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -176,6 +186,12 @@ class Engine(nn.Module):
         scaler = self._stepper("loss_scale").scaler
         return 1.0 if scaler is None else float(scaler.scale)
 
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each parameter group. Waits for the outcome of the last step."""
+        self._close_outcome(self._stepper("get_mom"))
+        assert self.optimizer is not None
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group. Waits for the outcome of the last step."""
         self._close_outcome(self._stepper("get_lr"))
@@ -184,15 +200,73 @@ class Engine(nn.Module):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self._batch.accumulation
+        return self._batching.sizes.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch on one rank."""
-        return self._batch.micro
+        return self._batching.sizes.micro
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
-        return self._batch.train
+        return self._batching.sizes.train
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
+        sizes = self._batching.sizes
+        return sizes.train, sizes.micro, sizes.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on make updates of so many samples, by more or fewer micro-batches; called by all ranks.
+
+        Raises:
+            UsageError: no multiple of micro-batch x ranks, or amid an accumulation.
+        """
+        self._set_sizes(self._batching.with_train(train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have so many samples from now on; the accumulation stays, the batch size follows.
+
+        A loader that was made before keeps its size; `deepspeed_io` makes a new one.
+        """
+        self._set_sizes(self._batching.with_micro(micro_batch_size))
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """From the next step on make updates of so many micro-batches; the batch size follows. Called by all ranks."""
+        self._set_sizes(self._batching.with_accumulation(steps))
+
+    def _set_sizes(self, sizes: BatchSizes) -> None:
+        if self._batching.since_step:
+            raise UsageError("the batch size can't change amid an accumulation; change it after the step")
+        if sizes.accumulation > 1 and self.optimizer is not None:
+            self._stepper("set_train_batch_size").start_accumulating(self._options.accumulate_dtype)
+        self._batching.sizes = sizes
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader that gives this rank its part of `dataset`, shuffled anew in each epoch for the route 'train'.
+
+        Args:
+            batch_size: samples of a batch; by default those of a micro-batch.
+            pin_memory: load into pinned memory; without effect where there is no GPU.
+        """
+        return make_loader(
+            dataset,
+            self._batching.sizes.micro if batch_size is None else batch_size,
+            self._options.loader,
+            route=route,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+        )
 
     @property
     def plan(self) -> Plan:
@@ -243,7 +317,7 @@ class Engine(nn.Module):
                 "micro_steps": self.micro_steps,
                 "global_steps": self.global_steps,
                 "skipped_steps": self.skipped_steps,
-                "accumulation": self._batch.accumulation,
+                "accumulation": self._batching.sizes.accumulation,
             },
         )
         return True
@@ -314,9 +388,11 @@ class Engine(nn.Module):
 
     def _count_from(self, counters: Mapping[str, Any]) -> None:
         self.global_steps, self.skipped_steps = counters["global_steps"], counters["skipped_steps"]
-        same = counters["accumulation"] == self._batch.accumulation
+        accumulation = self._batching.sizes.accumulation
+        same = counters["accumulation"] == accumulation
         # With another accumulation the next micro-batch is the first of a step.
-        self.micro_steps = counters["micro_steps"] if same else self.global_steps * self._batch.accumulation
+        self.micro_steps = counters["micro_steps"] if same else self.global_steps * accumulation
+        self._batching.since_step = 0  # the gradients of a step that was not made are not saved
 
     def _settle(self, call: str) -> None:
         if self.optimizer is not None:

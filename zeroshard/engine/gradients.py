@@ -65,12 +65,12 @@ class Gradients:
         self._log = log
         self._streams = streams
         self._reduces = reduces
-        self._policy = plan.policy
         self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
         """Start anew under a plan with other slots; nothing may be in flight."""
+        self._policy = plan.policy
         self._slots = plan.reduce_slots.of_unit
         self._free: dict[int, Event] = {}
         self._cuts: dict[tuple[int, int], _Cuts] = {}
@@ -99,6 +99,18 @@ class Gradients:
     def present(self) -> bool:
         """Whether any backward has run since the gradients were last cleared."""
         return any(self._local) or any(self._reduced)
+
+    def pending(self, unit: Unit) -> bool:
+        """Whether whole local gradients of the unit wait for a reduce."""
+        return self._local[unit.index]
+
+    def reduced(self, unit: Unit) -> bool:
+        """Whether reduced gradients of the unit rest."""
+        return self._reduced[unit.index]
+
+    def local(self, group: Group) -> torch.Tensor:
+        """The whole local gradients of a group that are pending."""
+        return self._whole(group)
 
     def fired(self, unit: Unit) -> list[list[bool]]:
         """Per trainable group and parameter: whether it got a gradient on this rank."""

@@ -28,6 +28,7 @@ from zeroshard.engine.passes import CallTracker, ForwardPass
 from zeroshard.engine.storage import Storage, Unit
 from zeroshard.engine.streams import Stream, Streams
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import Op, OpKind, build_programs
@@ -296,14 +297,21 @@ class Runtime:
         self._seen_order = None
         if order is None or order == self.plan.order[1:]:
             return
+        self._adopt(reordered(self.plan, (self._root, *order)))
+
+    def start_accumulating(self, dtype: str | None) -> None:
+        """Between steps: take accumulators of `dtype` for several micro-batches per step, if there are none yet."""
+        plan = with_accumulation(self.plan, dtype)
+        if plan is not self.plan:
+            self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
         self.drain()
-        plan = reordered(self.plan, (self._root, *order))
         self.parameters.release_all()
-        self.storage.resize_slots(plan)
+        self.storage.adopt(plan)
         self.parameters.adopt(plan)
         self.gradients.adopt(plan)
         self._set_plan(plan)
-        self.parameters.written()  # new slots are empty, and the step before this wrote the shards
 
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""

@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.engine.group_table import GroupTable
 from zeroshard.engine.handle import Handle
-from zeroshard.errors import NonFiniteError
+from zeroshard.errors import NonFiniteError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import StatefulUpdate
@@ -86,6 +86,29 @@ class StepperBase(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Forget the gradients of the backwards since the last step."""
+
+    @abstractmethod
+    def gradients_changed(self) -> None:
+        """The gradients, or their memory, were changed: what was measured of them is stale."""
+
+    def start_accumulating(self, dtype: str | None = None) -> None:
+        """From the next step on several micro-batches may make one update; called by all ranks, between steps.
+
+        Args:
+            dtype: of the accumulators; None means float32.
+
+        Raises:
+            UsageError: there are gradients of a step that has not been made.
+        """
+        runtime = self.handle.runtime
+        if runtime.gradients.present:
+            raise UsageError("the accumulation can't change between a backward and its step; change it after the step")
+        runtime.start_accumulating(dtype)
+        self.gradients_changed()
+
+    def unscale(self) -> float:
+        """What turns the ranks' sum of scaled gradients into their unscaled mean. Waits for the device with fp16."""
+        return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
 
     @property
     @abstractmethod

@@ -39,13 +39,13 @@ class HostStepper(StepperBase):
             self._nothing_done()
             return
         statistics = self.measure()
-        norm = math.sqrt(statistics.squared_norm) * self._unscale() if statistics.squared_norm >= 0 else math.nan
+        norm = math.sqrt(statistics.squared_norm) * self.unscale() if statistics.squared_norm >= 0 else math.nan
         limit = self._limit()
         self._clip_once = None
         if not math.isfinite(norm):
             self._refuse(norm)
             return
-        coefficient = self._unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+        coefficient = self.unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
         self._done(norm)
         self._update_scale(overflow=False)
         self._apply(statistics.active, coefficient, optimizer.param_groups)
@@ -72,15 +72,16 @@ class HostStepper(StepperBase):
 
     def norm(self) -> float:
         """See StepperBase."""
-        return math.sqrt(self.measure().squared_norm) * self._unscale()
+        return math.sqrt(self.measure().squared_norm) * self.unscale()
 
     def zero_grad(self) -> None:
         """See StepperBase."""
         self.handle.last = None
         self.handle.runtime.clear_gradients()
 
-    def _unscale(self) -> float:
-        return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
+    def gradients_changed(self) -> None:
+        """See StepperBase."""
+        self.handle.last = None
 
     def _apply(self, active: Sequence[bool], coefficient: float, groups: Sequence[Mapping[str, Any]]) -> None:
         self.handle.runtime.parameters.before_write()

@@ -137,6 +137,29 @@ class Group:
         assert self.grad is not None
         return self.grad if self.plan.update_axis is None else self.own_grad
 
+    @property
+    def held_range(self) -> tuple[int, int]:
+        """The elements whose truth this rank holds: those that it updates, or of a frozen group its shard."""
+        if not self.plan.trainable and self.plan.param.axis is not None:
+            return self.plan.layout.shard_range(self.rank)
+        return self.update_range if self.plan.trainable else (0, self.plan.layout.numel)
+
+    @property
+    def held_param(self) -> torch.Tensor:
+        """The compute-dtype parameters of `held_range`."""
+        whole = self.held_range == (0, self.plan.layout.numel) and self.plan.param.axis is None
+        return self.whole if whole else self.shard
+
+    def own_part(self, index: int) -> tuple[slice, slice]:
+        """What this rank holds of a parameter: as a slice of `held_range`, and of the flat parameter."""
+        return self._overlap(self.plan.layout.segments[index], *self.held_range)
+
+    def write_part(self, own: slice, values: torch.Tensor) -> None:
+        """Set elements of `held_range` from float32 values, master weights first."""
+        if self.master is not None:
+            self._write_master(own, values)
+        self.held_param[own].copy_(split(values)[0] if self.split else values)
+
     def write(self, index: int, value: torch.Tensor) -> None:
         """Set parameter `index` of the group from its whole value, on every state that this rank holds of it."""
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
@@ -252,9 +275,7 @@ class Storage:
         if plan.master is not None:
             start, end = group.update_range
             group.master = torch.zeros(end - start, dtype=torch_dtype(plan.master.dtype), device=self.device)
-        if plan.grad is not None and plan.grad.residency is Residency.RESIDENT:
-            numel = plan.numel_per_rank(plan.grad)
-            group.grad = torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
+        group.grad = self._resident_grad(plan)
         for index, parameter in enumerate(members):
             if not parameter.is_meta:
                 group.write(index, parameter.data)
@@ -276,10 +297,23 @@ class Storage:
             self._place_gathered(unit, plan.gather_slots.of_unit[unit.index])
             self._place_reduced(unit, plan.reduce_slots.of_unit[unit.index])
 
-    def resize_slots(self, plan: Plan) -> None:
-        """Take new slots for a plan with another order; nothing may be in use or in flight."""
+    def adopt(self, plan: Plan) -> None:
+        """Take the slots and gradients of a plan with another order, or with accumulators; nothing may be in flight."""
+        for unit in self.units:
+            for group, planned in zip(unit.groups, plan.units[unit.index].groups, strict=True):
+                if group.plan.grad != planned.grad:
+                    group.grad = group.local = None
+                group.plan = planned
+                if group.grad is None:
+                    group.grad = self._resident_grad(planned)
         self._allocate_slots(plan)
         self.place_slots(plan)
+
+    def _resident_grad(self, plan: GroupPlan) -> torch.Tensor | None:
+        if plan.grad is None or plan.grad.residency is not Residency.RESIDENT:
+            return None
+        numel = plan.numel_per_rank(plan.grad)
+        return torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
 
     def _place_gathered(self, unit: Unit, slot: int | None) -> None:
         offset = 0

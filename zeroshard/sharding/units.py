@@ -2,8 +2,8 @@
 
 The outermost repeated block is a unit with everything inside it (experts included), so that data-dependent branches
 inside a block never change which collectives run. Large leaves outside the blocks (embedding, head) are units of
-their own, since a 128k vocabulary dwarfs a block. The rest, and every parameter shared between units, belongs to the
-root unit, which stays gathered for the whole pass.
+their own, since a 128k vocabulary dwarfs a block, and so is what the user marked as a leaf (see marks). The rest, and
+every parameter that several units own or read, belongs to the root unit, which stays gathered for the whole pass.
 
 Rejected: one unit per Linear (more, smaller collectives and per-layer Python), and wrapping by parameter count alone
 (units then cut through blocks and the boundaries move when the model is resized).
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.sharding.marks import external_parameters, is_leaf
 
 OWN_UNIT_NUMEL = 16_384
 """A leaf outside the blocks with at least this many elements is a unit of its own."""
@@ -59,12 +60,13 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     Raises:
         PlanError: a selected path does not exist, is repeated, lies inside another, or is a list of modules.
     """
-    names = _check_selected(model, selected) if selected is not None else tuple(_walk(model, ""))
+    names = _check_selected(model, selected) if selected is not None else _found(model)
     owner: dict[int, set[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         unit = _unit_of(path, names)
-        for parameter in module.parameters(recurse=False):
+        for parameter in (*module.parameters(recurse=False), *external_parameters(module)):
             owner.setdefault(id(parameter), set()).add(unit)
+    _check_externals(model, owner)
     members: dict[str, list[ParameterSpec]] = {name: [] for name in ("", *names)}
     aliases: dict[str, list[tuple[str, str]]] = {name: [] for name in members}
     first_name: dict[int, tuple[str, str]] = {}
@@ -83,12 +85,32 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     ]
 
 
+def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for path, module in model.named_modules():
+        if owner.keys() - own and any(id(parameter) not in own for parameter in external_parameters(module)):
+            raise PlanError(
+                f"module {path or type(module).__name__!r} registered an external parameter that the model does not "
+                "have; shard the model that holds both, or unregister it"
+            )
+
+
+def _found(model: nn.Module) -> tuple[str, ...]:
+    for path, module in model.named_modules():
+        if is_leaf(module) and isinstance(module, LISTS):
+            raise PlanError(
+                f"leaf module {path!r} is a {type(module).__name__}, which has no forward to gather around; mark the "
+                "module that holds it"
+            )
+    return () if is_leaf(model) else tuple(_walk(model, ""))
+
+
 def _walk(module: nn.Module, path: str) -> Iterator[str]:
     """Paths of the units below `module`, in registration order."""
     repeated = _repeated_children(module)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if name in repeated or _is_large_leaf(child):
+        if name in repeated or is_leaf(child) or _is_large_leaf(child):
             yield child_path
         else:
             yield from _walk(child, child_path)

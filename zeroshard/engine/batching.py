@@ -1,0 +1,74 @@
+"""The batch triple of a run and where in it the run is: how many micro-batches make a step, and which one this is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zeroshard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """train = micro * accumulation * data-parallel ranks, in samples."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class Batching:
+    """Counts micro-batches to the boundary of each step. The sizes may change between steps.
+
+    Attributes:
+        sizes: the triple.
+        since_step: micro-batches of the step that is being made.
+    """
+
+    def __init__(self, sizes: BatchSizes, ranks: int) -> None:
+        self.sizes = sizes
+        self.since_step = 0
+        self._ranks = ranks
+        self._manual: bool | None = None
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the coming (or running) micro-batch is the last before the update."""
+        if self._manual is not None:
+            return self._manual
+        return self.since_step + 1 >= self.sizes.accumulation
+
+    def decide(self, is_boundary: bool) -> None:
+        """Take over the decision."""
+        self._manual = is_boundary
+
+    def count(self) -> bool:
+        """A micro-batch is over; whether it was the last before the update."""
+        boundary = self.at_boundary
+        self.since_step = 0 if boundary else self.since_step + 1
+        return boundary
+
+    def with_train(self, train: int) -> BatchSizes:
+        """The triple for `train` samples per step, by another accumulation. Raises UsageError if it doesn't divide."""
+        share = self.sizes.micro * self._ranks
+        if _count("train_batch_size", train) % share:
+            raise UsageError(
+                f"train_batch_size {train} is no multiple of {share} (micro-batch {self.sizes.micro} x {self._ranks} "
+                "ranks); choose one, or change the micro-batch first"
+            )
+        return replace(self.sizes, train=train, accumulation=train // share)
+
+    def with_micro(self, micro: int) -> BatchSizes:
+        """The triple for another micro-batch at the same accumulation."""
+        train = _count("train_micro_batch_size", micro) * self.sizes.accumulation * self._ranks
+        return replace(self.sizes, train=train, micro=micro)
+
+    def with_accumulation(self, accumulation: int) -> BatchSizes:
+        """The triple for another accumulation at the same micro-batch."""
+        train = self.sizes.micro * _count("gradient_accumulation_steps", accumulation) * self._ranks
+        return replace(self.sizes, train=train, accumulation=accumulation)
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return value

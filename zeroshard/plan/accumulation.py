@@ -1,0 +1,34 @@
+"""Gives a plan for one micro-batch per step the accumulators of one for several, in mid-run.
+
+Layouts, placements of parameters, master weights and moments stay, so only gradients get other memory:
+
+    one micro-batch    wire slot --reduce-scatter--> grad (wire dtype)
+    several            wire slot --reduce-scatter--> staging --add--> grad (accumulation dtype, resident)
+
+Making the plan anew from its recipe was rejected: a plan that was read or edited has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroshard.plan.builder import with_order
+from zeroshard.plan.dtypes import dtype_name
+from zeroshard.plan.placement import Residency
+from zeroshard.plan.plan import GroupPlan, Plan
+
+
+def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:
+    """The same plan with accumulators of `dtype` (None: float32); a plan that accumulates is returned as it is."""
+    if plan.policy.accumulate:
+        return plan
+    kept = dtype_name(dtype or "float32")
+    units = [replace(unit, groups=tuple(_accumulating(group, kept) for group in unit.groups)) for unit in plan.units]
+    return with_order(units, plan.order, replace(plan.policy, accumulate=True), dp=plan.dp, shard=plan.shard)
+
+
+def _accumulating(group: GroupPlan, kept: str) -> GroupPlan:
+    if group.grad is None:
+        return group
+    grad = replace(group.grad, dtype=kept, residency=Residency.RESIDENT)
+    return replace(group, grad=grad, staged=grad.axis is not None or kept != group.wire)

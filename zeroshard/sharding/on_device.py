@@ -1,0 +1,47 @@
+"""DeepSpeed's OnDevice: modules that are built inside are made on one device and in one dtype, 'meta' by default.
+
+It uses torch's own device context and default dtype; nothing is patched. `zeroshard.Init` is what to use for a model
+that is to be trained: it gives the values of an ordinary build, which a meta device has not.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from zeroshard.errors import UsageError
+
+
+class OnDevice:
+    """Inside the with-block new floating-point tensors are `dtype` on `device`.
+
+    Args:
+        dtype: a floating-point dtype.
+        enabled: False does nothing.
+
+    Raises:
+        UsageError: the dtype is not a floating-point one.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        if not dtype.is_floating_point:
+            raise UsageError(f"OnDevice: {dtype} is no floating-point dtype; use torch.float32, bfloat16 or float16")
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._enabled = enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> OnDevice:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before)

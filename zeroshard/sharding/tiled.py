@@ -1,0 +1,116 @@
+"""A linear layer in tiles, so that a layer too large to be gathered whole is gathered tile by tile.
+
+                 out 0    out 1
+        in 0   [ tile ] [ tile ]        y[out j] = sum over i of x[in i] @ tile[i][j]^T, bias added once
+        in 1   [ tile ] [ tile ]
+
+Outside of repeated blocks each tile is a unit of its own. Inside of a block the block is gathered at once, tiles and
+all, unless `shard(..., units=[...])` names the tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import UsageError
+
+
+class TiledLinear(nn.Module):
+    """Computes what a linear layer of `in_features` x `out_features` computes, in tiles.
+
+    Args:
+        in_splits, out_splits: tiles along the input and the output; sizes differ by at most one.
+        input_is_already_split: forward takes a list of `in_splits` tensors.
+        combine_out_splits: False returns a list of `out_splits` tensors.
+        linear_cls: makes a tile: `linear_cls(in_features, out_features, bias=..., **kwargs)`.
+        init_linear: a linear layer whose weight and bias are taken over.
+
+    Raises:
+        UsageError: more splits than features, or fewer than one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        for name, splits, features in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):
+            if not 1 <= splits <= features:
+                raise UsageError(f"TiledLinear: {name} {splits} must be from 1 to the {features} features")
+        self.in_features, self.out_features = in_features, out_features
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        self.in_sizes, self.out_sizes = _sizes(in_features, in_splits), _sizes(out_features, out_splits)
+        self.linears = nn.ModuleList(
+            nn.ModuleList(linear_cls(i, o, bias=bias and row == 0, **kwargs) for o in self.out_sizes)
+            for row, i in enumerate(self.in_sizes)
+        )
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+        """(..., in_features), or its parts, to (..., out_features), or its parts."""
+        parts = self._parts(x)
+        outputs: list[torch.Tensor] = []
+        for column in range(self.out_splits):
+            total = self._tile(0, column)(parts[0])
+            for row in range(1, self.in_splits):
+                total = total + self._tile(row, column)(parts[row])
+            outputs.append(total)
+        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+
+    def copy_params_from(self, other: nn.Linear) -> None:
+        """Take over weight and bias of a whole layer; before sharding, or inside GatheredParameters of both.
+
+        Raises:
+            UsageError: it has another shape, or only one of the two has a bias.
+        """
+        shape = (self.out_features, self.in_features)
+        own_bias = self._tile(0, 0).bias
+        if tuple(other.weight.shape) != shape or (other.bias is None) != (own_bias is None):
+            has = "without" if other.bias is None else "with"
+            raise UsageError(
+                f"TiledLinear.copy_params_from: a layer of shape {tuple(other.weight.shape)} {has} bias does not fit "
+                f"into one of shape {shape}; make both alike"
+            )
+        with torch.no_grad():
+            for row, weights in enumerate(other.weight.split(self.in_sizes, dim=1)):
+                for column, weight in enumerate(weights.split(self.out_sizes, dim=0)):
+                    self._tile(row, column).weight.copy_(weight)
+            if other.bias is not None:
+                for column, bias in enumerate(other.bias.split(self.out_sizes)):
+                    self._tile(0, column).bias.copy_(bias)
+
+    def _tile(self, row: int, column: int) -> Any:
+        rows = self.linears[row]
+        assert isinstance(rows, nn.ModuleList)
+        return rows[column]
+
+    def _parts(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self.input_is_already_split:
+            if not isinstance(x, torch.Tensor):
+                raise UsageError("TiledLinear: a tensor is needed; pass input_is_already_split=True for parts of one")
+            return x.split(self.in_sizes, dim=-1)
+        if isinstance(x, torch.Tensor) or len(x) != self.in_splits:
+            raise UsageError(f"TiledLinear: input_is_already_split needs a list of {self.in_splits} tensors")
+        return x
+
+
+def _sizes(features: int, splits: int) -> list[int]:
+    """Sizes that differ by at most one, the larger ones first."""
+    ends = list(accumulate((features - part + splits - 1) // splits for part in range(splits)))
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
