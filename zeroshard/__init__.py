@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
+    from zeroshard.engine.checkpoints import load, save, wait_for_checkpoint
     from zeroshard.engine.external import register_external_parameter, unregister_external_parameter
     from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
     from zeroshard.engine.memory_use import memory_status, see_memory_usage

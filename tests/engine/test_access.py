@@ -257,7 +257,7 @@ def _special(rank: int, world: int) -> None:
         zeroshard.close(model)
 
         model = build(TASK)
-        model, _ = zeroshard.shard(model, adamw(model), plan=recipe)
+        model, _ = zeroshard.shard(model, plan=recipe)
         value = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
         parameter = dict(model.named_parameters())["outer.weight"]
         zeroshard.safe_set_full_fp32_param(parameter, value)
