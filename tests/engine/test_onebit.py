@@ -381,7 +381,7 @@ def _skips_and_resumes(rank: int, world: int, folder: str) -> None:
 CONFIGURED: dict[str, dict[str, int]] = {
     "OneBitAdam": {"freeze_step": FREEZE},
     "OneBitLamb": {"freeze_step": FREEZE},
-    "ZeroOneAdam": {"var_freeze_step": FREEZE, "local_step_scaler": 1, "local_step_clipper": 2},
+    "ZeroOneAdam": {"var_freeze_step": FREEZE, "local_step_scaler": 1, "local_step_clipper": 1},
 }
 
 

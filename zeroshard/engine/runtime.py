@@ -312,6 +312,7 @@ class Runtime:
         self.parameters.adopt(plan)
         self.gradients.adopt(plan)
         self._set_plan(plan)
+        self.parameters.written()  # new slots are empty, and the step before this wrote the shards
 
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""

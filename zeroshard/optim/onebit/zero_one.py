@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
 from zeroshard.optim.segments import pieces_of
 from zeroshard.optim.site import Site
@@ -198,6 +198,12 @@ class ZeroOneAdamUpdate(OneBitUpdate):
             yield f"{number}.anchor", anchor
 
     def counters(self) -> dict[str, Any]:
+        """See SavedState. Raises UsageError with local steps, between which each rank has parameters of its own."""
+        if self._local:
+            raise UsageError(
+                "ZeroOneAdam with local steps can't be saved: between them each rank has other parameters and momentum. "
+                "Set local_step_clipper to 1, or save weights alone with save_16bit_model"
+            )
         intervals = [[interval.every, interval.count] for interval in (self._variance, self._talk)]
         return {**super().counters(), "intervals": intervals, "rates": self._rates}
 
