@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,5 +122,8 @@ def test_a_node_that_is_through_may_leave() -> None:
     nodes[1].say({"kind": "bye"})
     nodes[1].vanish()
     nodes[0].say({"kind": "bye"})
+    deadline = time.monotonic() + 10
+    while len(judge._peers) != 1 and time.monotonic() < deadline:  # both were heard, and one has left
+        time.sleep(0.01)
     judge.close(well=True)
     assert nodes[0].hears() == [{"kind": "bye"}]
