@@ -201,7 +201,7 @@ class ZeroOneAdamUpdate(OneBitUpdate):
         """See SavedState. Raises UsageError with local steps, between which each rank has parameters of its own."""
         if self._local:
             raise UsageError(
-                "ZeroOneAdam with local steps can't be saved: between them each rank has other parameters and momentum. "
+                "ZeroOneAdam with local steps can't be saved: between them each rank has parameters of its own. "
                 "Set local_step_clipper to 1, or save weights alone with save_16bit_model"
             )
         intervals = [[interval.every, interval.count] for interval in (self._variance, self._talk)]
