@@ -95,8 +95,7 @@ def initialize(
     sharded = _shard(model, resolved, optimizer, parameters, scaler, device)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
-    saving = Saving(resolved.checkpoint.background, resolved.checkpoint.keep)
-    engine = Engine(model, sharded, scheduler, sizes, _engine_options(resolved), saving)
+    engine = Engine(model, sharded, scheduler, sizes, _engine_options(resolved))
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, sharded, loader, scheduler
 
@@ -200,4 +199,5 @@ def _engine_options(config: Config) -> EngineOptions:
         accumulate_dtype=config.precision.grad_accum,
         autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
         loader=LoaderOptions(drop_last=config.drop_last),
+        saving=Saving(config.checkpoint.background, config.checkpoint.keep),
     )

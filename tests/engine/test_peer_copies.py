@@ -11,9 +11,8 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from tests.support.patience import Patience
 from tests.support.shared_memory import shared_files
-from zeroshard.comm.oplog import OperationLog
-from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.virtual_streams import Pace, VirtualStreams
 from zeroshard.errors import PlanError
@@ -50,26 +49,12 @@ class _Model(nn.Module):
         return self.out(x)
 
 
-class _Patience:
-    """Waits for collectives without a watchdog's explanations."""
-
-    def __init__(self) -> None:
-        self._watchdog = Watchdog(None, 0, 1, OperationLog())
-
-    def waiting(self, pending: object) -> object:
-        return self._watchdog.waiting("")
-
-    def settle(self, pending: object, seconds: float) -> bool:
-        pending.finish()
-        return True
-
-
 def _train(
     recipe: Recipe, rank: int, directory: str, *, micro_batches: int = 1, pace: Pace | None = None
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = _Model()
-    streams = None if pace is None else VirtualStreams(_Patience(), pace=pace, seed=rank)
+    streams = None if pace is None else VirtualStreams(Patience(), pace=pace, seed=rank)
     memory = shared_files(directory) if recipe.peer_copies else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, streams=streams, peer_memory=memory)

@@ -10,8 +10,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.comm.oplog import OperationLog
-from zeroshard.comm.watchdog import Watchdog
+from tests.support.patience import Patience
 from zeroshard.engine.streams import Event, Stream
 from zeroshard.engine.virtual_streams import HazardError, Pace, VirtualStreams
 from zeroshard.plan.builder import Precision, Recipe
@@ -42,20 +41,6 @@ class _Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.out(x)
-
-
-class _Patience:
-    """Waits for collectives without a watchdog's explanations."""
-
-    def __init__(self) -> None:
-        self._watchdog = Watchdog(None, 0, 1, OperationLog())
-
-    def waiting(self, pending: object) -> object:
-        return self._watchdog.waiting("")
-
-    def settle(self, pending: object, seconds: float) -> bool:
-        pending.finish()
-        return True
 
 
 def _train(streams: VirtualStreams | None, recipe: Recipe, rank: int, micro_batches: int) -> list[torch.Tensor]:
@@ -92,7 +77,7 @@ def _all_orders(rank: int, world_size: int) -> int:
             recipe = _recipe(stage, accumulate=micro_batches > 1, prefetch=stage % 3, low=low)
             plain = _train(None, recipe, rank, micro_batches)
             for pace, seed in ((Pace.EAGER, 0), (Pace.LAZY, 0), (Pace.MIXED, rank), (Pace.MIXED, 7)):
-                streams = VirtualStreams(_Patience(), pace=pace, seed=seed)
+                streams = VirtualStreams(Patience(), pace=pace, seed=seed)
                 virtual = _train(streams, recipe, rank, micro_batches)
                 assert all(torch.equal(a, b) for a, b in zip(plain, virtual, strict=True)), (stage, micro_batches, pace)
                 checked += streams.checked
@@ -109,7 +94,7 @@ def _drop(waiter: Stream, awaited: Stream) -> Callable[[Stream, Event], bool]:
 
 
 def _missing_wait(rank: int, world_size: int, waiter: Stream, awaited: Stream) -> str:
-    streams = VirtualStreams(_Patience(), pace=Pace.EAGER, drop_wait=_drop(waiter, awaited))
+    streams = VirtualStreams(Patience(), pace=Pace.EAGER, drop_wait=_drop(waiter, awaited))
     with pytest.raises(HazardError) as caught:
         _train(streams, _recipe(3, accumulate=False), rank, 1)
     return str(caught.value)

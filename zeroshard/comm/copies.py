@@ -19,10 +19,14 @@ CopyFunction = Callable[[int, int, int, int], None]
 _DEVICE_TO_DEVICE = 3
 
 
+def device_copies(device: torch.device) -> CopyFunction | None:
+    """The copy function of the CUDA runtime in this process; None off a GPU, and where it can't be reached."""
+    return _runtime_copy() if device.type == "cuda" else None
+
+
 @cache
-def device_copies() -> CopyFunction | None:
-    """The copy function of the CUDA runtime in this process, None where it can't be reached."""
-    if not torch.cuda.is_available() or torch.version.cuda is None:
+def _runtime_copy() -> CopyFunction | None:
+    if torch.version.cuda is None:
         return None
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")

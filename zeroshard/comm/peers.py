@@ -12,7 +12,7 @@ Rejected: registering NCCL's buffers, which spares its copies but not its kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Protocol
 
@@ -55,6 +55,7 @@ class PeerMemory(Protocol):
         ...
 
 
+ALIGNMENT_BYTES = 256
 PeerMemoryFactory = Callable[[int], PeerMemory]
 """Makes peer memory of that many bytes, filled with zeros; called by all ranks of the group together."""
 
@@ -76,15 +77,15 @@ class Peers:
         if watchdog is not None:
             watchdog.watch(self._last_issued)
 
-    def open(self, name: str, nbytes: int) -> None:
-        """Make (or make anew) the memory `name`; called by all ranks."""
-        self._memories[name] = self._make(max(nbytes, 1))
+    def open(self, name: str, sizes: Iterable[int]) -> None:
+        """Make (or make anew) the memory `name`, for `take` to be called with these bytes; called by all ranks."""
+        self._memories[name] = self._make(max(sum(map(_aligned, sizes)), 1))
         self._taken[name] = 0
 
     def take(self, name: str, nbytes: int) -> torch.Tensor:
-        """The next `nbytes` (at least; rounded up to 256) of this rank's buffer, uint8."""
+        """The next `nbytes` of this rank's buffer, uint8."""
         memory, start = self._memories[name], self._taken[name]
-        self._taken[name] = start + -(-nbytes // 256) * 256
+        self._taken[name] = start + _aligned(nbytes)
         return memory.of(memory.rank)[start : start + nbytes]
 
     @property
@@ -113,8 +114,9 @@ class Peers:
     def barrier(self, channel: Channel) -> Pending:
         """A barrier of all ranks on the current stream."""
         memory = next(iter(self._memories.values()))
-        on_device = memory.of(memory.rank).is_cuda
-        event = self._events.setdefault(channel, torch.cuda.Event()) if on_device else None
+        event = self._events.get(channel)
+        if event is None and memory.of(memory.rank).is_cuda:
+            event = self._events[channel] = torch.cuda.Event()
         self._last = memory.barrier(channel, event)
         return self._last
 
@@ -129,7 +131,7 @@ class Peers:
             if not (inside and peer == rank)
         ]
 
-        raw, device = (device_copies() if whole.is_cuda else None), whole.device.index
+        raw, device = device_copies(whole.device), whole.device.index
         addresses = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in copies]
 
         def launch() -> Pending:
@@ -151,3 +153,7 @@ class Peers:
 
     def _last_issued(self) -> Pending | None:
         return self._last
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

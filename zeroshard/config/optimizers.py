@@ -98,8 +98,8 @@ class RmspropParams(Section):
     centered: Flag = False
 
 
-class LambParams(Section):
-    """Lamb: each parameter's rate follows its own norm, taken over all ranks."""
+class _RootOfMomentParams(Section):
+    """What Lamb and the 1-bit optimizers share."""
 
     lr: NonNegative = 1e-3
     bias_correction: Flag = True
@@ -107,6 +107,11 @@ class LambParams(Section):
     eps: NonNegative = 1e-8
     eps_inside_sqrt: Flag = False
     weight_decay: NonNegative = 0.0
+
+
+class LambParams(_RootOfMomentParams):
+    """Lamb: each parameter's rate follows its own norm, taken over all ranks."""
+
     max_grad_norm: Annotated[float, _zero("clip by the top-level key gradient_clipping")] = 0.0
     max_coeff: NonNegative = 10.0
     min_coeff: NonNegative = 0.01
@@ -137,15 +142,9 @@ class MuonParams(Section):
     ns_method: Annotated[Literal["gram", "standard"], one_of("gram", "standard")] = "gram"
 
 
-class _OneBitParams(Section):
+class _OneBitParams(_RootOfMomentParams):
     """What 1-bit optimizers share. `cuda_aware` and `comm_backend_name` have no effect: the process group is used."""
 
-    lr: NonNegative = 1e-3
-    bias_correction: Flag = True
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    eps_inside_sqrt: Flag = False
-    weight_decay: NonNegative = 0.0
     max_grad_norm: Annotated[float, _zero("averaged gradients are not there to be clipped")] = 0.0
     amsgrad: _NoAmsgrad = False
     cuda_aware: Flag = False

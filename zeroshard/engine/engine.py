@@ -31,6 +31,14 @@ from zeroshard.plan.plan import Plan
 
 
 @dataclass(frozen=True)
+class Saving:
+    """How checkpoints are saved: written in the background, and how many are kept (None: all)."""
+
+    background: bool = False
+    keep: int | None = None
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """What a config says that only the engine obeys.
 
@@ -38,19 +46,13 @@ class EngineOptions:
         accumulate_dtype: of accumulators that are taken in mid-run; None means float32.
         autocast: dtype in which the forward runs under torch.autocast; None leaves autocast alone.
         loader: how loaders are made.
+        saving: how checkpoints are saved.
     """
 
     accumulate_dtype: str | None = None
     autocast: torch.dtype | None = None
     loader: LoaderOptions = field(default_factory=LoaderOptions)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """How checkpoints are saved: written in the background, and how many are kept (None: all)."""
-
-    background: bool = False
-    keep: int | None = None
+    saving: Saving = Saving()
 
 
 class Engine(nn.Module):
@@ -70,7 +72,6 @@ class Engine(nn.Module):
         lr_scheduler: Any | None,
         batch: BatchSizes,
         options: EngineOptions | None = None,
-        saving: Saving = Saving(),
     ) -> None:
         super().__init__()
         self.module = model
@@ -79,7 +80,6 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_steps = 0
         self.skipped_steps = 0
-        self._saving = saving
         self._options = options or EngineOptions()
         self._batching = Batching(batch, handle_of(model).plan.dp)
         self._inside_no_sync = False
@@ -309,9 +309,9 @@ class Engine(nn.Module):
             tag if tag is not None else f"global_step{self.global_steps}",
             scheduler=self.lr_scheduler,
             client_state=client_state,
-            background=self._saving.background if background is None else background,
+            background=self._options.saving.background if background is None else background,
             latest=save_latest,
-            keep=self._saving.keep,
+            keep=self._options.saving.keep,
             frozen=not exclude_frozen_parameters,
             counters={
                 "micro_steps": self.micro_steps,

@@ -20,7 +20,6 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.plan import Plan
-from zeroshard.sharding.layout import ALIGNMENT_BYTES
 
 
 class PeerAllocator:
@@ -28,13 +27,13 @@ class PeerAllocator:
 
     def __init__(self, peers: Peers, plan: Plan) -> None:
         self._peers = peers
-        peers.open("shards", sum(_rounded(nbytes) for nbytes in _shards(plan)))
+        peers.open("shards", _shards(plan))
 
     def shard(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._peers.take("shards", numel * dtype.itemsize).view(dtype)
 
     def slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
-        self._peers.open("inbox", sum(_rounded(size) for size in nbytes))
+        self._peers.open("inbox", nbytes)
         return [self._peers.take("inbox", size) for size in nbytes]
 
 
@@ -72,7 +71,3 @@ def _shards(plan: Plan) -> list[int]:
     return [
         group.numel_per_rank(group.param) * itemsize(group.param.dtype) for _, group in plan.groups() if group.travels
     ]
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -60,7 +60,6 @@ class PeerReduce:
         self._peers = peers
         self._streams = streams
         self._log = log
-        self._raw = device_copies() if torch.cuda.is_available() else None
         self._held: tuple[Event, Sequence[torch.Tensor | None]] | None = None
         self.adopt()
 
@@ -122,7 +121,7 @@ class PeerReduce:
 
     def _send(self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int) -> None:
         self._peers.sent("reduce-scatter", label, nbytes)
-        raw = self._raw if route.rows.is_cuda else None
+        raw = device_copies(route.rows.device)
         if raw is None or any(source is None or source.dtype != route.rows.dtype for source in sources):
             for piece in route.pieces:
                 source = sources[piece.segment]

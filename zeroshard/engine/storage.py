@@ -248,7 +248,8 @@ class Storage:
     ) -> None:
         self.plan = plan
         self.device = device
-        self._allocator = OwnMemory(device) if allocator is None else allocator
+        self._own = OwnMemory(device)
+        self._shared = self._own if allocator is None else allocator
         self.units: list[Unit] = []
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
@@ -257,8 +258,8 @@ class Storage:
         self.place_slots(plan)
 
     def _allocate_slots(self, plan: Plan) -> None:
-        self.gather_slots = OwnMemory(self.device).slots(plan.gather_slots.nbytes)
-        self.reduce_slots = self._allocator.slots(plan.reduce_slots.nbytes)
+        self.gather_slots = self._own.slots(plan.gather_slots.nbytes)
+        self.reduce_slots = self._shared.slots(plan.reduce_slots.nbytes)
 
     def _allocate(self, plan: GroupPlan, unit: UnitPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
         layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
@@ -284,10 +285,7 @@ class Storage:
         return group
 
     def _shard(self, plan: GroupPlan, numel: int) -> torch.Tensor:
-        dtype = torch_dtype(plan.param.dtype)
-        if plan.travels:
-            return self._allocator.shard(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        return (self._shared if plan.travels else self._own).shard(numel, torch_dtype(plan.param.dtype))
 
     def place_slots(self, plan: Plan) -> None:
         """Point every group at its part of its unit's slots, and every parameter at its resting data."""

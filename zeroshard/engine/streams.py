@@ -109,31 +109,23 @@ class CudaStreams:
         self._compute = torch.cuda.current_stream(self._device)
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._issue(stream, (fn,))
+
+    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._issue(stream, (fn,))
+
+    def run(self, stream: Stream, steps: Sequence[Step]) -> None:
+        self._issue(stream, [step.fn for step in steps])
+
+    def _issue(self, stream: Stream, fns: Sequence[Launch | Follow]) -> None:
         side = self._side[stream]
         # Set and set back by hand: the context manager asks for the current stream, which costs more than a launch.
         torch.cuda.set_stream(side)
         try:
-            pending = fn()
-            pending.finish()  # orders this stream after the collective; the host goes on
-            pending.mark(side)
-        finally:
-            torch.cuda.set_stream(self._compute)
-
-    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
-        torch.cuda.set_stream(self._side[stream])
-        try:
-            fn()
-        finally:
-            torch.cuda.set_stream(self._compute)
-
-    def run(self, stream: Stream, steps: Sequence[Step]) -> None:
-        side = self._side[stream]
-        torch.cuda.set_stream(side)
-        try:
-            for step in steps:
-                pending = step.fn()
+            for fn in fns:
+                pending = fn()
                 if isinstance(pending, Pending):
-                    pending.finish()
+                    pending.finish()  # orders this stream after the collective; the host goes on
                     pending.mark(side)
         finally:
             torch.cuda.set_stream(self._compute)

@@ -22,6 +22,9 @@ from zeroshard.launch.rendezvous import Rendezvous
 from zeroshard.launch.resolve import Where
 from zeroshard.launch.transport import Launcher, Reach
 
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""For a command whose own application, imported when it is called, reads the arguments."""
+
 app = typer.Typer(
     name="zeroshard",
     help="ZeRO training for PyTorch.",
@@ -111,9 +114,7 @@ def run(
     raise typer.Exit(resolve.run(job, where))
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+@app.command(context_settings=_PASSED_ON)
 def config(context: typer.Context) -> None:
     """Read and explain configuration files."""
     from zeroshard.config.cli import app as config_app
@@ -121,9 +122,7 @@ def config(context: typer.Context) -> None:
     config_app(context.args, prog_name="zeroshard config")
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+@app.command(context_settings=_PASSED_ON)
 def plan(context: typer.Context) -> None:
     """Say what a model takes on a cluster, and which setting to take."""
     from zeroshard.planner.cli import main as plan_main
@@ -131,9 +130,7 @@ def plan(context: typer.Context) -> None:
     plan_main(context.args)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+@app.command(context_settings=_PASSED_ON)
 def doctor(context: typer.Context) -> None:
     """Measure this machine, for the planner."""
     from zeroshard.planner.doctor import app as doctor_app
@@ -141,9 +138,7 @@ def doctor(context: typer.Context) -> None:
     doctor_app(context.args, prog_name="zeroshard doctor")
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+@app.command(context_settings=_PASSED_ON)
 def checkpoint(context: typer.Context) -> None:
     """Look into checkpoints, verify and prune them."""
     from zeroshard.checkpoint.cli import app as checkpoint_app

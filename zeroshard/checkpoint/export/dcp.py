@@ -10,7 +10,6 @@ under two, so tied weights are written under each.
 from __future__ import annotations
 
 import io
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,11 +22,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zeroshard.checkpoint.directory import write_synced
+from zeroshard.checkpoint.export.folder import new_folder, refuse_occupied
 from zeroshard.checkpoint.export.safetensors_stream import Progress
 from zeroshard.checkpoint.export.torch_file import save_tensor
 from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
-from zeroshard.errors import CheckpointError, UsageError
 
 _TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -120,21 +119,9 @@ def export_dcp(
         CheckpointError: something can't be read or written; OUT is not there then.
         UsageError: OUT exists.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty; give the export a folder of its own")
+    refuse_occupied(out)
     state, lazies = state_dict_of(contents, flat)
-    partial = out.parent / f".{out.name}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
-            save(state, storage_writer=StreamingWriter(partial, lazies, progress), no_dist=True)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(out) as partial, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
+        save(state, storage_writer=StreamingWriter(partial, lazies, progress), no_dist=True)
     return len(lazies), sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in lazies.values())

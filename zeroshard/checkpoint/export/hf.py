@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.export.folder import new_folder, refuse_occupied
 from zeroshard.checkpoint.export.safetensors_stream import Progress, write
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
 from zeroshard.checkpoint.foreign.stored import Cast, Lazy, numel
@@ -120,24 +121,13 @@ def export_hf(
         UsageError: OUT exists.
     """
     target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} exists and is not empty; give the export a folder of its own")
+    refuse_occupied(target)
     tensors = weights_of(contents, dtype, frozen)
     if not tensors:
         raise CheckpointError(f"{contents.origin} holds no weights to export")
-    partial = target.parent / f".{target.name}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with new_folder(target) as partial:
         files = _write_shards(partial, tensors, max_shard, progress)
         known = _write_config(partial, config, {tensor.dtype for tensor in tensors.values()})
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except OSError as error:
-        raise CheckpointError(f"{target} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Export(
         folder=target,
         files=files,

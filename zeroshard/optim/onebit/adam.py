@@ -21,11 +21,5 @@ DEFAULTS: Mapping[str, Any] = {
 class OneBitAdamUpdate(OneBitUpdate):
     """The update of this rank's regions."""
 
-    def _step_warm(self, due: Due, groups: Groups) -> None:
-        for number, pieces in enumerate(due.pieces):
-            for piece in pieces:
-                hyper = groups[piece.group]
-                self._write(self.regions[number], piece, self._direction(number, piece, hyper), float(hyper["lr"]))
-
     def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
         self._step_warm(due, groups)

@@ -80,9 +80,12 @@ class OneBitUpdate(FlatState):
     _needs_before = False
     """Whether `_step_frozen` is given the momentum as it was."""
 
-    @abstractmethod
     def _step_warm(self, due: Due, groups: Groups) -> None:
-        """Update parameters in the warm-up; moments have been moved."""
+        """Update parameters in the warm-up, as Adam does; moments have been moved."""
+        for number, pieces in enumerate(due.pieces):
+            for piece in pieces:
+                hyper = groups[piece.group]
+                self._write(self.regions[number], piece, self._direction(number, piece, hyper), float(hyper["lr"]))
 
     @abstractmethod
     def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:

@@ -182,12 +182,6 @@ class ZeroOneAdamUpdate(OneBitUpdate):
             for region in self.regions
         ]
 
-    def _step_warm(self, due: Due, groups: Groups) -> None:
-        for number, pieces in enumerate(due.pieces):
-            for piece in pieces:
-                hyper = groups[piece.group]
-                self._write(self.regions[number], piece, self._direction(number, piece, hyper), float(hyper["lr"]))
-
     def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
         raise AssertionError("late steps are taken by _step_late")
 
