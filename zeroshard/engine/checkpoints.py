@@ -27,12 +27,11 @@ from zeroshard.checkpoint.meeting import LABEL, together
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
 from zeroshard.checkpoint.values import pack, unpack
-from zeroshard.engine.gathered import place_of
+from zeroshard.engine.gathered import name_of
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.native import find_optimizer, find_stepper
 from zeroshard.engine.saved_model import (
     StateLoad,
-    aliases_of,
     buffer_targets,
     parameter_targets,
     persistent_buffers,
@@ -131,7 +130,7 @@ def save(
             base=base,
             tag=tag,
             pieces=pieces(handle, None if stepper is None else stepper.update, frozen=frozen),
-            aliases=aliases_of(handle),
+            aliases=handle.plan.aliases,
             state=_state(handle, model, stepper, scheduler, client_state, counters, frozen),
             own={"generators": generator_states(handle.device)},
             latest=latest,
@@ -259,7 +258,7 @@ def _groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     plain = (bool, int, float, str, list, tuple, type(None))
     return [
         {
-            "names": [_name(parameter) for parameter in group["params"]],
+            "names": [name_of(parameter) for parameter in group["params"]],
             "options": pack(
                 {
                     key: value
@@ -271,12 +270,6 @@ def _groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         }
         for number, group in enumerate(optimizer.param_groups)
     ]
-
-
-def _name(parameter: torch.Tensor) -> str:
-    place = place_of(parameter)
-    assert place is not None
-    return place[2].plan.layout.segments[place[3]].name
 
 
 class _Load:
@@ -298,6 +291,7 @@ class _Load:
         self.reader = reader
         self._handle, self._stepper = handle, stepper
         self._selection = selection
+        self._aliases = handle.plan.aliases
         self._optimizer = find_optimizer(model) if selection.optimizer else None
         self._scheduler = scheduler if selection.scheduler else None
         self._state_load: StateLoad | None = None
@@ -319,7 +313,7 @@ class _Load:
     def _parameters(self) -> list[loading.Target]:
         targets = parameter_targets(self._handle)
         own = {self.reader.aliases.get(target.name, target.name) for target in targets}
-        own |= set(aliases_of(self._handle))
+        own |= set(self._aliases)
         own |= set(persistent_buffers(self._handle.runtime.model))  # an import from DCP can't tell which are buffers
         for name in self.reader.names(TensorKind.PARAMETER):
             if name not in own:
@@ -360,7 +354,8 @@ class _Load:
         if saved["type"] not in (None, optimizer.name):  # None: an import that could not tell
             self._problems.append(f"its optimizer is {saved['type']}, this run's {optimizer.name}")
         own = [group["names"] for group in _groups(optimizer)]
-        theirs = [[self._own_name(name) for name in group["names"]] for group in saved["groups"]]
+        written: list[list[str]] = [group["names"] for group in saved["groups"]]
+        theirs = [[self._aliases.get(name, name) for name in names] for names in written]
         if len(own) != len(theirs):
             self._problems.append(f"its optimizer has {len(theirs)} parameter groups, this run's {len(own)}")
         for number, (names, others) in enumerate(zip(own, theirs, strict=False)):
@@ -382,9 +377,6 @@ class _Load:
         """Parameters that no optimizer has anything to do with; DeepSpeed's leave them out."""
         segments = (segment for _, group in self._handle.plan.groups() for segment in group.layout.segments)
         return {segment.name for segment in segments if not segment.numel}
-
-    def _own_name(self, name: str) -> str:
-        return aliases_of(self._handle).get(name, name)
 
     def _check_scheduler(self, scheduler: Any) -> None:
         saved = self.reader.state.get("scheduler")

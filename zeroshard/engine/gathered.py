@@ -101,7 +101,7 @@ class GatheredParameters:
             if kind is None and self._modifier is not None:
                 self._keep_changes(self._modifier)
             elif kind is None and changed:
-                name = _name(changed[0])
+                name = name_of(changed[0])
                 raise UsageError(
                     f"parameter {name!r} was changed inside GatheredParameters without modifier_rank, so the change "
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
@@ -120,7 +120,7 @@ class GatheredParameters:
             handle.runtime.parameters.before_write()
         for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
             value = parameter.detach().contiguous()
-            handle.comm.control.wait(handle.comm.control.broadcast(value, source, _name(parameter)))
+            handle.comm.control.wait(handle.comm.control.broadcast(value, source, name_of(parameter)))
             group.write_changed(index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.written()
@@ -136,7 +136,8 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | None) -
     return [item for item in params if isinstance(item, torch.Tensor)]
 
 
-def _name(parameter: torch.Tensor) -> str:
+def name_of(parameter: torch.Tensor) -> str:
+    """The name of a sharded model's parameter in its plan."""
     place = place_of(parameter)
     assert place is not None
     return place[2].plan.layout.segments[place[3]].name
@@ -184,9 +185,8 @@ def full_state_dict(model: nn.Module, *, master: bool = True) -> dict[str, Any]:
             state[name] = tensor.clone()
     if not keep:
         return {}
-    for unit in handle.plan.units:
-        for alias, name in unit.aliases:
-            state[alias] = state[name]
+    for alias, name in handle.plan.aliases.items():
+        state[alias] = state[name]
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

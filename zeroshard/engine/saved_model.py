@@ -32,11 +32,6 @@ from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.layout import Segment
 
 
-def aliases_of(handle: Handle) -> dict[str, str]:
-    """Other names of tied parameters -> the name in the plan."""
-    return {alias: name for unit in handle.plan.units for alias, name in unit.aliases}
-
-
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a state dict has, each under its first name."""
     found: dict[str, torch.Tensor] = {}

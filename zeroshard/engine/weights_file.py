@@ -19,7 +19,7 @@ from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.engine.gathered import iterate_full_parameters
 from zeroshard.engine.handle import Handle, handle_of
-from zeroshard.engine.saved_model import aliases_of, persistent_buffers
+from zeroshard.engine.saved_model import persistent_buffers
 from zeroshard.errors import CheckpointError, UsageError
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -73,7 +73,7 @@ def _write(handle: Handle, model: nn.Module, target: Path, weights: Iterator[tup
             _write_safetensors(partial, shapes, buffers, weights)
         else:
             held = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
-            aliases = {alias: name for alias, name in aliases_of(handle).items() if name in shapes}
+            aliases = {alias: name for alias, name in handle.plan.aliases.items() if name in shapes}
             places = reserve(partial, {**shapes, **held}, aliases)
             fill(partial, ((places[name], tensor) for name, tensor in weights))
             fill(partial, ((places[name], tensor) for name, tensor in buffers.items()))

@@ -218,6 +218,11 @@ class Plan:
                 yield unit, group
 
     @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied parameters, and the name that each has in the plan."""
+        return {alias: name for unit in self.units for alias, name in unit.aliases}
+
+    @property
     def parameter_numel(self) -> int:
         return sum(group.layout.parameter_numel for _, group in self.groups())
 
