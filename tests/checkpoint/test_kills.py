@@ -55,12 +55,17 @@ def _end(processes: list[BaseProcess]) -> None:
         process.join()
 
 
+def _lines(log: Path) -> int:
+    return log.read_text().count("\n") if log.exists() else 0
+
+
 def _kill_case(base: Path, ranks: int, chance: random.Random, log: Path, steps: int) -> None:
-    before = log.stat().st_size if log.exists() else 0
+    # Some way into one of the first steps of this life, however long a step takes on this machine.
+    wanted = _lines(log) + chance.randint(1, 3)
     processes = _start(base, ranks, steps)
     limit = time.monotonic() + 60
     while processes[0].is_alive() and time.monotonic() < limit:
-        if log.exists() and log.stat().st_size > before:  # the first step of this life
+        if _lines(log) >= wanted:
             break
         time.sleep(0.002)
     time.sleep(chance.random() * 0.05)
