@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from zeroshard.plan.builder import with_order
 from zeroshard.plan.dtypes import dtype_name
-from zeroshard.plan.placement import Residency
+from zeroshard.plan.placement import Residency, Tier
 from zeroshard.plan.plan import GroupPlan, Plan
 
 
@@ -30,5 +30,5 @@ def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:
 def _accumulating(group: GroupPlan, kept: str) -> GroupPlan:
     if group.grad is None:
         return group
-    grad = replace(group.grad, dtype=kept, residency=Residency.RESIDENT)
+    grad = replace(group.grad, dtype=kept, residency=Residency.RESIDENT, tier=Tier.DEVICE)
     return replace(group, grad=grad, staged=grad.axis is not None or kept != group.wire)

@@ -13,6 +13,7 @@ from statistics import median
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import dtype_name, itemsize
 from zeroshard.plan.matrices import with_owners
+from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan, peer_problem
 from zeroshard.sharding.layout import flat_layout
@@ -64,6 +65,7 @@ class Recipe:
             caller choose, and is False here.
         prefetch_numel, live_numel: elements gathered ahead of use, and gathered at any time.
         peer_copies: see ExecutionPolicy; None lets the caller choose, and is False here.
+        offload: what rests in host memory; None is nothing.
     """
 
     sharding: Sharding = STAGES[3]
@@ -79,6 +81,7 @@ class Recipe:
     prefetch_numel: int | None = None
     live_numel: int | None = None
     peer_copies: bool | None = None
+    offload: Offload | None = None
 
 
 def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
@@ -117,15 +120,27 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int
     for unit in units:
         row = recipe.overrides.get(unit.name, recipe.sharding)
         numel = sum(_numel(parameter) for parameter in unit.parameters)
-        if sizes[row.axis] == 1:  # a shard that is the whole rests in place: no slot, no copy
-            row = Sharding(param=False, grad=False, state=row.state, axis=row.axis)
+        if (
+            sizes[row.axis] == 1
+        ):  # a shard that is the whole rests in place, unless it rests elsewhere: no slot, no copy
+            row = _undivided(row, recipe)
         if row.param and unit.parameters and _persists(unit, recipe.persistence_threshold) and numel <= budget:
             budget -= numel
             row = Sharding(param=False, grad=row.grad, state=row.state, axis=row.axis)
         planned.append(_unit_plan(unit, row, sizes[row.axis], recipe))
     planned = with_owners(planned, recipe.matrices)
-    plan = with_order(planned, tuple(range(len(planned))), recipe_policy(planned, recipe), dp=dp, shard=shard)
+    policy = recipe_policy(planned, recipe)
+    if recipe.offload is not None:
+        planned, policy = with_host_state(planned, policy, recipe.offload)
+    plan = with_order(planned, tuple(range(len(planned))), policy, dp=dp, shard=shard)
     return with_peer_copies(plan) if recipe.peer_copies else plan
+
+
+def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
+    """The row where one rank has everything: what goes to host memory still passes through slots on its way."""
+    param = recipe.offload is not None and recipe.offload.param
+    grad = recipe.offload is not None and not recipe.policy.accumulate
+    return Sharding(param=row.param and param, grad=row.grad and grad, state=row.state, axis=row.axis)
 
 
 def with_order(

@@ -1,4 +1,4 @@
-"""Bytes that a plan takes on one rank, by kind of state. Exact: padding is in the layout, slots are in the plan."""
+"""Bytes that a plan takes on one rank, by kind of state and tier. Exact: padding and slots are in the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.matrices import exchange_buffers
-from zeroshard.plan.placement import StateKind
+from zeroshard.plan.offload import host_nbytes, stream_buffer_nbytes
+from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 
 
@@ -22,23 +23,27 @@ class StateBytes:
     reduce_slots: int
     no_sync: int
     """Whole local gradients; taken when a backward first runs under no_sync with sharded gradients, else not at all."""
+    state_buffers: int = 0
+    """Buffers through which state that rests in host memory passes to be updated."""
+    host: int = 0
+    """Host memory; everything else is the device's."""
     step: int = 0
     """Taken by a step and given back by it: what brings whole matrices together (Muon), on the rank with the most."""
 
     @property
     def state(self) -> int:
-        """Parameters, gradients, master and moments: the state of the papers' formulas."""
+        """Parameters, gradients, master and moments on the device: the state of the papers' formulas."""
         return self.param + self.grad + self.master + self.moments
 
     @property
     def total(self) -> int:
-        """State and slots; without what no_sync would add and what a step takes for a moment."""
-        return self.state + self.gather_slots + self.reduce_slots
+        """Device memory: state, slots and buffers; without what no_sync would add and a step takes for a moment."""
+        return self.state + self.gather_slots + self.reduce_slots + self.state_buffers
 
 
 def state_bytes(plan: Plan) -> StateBytes:
     """What one rank holds under `plan`, in bytes. Every rank holds the same."""
-    kinds = {kind: sum(group.nbytes(kind) for _, group in plan.groups()) for kind in StateKind}
+    kinds = {kind: sum(group.held_on(Tier.DEVICE, kind) for _, group in plan.groups()) for kind in StateKind}
     no_sync = sum(
         group.layout.numel * max(itemsize(group.grad.dtype), itemsize(group.wire))
         for _, group in plan.groups()
@@ -52,5 +57,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         gather_slots=plan.gather_slots.total_nbytes,
         reduce_slots=plan.reduce_slots.total_nbytes,
         no_sync=no_sync,
+        state_buffers=sum(stream_buffer_nbytes(plan)),
+        host=host_nbytes(plan),
         step=exchange_buffers(plan),
     )

@@ -24,7 +24,7 @@ from typing import Any
 from zeroshard.errors import PlanError
 from zeroshard.plan.decode import decode
 from zeroshard.plan.dtypes import dtype_name, itemsize
-from zeroshard.plan.placement import Placement, StateKind
+from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.sharding.layout import FlatLayout
 from zeroshard.sharding.slots import SlotPlan
 
@@ -34,6 +34,15 @@ class OnNonFinite(str, Enum):
 
     RAISE = "raise"
     SKIP = "skip"
+
+
+class HostUpdate(str, Enum):
+    """How optimizer state that rests in host memory is updated."""
+
+    PROCESSOR = "processor"
+    """By the processor, beside the next forward: gradients go down, parameters in compute dtype come up."""
+    STREAMED = "streamed"
+    """By the device: state comes up piece by piece, is updated by the device's kernel, and goes down again."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,9 @@ class ExecutionPolicy:
             all-reduce for all of them (Lamb: two squared norms).
         parameter_maxima: float64 values per trainable parameter of which a compressed step takes the largest over
             ranks, in one all-reduce (1-bit Lamb).
+        host_update: how state in host memory is updated; None where there is none.
+        stream_numel: elements of each of the device buffers through which streamed state passes.
+        pin_memory: host memory that is copied to and from the device is locked.
     """
 
     prefetch: int = 1
@@ -73,6 +85,9 @@ class ExecutionPolicy:
     peer_copies: bool = False
     parameter_sums: int = 0
     parameter_maxima: int = 0
+    host_update: HostUpdate | None = None
+    stream_numel: int = 0
+    pin_memory: bool = True
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:
@@ -133,9 +148,30 @@ class GroupPlan:
             found += (2 * self.layout.numel + self.layout.shard_numel) * itemsize(placement.dtype)
         return found
 
+    def held_on(self, tier: Tier, kind: StateKind) -> int:
+        """Bytes of this kind of state that one rank holds in a tier."""
+        placement = self.placement(kind)
+        return self.nbytes(kind) if placement is not None and placement.tier is tier else 0
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether the optimizer's state rests in host memory; where it has none, whether the parameters do."""
+        held = (self.master, self.moments) if self.master is not None or self.moments is not None else (self.param,)
+        return self.trainable and any(one is not None and one.tier is Tier.HOST for one in held)
+
+    @property
+    def param_on_host(self) -> bool:
+        return self.param.tier is Tier.HOST
+
+    @property
+    def grad_on_host(self) -> bool:
+        return self.grad is not None and self.grad.tier is Tier.HOST
+
     @property
     def travels(self) -> bool:
         """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
+        if self.param_on_host:
+            return True
         return self.layout.shards > 1 and (self.param.axis is not None or self.update_axis is not None)
 
     @property
@@ -288,6 +324,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
                 raise PlanError(f"{where}.{kind.value}.axis must be null or the unit's axis {unit.axis!r}")
             if placement.copies < 1:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
+        _check_tiers(plan.policy, group, where)
         if group.trainable:
             _check_dtype(group.wire, f"{where}.wire")
         if group.owners and len(group.owners) != len(group.layout.segments):
@@ -312,6 +349,26 @@ def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
         position = segment.end
 
 
+def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
+    """What rests in host memory must have a way there and back."""
+    tiers = {kind: held.tier for kind in StateKind if (held := group.placement(kind)) is not None}
+    for kind, tier in tiers.items():
+        if tier is Tier.NVME:
+            raise PlanError(f"{path}.{kind.value}.tier is 'nvme', which is not built yet; use 'host' or 'device'")
+    if group.param_on_host and (group.param.axis is None or group.param.residency is Residency.RESIDENT):
+        raise PlanError(f"{path}.param.tier is 'host', which needs parameters that are sharded and gathered around use")
+    if group.param_on_host and (policy.host_update is None or (group.trainable and not group.state_on_host)):
+        raise PlanError(f"{path}.param.tier is 'host', which needs policy.host_update and state on the host too")
+    if group.state_on_host and (policy.host_update is None or group.update_axis is None):
+        raise PlanError(f"{path}: state on the host needs policy.host_update and an update_axis")
+    if policy.host_update is HostUpdate.STREAMED and policy.stream_numel < 1:
+        raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
+    if group.grad_on_host and not (group.state_on_host and group.staged and not policy.accumulate):
+        raise PlanError(
+            f"{path}.grad.tier is 'host', which needs state on the host, staged gradients and one micro-batch per step"
+        )
+
+
 def peer_problem(plan: Plan) -> str | None:
     """Why the plan can't run by copies between peers; None where it can."""
     groups = [(unit, group) for unit, group in plan.groups() if group.layout.shards > 1]
@@ -319,6 +376,8 @@ def peer_problem(plan: Plan) -> str | None:
         return "nothing is sent"
     if len({unit.axis for unit, _ in groups}) > 1:
         return "units are sharded over different axes"
+    if any(group.param_on_host for _, group in groups):
+        return "parameters rest in host memory"
     trainable = [group for _, group in groups if group.trainable]
     if any(group.update_axis is None for group in trainable):
         return "every rank updates all parameters (stage 0)"

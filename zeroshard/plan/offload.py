@@ -1,0 +1,207 @@
+"""Offload: optimizer state that rests in host memory, because the device has no room for it.
+
+    units in forward order     (root)   b0   b1   b2   b3   head
+    ratio 0.6                  device ------|  host ------------     the last ones, until they hold 60 % of the elements
+
+What stays on the device is updated at once, in the step. The rest is updated beside the next forward, which waits for
+each unit separately; so the units that it needs first are those that stay.
+
+    processor   host: master 4, moments 8, gradient 2, in whose place the parameter comes back     bytes with bf16
+    streamed    host: master 4 or 2, moments 8, gradient 2; device: three buffers for pieces of them
+    param       host: the shard of the parameters, 2; a gather copies it into its place in the slot first
+
+A gradient rests on the host where there is one micro-batch per step and gradients are divided; accumulators stay on the
+device. After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and its Twin-Flow ratio. Rejected: cutting units between
+the tiers, which would meet the ratio to the element and cost every unit a wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zeroshard.errors import PlanError
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.placement import Placement, Residency, Tier
+from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, HostUpdate, Plan, UnitPlan
+
+STREAM_NUMEL = 1 << 24
+"""Elements of a piece of streamed state: large enough for the link's full speed, small beside a unit."""
+STREAM_BUFFERS = 3
+"""One that comes up, one that is updated, one that goes down."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What rests in host memory.
+
+    Attributes:
+        ratio: share of the optimizer state, by elements and whole units, at least; 1 is all of it.
+        param: sharded parameters rest there too; needs a ratio of 1.
+        update: how it is updated; None lets the caller choose, and is PROCESSOR here.
+        stream_numel: see ExecutionPolicy.
+        pin_memory: see ExecutionPolicy.
+    """
+
+    ratio: float = 1.0
+    param: bool = False
+    update: HostUpdate | None = None
+    stream_numel: int = STREAM_NUMEL
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise PlanError(f"offload ratio {self.ratio} must be between 0 (none) and 1 (all)")
+        if self.param and self.ratio != 1:
+            raise PlanError(
+                f"offload of parameters needs all of the optimizer's state there, but its ratio is {self.ratio}"
+            )
+        if self.stream_numel < 1:
+            raise PlanError(f"offload stream_numel {self.stream_numel} must be above 0")
+
+
+def with_host_state(
+    units: Sequence[UnitPlan], policy: ExecutionPolicy, offload: Offload
+) -> tuple[list[UnitPlan], ExecutionPolicy]:
+    """The units, root first and then in order of use, with the state of the last ones in host memory.
+
+    Raises:
+        PlanError: state that can't rest there.
+    """
+    chosen = _on_host(units, offload.ratio)
+    if not chosen and not offload.param:
+        return list(units), policy
+    update = offload.update or HostUpdate.PROCESSOR
+    units = [_with_param(unit) for unit in units] if offload.param else units
+    moved = [_moved(unit, update) if index in chosen else unit for index, unit in enumerate(units)]
+    streamed = offload.stream_numel if update is HostUpdate.STREAMED else 0
+    return moved, replace(policy, host_update=update, stream_numel=streamed, pin_memory=offload.pin_memory)
+
+
+def _on_host(units: Sequence[UnitPlan], ratio: float) -> set[int]:
+    sizes = [sum(group.layout.parameter_numel for group in unit.groups if group.trainable) for unit in units]
+    wanted, chosen = ratio * sum(sizes), set[int]()
+    for index in reversed(range(len(units))):
+        if wanted <= 0:
+            break
+        if sizes[index]:
+            chosen.add(index)
+            wanted -= sizes[index]
+    return chosen
+
+
+def _with_param(unit: UnitPlan) -> UnitPlan:
+    """A unit whose parameters, where they are divided, rest on the host."""
+    groups = (
+        replace(group, param=replace(group.param, tier=Tier.HOST)) if group.param.axis is not None else group
+        for group in unit.groups
+    )
+    return replace(unit, groups=tuple(groups))
+
+
+def _moved(unit: UnitPlan, update: HostUpdate) -> UnitPlan:
+    return replace(unit, groups=tuple(_moved_group(unit, group, update) for group in unit.groups))
+
+
+def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupPlan:
+    if group.grad is None or not (group.moments or group.master or group.param_on_host):
+        return group
+    if group.update_axis is None:
+        raise PlanError(
+            f"offload: at stage 0 every rank updates all of unit {unit.label!r}, so all of its state would be on every "
+            "rank's host; use stage 1, 2 or 3"
+        )
+    if group.owners or group.compressed:
+        what = "whole matrices" if group.owners else "compressed momentum"
+        raise PlanError(f"offload: the state of optimizers that work on {what} stays on the device; use Adam or AdamW")
+    grad = group.grad
+    lands = grad.axis is not None and grad.dtype == group.wire and not group.staged
+    if lands:
+        grad = replace(grad, tier=Tier.HOST, residency=Residency.RESIDENT)
+    elif grad.residency is not Residency.RESIDENT:
+        grad = replace(grad, residency=Residency.RESIDENT)
+    master = group.master
+    if update is HostUpdate.PROCESSOR:
+        if master is not None and master.dtype != "float32":
+            raise PlanError(f"offload: the processor updates float32 master weights, not {master.dtype}")
+        own_master = group.param_on_host and group.param.dtype == "float32"
+        master = None if own_master else Placement(group.update_axis, "float32", Tier.HOST)
+    elif master is not None:
+        master = replace(master, tier=Tier.HOST)
+    moments = replace(group.moments, tier=Tier.HOST) if group.moments is not None else None
+    return replace(group, grad=grad, staged=group.staged or lands, master=master, moments=moments)
+
+
+def lands_beside(group: GroupPlan, policy: ExecutionPolicy) -> bool:
+    """Whether gradients that rest on the device get a buffer on the host, from which the processor reads them."""
+    return group.state_on_host and policy.host_update is HostUpdate.PROCESSOR and not group.grad_on_host
+
+
+def returns_beside(group: GroupPlan, policy: ExecutionPolicy) -> bool:
+    """Whether updated parameters come up from a buffer of their own; else they take the place of the gradients."""
+    if not group.state_on_host or group.param_on_host or policy.host_update is not HostUpdate.PROCESSOR:
+        return False
+    return not group.grad_on_host or group.wire != group.param.dtype
+
+
+def group_host_nbytes(group: GroupPlan, policy: ExecutionPolicy) -> int:
+    """Bytes of host memory that one rank takes for a group."""
+    numel, grad = group.layout.shard_numel, group.grad
+    param = numel * itemsize(group.param.dtype)
+    if not group.state_on_host:
+        return param if group.param_on_host else 0
+    assert grad is not None
+    held = (group.master, group.moments, grad if group.grad_on_host else None)
+    found = sum(numel * itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
+    found += numel * itemsize(grad.dtype) if lands_beside(group, policy) else 0
+    return found + (param if returns_beside(group, policy) or group.param_on_host else 0)
+
+
+def host_nbytes(plan: Plan) -> int:
+    """Bytes of host memory that one rank takes under `plan`."""
+    return sum(group_host_nbytes(group, plan.policy) for _, group in plan.groups())
+
+
+def stream_element_nbytes(group: GroupPlan) -> int:
+    """Bytes per element of what passes through a streaming buffer."""
+    held = (group.master, group.moments, group.grad, group.param)
+    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
+
+
+def stream_buffer_nbytes(plan: Plan) -> tuple[int, ...]:
+    """Bytes of each device buffer through which state passes; () where none does."""
+    if plan.policy.host_update is not HostUpdate.STREAMED:
+        return ()
+    pieces = (
+        min(plan.policy.stream_numel, group.layout.shard_numel) * stream_element_nbytes(group)
+        for _, group in plan.groups()
+        if group.state_on_host
+    )
+    widest = max(pieces, default=0)
+    return (widest,) * STREAM_BUFFERS
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """Bytes between device and host on one rank in a step: `down` to the host, `up` to the device."""
+
+    down: int
+    up: int
+
+
+def link_traffic(plan: Plan) -> LinkTraffic:
+    """What an update moves between device and host, without the gathers of parameters that rest there."""
+    down = up = 0
+    for _, group in plan.groups():
+        if not group.state_on_host or group.grad is None:
+            continue
+        numel, grad = group.layout.shard_numel, itemsize(group.grad.dtype)
+        if plan.policy.host_update is HostUpdate.PROCESSOR:
+            down += numel * grad
+            up += numel * itemsize(group.param.dtype)
+        else:
+            passing = stream_element_nbytes(group)
+            down += numel * passing  # the state goes down after the update, the gradient before it
+            only_down = group.param_on_host and group.master is not None and group.master.dtype == "float32"
+            up += numel * (passing - (itemsize(group.param.dtype) if only_down else 0))
+    return LinkTraffic(down, up)
