@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.native import stepper_of
+from zeroshard.engine.storage import Group
 from zeroshard.plan.memory import StateBytes
+from zeroshard.plan.placement import Tier
 from zeroshard.plan.traffic import Traffic
 
 
@@ -19,17 +21,34 @@ def held_bytes(model: nn.Module) -> StateBytes:
     """Bytes of the distinct storages behind each kind of state of `model` on this rank."""
     runtime = handle_of(model).runtime
     groups = [group for unit in runtime.units for group in unit.groups]
+    regions = [group for unit in runtime.units for group in unit.trainable]
+    states = stepper_of(model).update.tensors().items()
     return StateBytes(
-        param=_nbytes(group.whole if group.plan.param.axis is None else group.shard for group in groups),
-        grad=_nbytes(group.grad for group in groups),
-        master=_nbytes(group.master for group in groups),
+        param=_nbytes(
+            group.whole if group.plan.param.axis is None else group.shard
+            for group in groups
+            if not group.plan.param_on_host
+        ),
+        grad=_nbytes(group.grad for group in groups if not group.plan.grad_on_host),
+        master=_nbytes(g.master for g in groups if g.plan.master is not None and g.plan.master.tier is Tier.DEVICE),
         moments=_nbytes(
-            t for name, t in stepper_of(model).update.tensors().items() if t.dim() and not name.endswith("steps")
+            tensor
+            for name, tensor in states
+            if tensor.dim() and not name.endswith("steps") and not _on_host(name, regions)
         ),
         gather_slots=_nbytes(runtime.storage.gather_slots),
         reduce_slots=_nbytes(runtime.storage.reduce_slots),
         no_sync=_nbytes(group.local for group in groups),
+        state_buffers=_nbytes(stepper_of(model).state_buffers),
+        host=0 if runtime.storage.host is None else runtime.storage.host.used,
     )
+
+
+def _on_host(name: str, regions: Sequence[Group]) -> bool:
+    """Whether the state of this name ("3.exp_avg") is of a region whose moments rest in host memory."""
+    number = name.partition(".")[0]
+    moments = regions[int(number)].plan.moments if number.isdigit() and int(number) < len(regions) else None
+    return moments is not None and moments.tier is Tier.HOST
 
 
 def live_bytes(expected: int) -> int:

@@ -197,7 +197,8 @@ class _Spot:
         return next(number for number, group in enumerate(self.unit.trainable) if group is self.group)
 
     def assemble(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole, flat, of every rank's `part`, exactly; a copy."""
+        """The whole, flat, of every rank's `part`, exactly; a copy on the device."""
+        part = part.to(self.handle.device)
         if not self.divided:
             return part.clone()
         wide = part if part.dtype.itemsize in (4, 8) else part.float()
@@ -276,7 +277,9 @@ def _fp32_part(spot: _Spot) -> torch.Tensor:
     group, own = spot.group, spot.own
     if group.master is None:
         return group.held_param[own].float()
-    return join(group.update_param[own], group.master[own]) if group.split else group.master[own]
+    device = spot.handle.device
+    part = group.master[own].to(device)
+    return join(group.update_param[own].to(device), part) if group.split else part
 
 
 def _grad(spot: _Spot) -> torch.Tensor | None:
@@ -288,7 +291,7 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
         return None
     part = torch.zeros(spot.own.stop - spot.own.start, dtype=torch.float32, device=spot.handle.device)
     if gradients.reduced(spot.unit):
-        part += spot.group.update_grad[spot.own].float()
+        part += spot.group.update_grad[spot.own].to(part.device).float()
     if gradients.pending(spot.unit):
         part += _sum_of_pending(spot)[spot.of_whole]
     return part * stepper_of(spot.handle.runtime.model).unscale()

@@ -16,6 +16,7 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.gathered import place_of
 from zeroshard.engine.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.hooks import install_hooks
+from zeroshard.engine.host_memory import open_host_memory
 from zeroshard.engine.peer_memory import PeerAllocator, open_peers
 from zeroshard.engine.runtime import Runtime
 from zeroshard.engine.storage import Storage
@@ -62,7 +63,7 @@ def build_handle(
     ranks = {axis: mesh.axis(axis).rank for axis in AXES}
     peers = open_peers(plan, mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
-    storage = Storage(plan, parameters, ranks, device, allocator)
+    storage = Storage(plan, parameters, ranks, device, allocator, open_host_memory(plan, device))
     if is_deferred(model):
         _materialize(model, plan, storage, device)
     if streams is None:

@@ -19,13 +19,16 @@ import torch
 
 from zeroshard.engine.handle import Handle
 from zeroshard.engine.statistics import DIGEST_MASK
-from zeroshard.engine.step_base import StepperBase
+from zeroshard.engine.step_base import StepperBase, regions_of_units
 from zeroshard.engine.storage import Group
 from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import DeviceUpdate
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
+
+_LANDED = 2**40
+"""Tiles of gradients that went to host memory are numbered from here on, each group in a range of so many."""
 
 
 class DeviceStepper(StepperBase):
@@ -35,6 +38,7 @@ class DeviceStepper(StepperBase):
         super().__init__(handle, update, scaler)
         device = handle.device
         self._update_method = update
+        self._regions = regions_of_units(handle.runtime)
         self._stats = torch.zeros(stats_numel(handle.plan), dtype=torch.float64, device=device)
         self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
         self._norm_of: SquaredNorm | None = None
@@ -100,11 +104,16 @@ class DeviceStepper(StepperBase):
         runtime, comm = self.handle.runtime, self.handle.comm
         runtime.finish_gradients()
         self._record_groups()
-        owned = self._counted_groups()
+        owned = [group for group in self._counted_groups() if not group.plan.grad_on_host]
         if self._norm_of is None:
             shapes = [(group.own_grad.dtype, group.own_grad.numel()) for group in owned]
             self._norm_of = SquaredNorm(shapes, self.handle.device)
         self._norm_of.into(self._stats[0], [group.own_grad for group in owned])
+        for place, group in enumerate(self._landed_groups()):
+            self._stats[0] += runtime.gradients.squares(group)
+            bad = runtime.gradients.first_bad(group)
+            numbered = torch.where(bad < FINITE, bad + _LANDED * (place + 1), FINITE)
+            torch.minimum(self._norm_of.first_bad, numbered, out=self._norm_of.first_bad)
         digest = comm.log.digest() & DIGEST_MASK
         self._stats[1].fill_(digest)
         self._stats[2].fill_(digest * digest)
@@ -153,12 +162,19 @@ class DeviceStepper(StepperBase):
         first_replica = self.handle.comm.mesh.axis("replicate").rank == 0
         return [g for u in self.handle.runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
 
+    def _landed_groups(self) -> list[Group]:
+        """The counted groups whose gradients have been squared already, and rest in host memory."""
+        return [group for group in self._counted_groups() if group.plan.grad_on_host]
+
     def _culprit(self, tile: int) -> str:
         """The parameters in the first tile of gradients that is not finite, if it is on this rank."""
         if tile >= FINITE or self._norm_of is None:
             return "a parameter of another rank's part"
-        number, low = self._norm_of.place_of(tile)
-        group = self._counted_groups()[number]
+        if tile >= _LANDED:
+            group, low = self._landed_groups()[tile // _LANDED - 1], tile % _LANDED * NORM_TILE
+        else:
+            number, low = self._norm_of.place_of(tile)
+            group = [group for group in self._counted_groups() if not group.plan.grad_on_host][number]
         start, end = group.plan.layout.shard_range(group.rank)
         within = [
             group.plan.layout.segments[index].name
@@ -172,15 +188,18 @@ class DeviceStepper(StepperBase):
     ) -> None:
         runtime = self.handle.runtime
         runtime.parameters.before_write()
-        regions: dict[int, list[int]] = {}
-        position = 0
-        for unit in runtime.units:
-            regions[unit.index] = list(range(position, position + len(unit.trainable)))
-            position += len(unit.trainable)
+        self._before_updates()
         with torch.no_grad():
             self._update_method.prepare(coefficient, active, groups)
             for index in dict.fromkeys(runtime.plan.order):
-                for number in regions[index]:
-                    self._update_method.apply(number)
-                runtime.parameters.unit_written(index)
+                self._update_unit(index, self._regions[index])
         runtime.parameters.invalidate()
+
+    def _before_updates(self) -> None:
+        """Compute is about to prepare the updates."""
+
+    def _update_unit(self, index: int, numbers: range) -> None:
+        """Update the regions of a unit, and tell when that has happened."""
+        for number in numbers:
+            self._update_method.apply(number)
+        self.handle.runtime.parameters.unit_written(index)

@@ -145,6 +145,7 @@ def name_of(parameter: torch.Tensor) -> str:
 
 def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -> torch.Tensor:
     """All-gather this rank's `part` of a group (its shard in any dtype) into memory of its own."""
+    part = part.to(handle.device)
     whole = torch.empty(group.plan.layout.numel, dtype=part.dtype, device=part.device)
     gathers = handle.comm.gathers[unit.plan.axis]
     handle.comm.log.record("all-gather", unit.label, whole.nbytes)

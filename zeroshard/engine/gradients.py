@@ -4,6 +4,7 @@
     parameter.grad --collect--> wire slot --reduce-scatter--> staging --add--> grad (sharded, accumulated)
     parameter.grad --collect--> whole grad --reduce-scatter in place               (whole, wire dtype)
     parameter.grad --copies to peers--> inboxes --sum--> grad                      (sharded, see peer_reduce)
+    parameter.grad --collect--> wire slot --reduce-scatter--> staging --squares, copy--> grad   (resting on the host)
     parameter.grad --collect--> whole grad --cast--> wire slot --> staging --> grad (whole, another dtype)
 
 The layout and the reduce are the same in every stage, so the sums are too. Where every rank updates everything
@@ -27,9 +28,11 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
 from zeroshard.engine.inspection import refuse_leftover
 from zeroshard.engine.peer_reduce import PeerReduce
+from zeroshard.engine.pending_updates import PendingUpdates
 from zeroshard.engine.storage import Group, Storage, Unit
 from zeroshard.engine.streams import Event, Stream, Streams
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
 
@@ -42,6 +45,14 @@ class _Cuts:
     gaps: list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Squares:
+    """The sum of squares of gradients that go to host memory, made while they are on the device."""
+
+    norm: SquaredNorm
+    total: torch.Tensor
+
+
 class Gradients:
     """The way of gradients from autograd to the step.
 
@@ -49,6 +60,7 @@ class Gradients:
         reduces: the reduce communicator of each mesh axis.
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the reduce slots are, where ranks copy to each other instead.
+        updates: updates that are under way beside compute, and read gradients there.
     """
 
     def __init__(
@@ -59,7 +71,9 @@ class Gradients:
         reduces: dict[str, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
+        updates: PendingUpdates | None = None,
     ) -> None:
+        self._updates = PendingUpdates() if updates is None else updates
         self._peers = None if peers is None else PeerReduce(peers, streams, log)
         self._storage = storage
         self._log = log
@@ -73,6 +87,7 @@ class Gradients:
         self._policy = plan.policy
         self._slots = plan.reduce_slots.of_unit
         self._free: dict[int, Event] = {}
+        self._squares: dict[int, _Squares] = {}
         self._cuts: dict[tuple[int, int], _Cuts] = {}
         self.clear()
         if self._peers is not None:
@@ -132,6 +147,7 @@ class Gradients:
 
     def finish_unit(self, unit: Unit, *, reduce_whole: bool, reduce_sharded: bool) -> None:
         """Collect a unit whose gradients are complete, and reduce it where the flag for its placement says so."""
+        self._wait_for_update(unit)
         for group, fired in zip(unit.trainable, self._fired[unit.index], strict=True):
             assert group.plan.grad is not None
             sharded = group.plan.grad.axis is not None
@@ -148,6 +164,39 @@ class Gradients:
                 if reduce:
                     self._reduce_whole(unit, group)
         self._mark(unit, reduce_whole=reduce_whole, reduce_sharded=reduce_sharded)
+
+    def squares(self, group: Group) -> torch.Tensor:
+        """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
+        return self._squares_of(group).total
+
+    def first_bad(self, group: Group) -> torch.Tensor:
+        """Int64 scalar on the device: the first tile of such gradients that is not finite; see SquaredNorm."""
+        return self._squares_of(group).norm.first_bad
+
+    def _squares_of(self, group: Group) -> _Squares:
+        found = self._squares.get(id(group))
+        if found is None:
+            assert group.staging is not None
+            norm = SquaredNorm([(group.staging.dtype, group.staging.numel())], group.staging.device)
+            total = torch.zeros((), dtype=torch.float64, device=group.staging.device)
+            found = self._squares[id(group)] = _Squares(norm, total)
+        return found
+
+    def _wait_for_update(self, unit: Unit) -> None:
+        event = self._updates.read(unit.index)
+        if event is not None:
+            # Write after read: gradients belong to the update that reads them beside compute until it has. The reduce
+            # that writes them waits for compute.
+            self._streams.wait(Stream.COMPUTE, event)
+
+    def _put_down(self, unit: Unit, group: Group, slot: int | None) -> None:
+        """Square reduced gradients while they are on the device, and copy them to host memory."""
+        staging, grad, squares = group.staging, group.grad, self._squares_of(group)
+        assert staging is not None
+        assert grad is not None
+        buffers = ((("wire", slot),), (("grad", unit.index),))
+        self._streams.follow(Stream.REDUCE, lambda: squares.norm.into(squares.total, [staging]), *buffers)
+        self._streams.follow(Stream.REDUCE, lambda: grad.copy_(staging, non_blocking=True), *buffers)
 
     def reduce_pending(self, unit: Unit) -> None:
         """Reduce whole local gradients that no backward reduced (no_sync, or accumulation without a boundary)."""
@@ -187,7 +236,7 @@ class Gradients:
             # Never narrower than the wire, so that no_sync is no less exact than reducing each micro-batch.
             kept, wire = torch_dtype(group.plan.grad.dtype), torch_dtype(group.plan.wire)
             dtype = kept if kept.itemsize >= wire.itemsize else wire
-            group.local = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.shard.device)
+            group.local = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.device)
         return group.local
 
     def _wait_for_slot(self, unit: Unit) -> None:
@@ -233,7 +282,7 @@ class Gradients:
         self, peers: PeerReduce, unit: Unit, group: Group, sources: Sequence[torch.Tensor | None]
     ) -> None:
         slot, replicated = self._slots[unit.index], unit.plan.axis == "shard" and group.staging is not None
-        if not replicated:
+        if not replicated and not group.plan.grad_on_host:
             grad = group.take_grad()
             peers.reduce(unit, group, slot, sources, grad, add=group.staging is not None and self._reduced[unit.index])
             self._reduce_replicas(unit, grad)
@@ -242,6 +291,9 @@ class Gradients:
         assert landing is not None
         peers.reduce(unit, group, slot, sources, landing, add=False)
         self._reduce_replicas(unit, landing)
+        if group.plan.grad_on_host:
+            self._put_down(unit, group, slot)
+            return
         self._streams.follow(
             Stream.REDUCE,
             lambda: _land(group.own_grad, landing, add=add),
@@ -279,6 +331,8 @@ class Gradients:
             grad = group.grad
             assert grad is not None
             follow(Stream.REDUCE, lambda: grad.copy_(wire), (buffers[0],), (buffers[1],))
+        elif group.plan.grad_on_host:
+            self._put_down(unit, group, slot)
         elif group.staging is not None:
             add = self._reduced[unit.index]
             follow(Stream.REDUCE, lambda: _land(group.own_grad, landing, add=add), (buffers[0],), (buffers[1],))

@@ -27,9 +27,11 @@ from zeroshard.engine.compressed_stepper import CompressedStepper
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
 from zeroshard.engine.handle import Handle, find_handle, handle_of
+from zeroshard.engine.host_state_stepper import HostStateStepper
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.stepper import HostStepper
 from zeroshard.engine.storage import Group
+from zeroshard.engine.streamed_stepper import StreamedStepper
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.clients import client_source
@@ -40,8 +42,9 @@ from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
-from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import Plan, peer_problem
+from zeroshard.plan.offload import stream_buffer_nbytes
+from zeroshard.plan.placement import STAGES, Tier
+from zeroshard.plan.plan import HostUpdate, Plan, peer_problem
 from zeroshard.sharding.units import find_units
 
 _STEPPER = "_zeroshard_stepper"
@@ -154,7 +157,18 @@ def build_optimized(
 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
     """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
+    update = handle.plan.policy.host_update
+    if update is HostUpdate.PROCESSOR and source.on_host is None:
+        raise PlanError(
+            f"offload: {source.name} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, RMSprop or "
+            "SGD, or keep the state on the device"
+        )
     site = make_site(handle, source.groups)
+    if update is HostUpdate.PROCESSOR:
+        assert source.on_host is not None
+        return HostStateStepper(handle, source.on_host(site), scaler)
+    if update is HostUpdate.STREAMED:
+        return _streamed_stepper(handle, source, site, scaler)
     on_device = handle.device.type == "cuda" and source.on_device is not None
     if not (on_device and source.split_master):
         refuse_split(site.regions, source.name)
@@ -164,6 +178,17 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
     if source.compressed is not None:
         return CompressedStepper(handle, source.compressed(site), scaler)
     return HostStepper(handle, source.update(site), scaler)
+
+
+def _streamed_stepper(handle: Handle, source: Source, site: Site, scaler: LossScaler | None) -> StreamedStepper:
+    """For state that passes through the device. Raises PlanError for an optimizer without a kernel for that."""
+    if source.streamed is None:
+        raise PlanError(
+            f"offload: {source.name} has no kernel that streamed state could pass through; use Adam or AdamW"
+        )
+    buffers = [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]
+    update = source.streamed(site, buffers, handle.plan.policy.stream_numel)
+    return StreamedStepper(handle, update, scaler)
 
 
 def make_plan(
@@ -199,13 +224,24 @@ def make_plan(
     recipe = dataclasses.replace(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
     )
+    recipe = _with_update(recipe, source, device)
     if device.type == "cuda":
-        recipe = for_gpu(recipe, split_master=source is not None and source.split_master)
+        by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
+        recipe = for_gpu(recipe, split_master=source is not None and source.split_master and not by_processor)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     made = build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
     if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
         made = with_peer_copies(made)
     return made
+
+
+def _with_update(recipe: Recipe, source: Source | None, device: torch.device) -> Recipe:
+    """Who updates state in host memory, where the recipe leaves that open: the GPU if it has a kernel for it."""
+    if recipe.offload is None or recipe.offload.update is not None:
+        return recipe
+    streamed = device.type == "cuda" and source is not None and source.on_device is not None
+    update = HostUpdate.STREAMED if streamed else HostUpdate.PROCESSOR
+    return dataclasses.replace(recipe, offload=dataclasses.replace(recipe.offload, update=update))
 
 
 def _check_compressed(recipe: Recipe, name: str) -> None:
@@ -241,7 +277,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
     """The regions that this rank updates, with the optimizer group of each parameter."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     regions: list[Region] = []
-    first_flag = 0
+    first_flag, host = 0, handle.runtime.storage.host
     for unit in handle.runtime.units:
         for group in unit.trainable:
             regions.append(
@@ -250,22 +286,35 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     layout=group.plan.layout,
                     start=group.update_range[0],
                     master=group.update_master,
-                    param=group.update_param if group.master is not None else None,
-                    grad=partial(_update_grad, group),
+                    param=group.step_param,
+                    grad=partial(_step_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
                     axis=unit.plan.axis,
                     divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
                     owners=group.plan.owners,
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
+                    memory=host.zeros if host is not None and group.plan.state_on_host else None,
+                    on_host=_on_host(group),
                 )
             )
             first_flag += len(group.parameters)
     return regions
 
 
-def _update_grad(group: Group) -> torch.Tensor:
-    return group.update_grad
+def _step_grad(group: Group) -> torch.Tensor:
+    return group.step_grad
+
+
+def _on_host(group: Group) -> frozenset[str]:
+    """What of an update's operands rests in host memory: 'master', 'param', 'grad'."""
+    plan, found = group.plan, set[str]()
+    if plan.master is None:  # the parameters are their own master weights
+        found |= {"master"} if plan.param_on_host else set()
+    else:
+        found |= {"master"} if plan.master.tier is Tier.HOST else set()
+        found |= {"param"} if plan.param_on_host else set()
+    return frozenset(found | ({"grad"} if plan.grad_on_host else set()))
 
 
 def _has_whole_grad(group: Group) -> bool:

@@ -4,17 +4,21 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 
     read after write    compute waits for the unit's `gathered` event before its first use
     write after read    a gather waits for the slot's `free` event: compute has passed the last use of its last unit
-    shard after step    a gather waits for `written`: the optimizer wrote the shards on the compute stream
+    shard after step    a gather waits for `written`: the optimizer wrote the shards on the compute stream, or beside it
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import torch
 
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.pending_updates import PendingUpdates
 from zeroshard.engine.storage import Group, Storage, Unit
 from zeroshard.engine.streams import Event, Stream, Streams
 from zeroshard.errors import UsageError
@@ -29,6 +33,7 @@ class Parameters:
         gathers: the gather communicator of each mesh axis.
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the shards are, where ranks copy from each other instead.
+        updates: updates that are under way beside compute.
     """
 
     def __init__(
@@ -39,8 +44,10 @@ class Parameters:
         gathers: dict[str, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
+        updates: PendingUpdates | None = None,
     ) -> None:
         self._peers = peers
+        self._updates = PendingUpdates() if updates is None else updates
         self._streams = streams
         self._log = log
         self._storage = storage
@@ -54,7 +61,9 @@ class Parameters:
         self._free: dict[int, Event] = {}
         self._gathered: dict[int, Event] = {}
         self._written: dict[int, Event] = {}
-        self._early, self._first = 0, plan.policy.prefetch + 2
+        # Units whose updates run beside compute are never all written by the time that the last one is.
+        beside = plan.policy.host_update is not None
+        self._early, self._first = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
         self._launches = [
@@ -65,6 +74,9 @@ class Parameters:
         gathers, label = self._gathers[unit.plan.axis], unit.label
         if self._peers is not None:
             return self._peers.all_gather(group.whole, group.shard, label)
+        if group.plan.param_on_host:
+            start, end = group.plan.layout.shard_range(group.rank)
+            return partial(_gather_from_host, gathers, group.whole, group.whole[start:end], group.shard, label)
         return lambda: gathers.all_gather(group.whole, group.shard, label)
 
     def gather(self, index: int) -> None:
@@ -78,7 +90,7 @@ class Parameters:
         if slot is not None and slot in self._free:
             # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
             self._streams.wait(Stream.GATHER, self._free[slot])
-        if index in self._written:
+        if index in self._written or self._updates.begun(index):
             self._await_written(index)
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
@@ -125,6 +137,8 @@ class Parameters:
         The first gathers wait for their own unit. Those behind come when compute has passed the whole step anyway, so
         that one wait for the last unit does for all.
         """
+        if self._updates.begun(index):
+            self._written[index] = self._updates.written(index)
         self._early += 1
         if self._early <= self._first:
             self._streams.wait(Stream.GATHER, self._written.pop(index))
@@ -150,7 +164,8 @@ class Parameters:
         self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
 
     def before_write(self) -> None:
-        """The shards are about to be written on the compute stream: nobody may be using or reading them."""
+        """The shards are about to be written: nobody may be using or reading them."""
+        self.finish_updates()
         self.release_all()
         self.settle()
         if self._peers is not None:
@@ -160,14 +175,23 @@ class Parameters:
     def written(self) -> None:
         """All shards were written on the compute stream: what was gathered before is stale."""
         for unit in self._storage.units:
-            self.unit_written(unit.index)
+            if not self._updates.begun(unit.index):
+                self.unit_written(unit.index)
         self.invalidate()
 
-    def unit_written(self, index: int) -> None:
-        """A unit's shards were written on the compute stream; `invalidate` must follow before it is gathered again."""
-        self._streams.touch(writes=(("shard", index),))
+    def unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
+        """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""
+        if stream is Stream.COMPUTE:
+            self._streams.touch(writes=written_buffers(index))
         self._written.pop(index, None)  # so that the last one of the dict is the last one written
-        self._written[index] = self._streams.record(Stream.COMPUTE, ("written", index))
+        self._written[index] = self._streams.record(stream, ("written", index))
+
+    def finish_updates(self) -> None:
+        """Finish the updates that are under way: afterwards what compute does comes after them."""
+        for index in self._updates.units:
+            event = self._updates.written(index)
+            self._streams.wait(Stream.COMPUTE, event)
+            self._written[index] = event
 
     def invalidate(self) -> None:
         """What was gathered before is stale."""
@@ -208,6 +232,19 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _gather_from_host(
+    gathers: Collectives, whole: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, label: str
+) -> Pending:
+    """Copy a shard from host memory into its place, and gather the others' around it."""
+    own.copy_(shard, non_blocking=True)
+    return gathers.all_gather(whole, own, label)
+
+
+def written_buffers(index: int) -> tuple[Hashable, ...]:
+    """What an update of a unit writes: its shards, which are a part of the whole where that rests."""
+    return (("shard", index), ("whole", index))
 
 
 def _versions(unit: Unit) -> list[int]:

@@ -25,6 +25,7 @@ from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.inspection import Inspection
 from zeroshard.engine.parameters import Parameters
 from zeroshard.engine.passes import CallTracker, ForwardPass
+from zeroshard.engine.pending_updates import PendingUpdates
 from zeroshard.engine.storage import Storage, Unit
 from zeroshard.engine.streams import Stream, Streams
 from zeroshard.errors import PlanError, UsageError
@@ -58,8 +59,9 @@ class Runtime:
         self.storage = storage
         self.streams = streams
         self.peers = peers
-        self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers)
-        self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers)
+        self.updates = PendingUpdates()
+        self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
+        self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
         self.inspection = Inspection(storage.units)
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
@@ -317,8 +319,11 @@ class Runtime:
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""
         self.streams.follow_caller()
+        self.parameters.finish_updates()
         self.parameters.settle()
         self.streams.drain()
+        if self.plan.policy.host_update is not None:
+            self.streams.settle_host()
         self.inspection.take_over()
 
 

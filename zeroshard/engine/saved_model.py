@@ -103,7 +103,9 @@ def _parameter_values(group: Group, offset: int, low: int, high: int) -> torch.T
         return _frozen(group)[cut]
     if group.master is None:
         return group.update_param[cut]
-    return join(group.update_param[cut], group.master[cut]) if group.split else group.master[cut]
+    if group.split:
+        return join(group.update_param[cut], group.master[cut].to(group.update_param.device))
+    return group.master[cut]
 
 
 def _frozen(group: Group) -> torch.Tensor:

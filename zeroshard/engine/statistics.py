@@ -54,7 +54,8 @@ def exchange(
         for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
             flags += fired
             if unit.plan.axis == "dp" or first_replica:
-                values[0] += squared_norm(_judged(group, whole=whole))
+                on_host = group.plan.grad_on_host
+                values[0] += runtime.gradients.squares(group) if on_host else squared_norm(_judged(group, whole=whole))
     short = digest & DIGEST_MASK
     values[1], values[2] = short, short * short
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)

@@ -17,6 +17,7 @@ import torch
 
 from zeroshard.engine.group_table import GroupTable
 from zeroshard.engine.handle import Handle
+from zeroshard.engine.runtime import Runtime
 from zeroshard.errors import NonFiniteError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -43,6 +44,16 @@ class StepReport:
     nonfinite: str | None = None
 
 
+def regions_of_units(runtime: Runtime) -> dict[int, range]:
+    """Numbers of each unit's regions: those of all trainable groups in plan order."""
+    found: dict[int, range] = {}
+    first = 0
+    for unit in runtime.units:
+        found[unit.index] = range(first, first + len(unit.trainable))
+        first += len(unit.trainable)
+    return found
+
+
 class StepperBase(ABC):
     """Runs the steps of one model and optimizer.
 
@@ -63,6 +74,11 @@ class StepperBase(ABC):
         self._clip_once: float | None = None
         self._table = GroupTable(handle)
         self.groups: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def state_buffers(self) -> Sequence[torch.Tensor]:
+        """Device memory through which state in host memory passes."""
+        return ()
 
     @property
     def report(self) -> StepReport:

@@ -8,6 +8,10 @@ For each group of each unit:
     grad       where reduced gradients rest: the whole or this rank's part
     wire       whole gradients in wire dtype on their way out, in a reduce slot; `staging` is this rank's reduced part
     master     float32 truth of the part that this rank updates; the parameters themselves where they are float32
+
+Where the plan lets the optimizer's state rest in host memory, `master` is there, `grad` may be (gradients pass through
+`staging` on the device), and for an update by the processor so are `landed`, what it reads, and `returning`, what it
+writes: the same buffer where gradients and parameters have one dtype and the gradients rest there.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ import torch
 from torch import nn
 
 from zeroshard.engine.guard import sharded_gradient
+from zeroshard.engine.host_memory import HostMemory
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
-from zeroshard.plan.placement import Residency
-from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.plan.offload import lands_beside, returns_beside
+from zeroshard.plan.placement import Placement, Residency, Tier
+from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan, UnitPlan
 from zeroshard.sharding.layout import Segment
 
 
@@ -67,10 +73,17 @@ class Group:
     grad: torch.Tensor | None = None
     wire: torch.Tensor | None = None
     staging: torch.Tensor | None = None
+    landed: torch.Tensor | None = None
+    returning: torch.Tensor | None = None
     local: torch.Tensor | None = None
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
     _stand_ins: list[torch.Tensor] = field(default_factory=list)
     _stand_in_shapes: list[torch.Size] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes."""
+        return self.whole.device
 
     @property
     def update_range(self) -> tuple[int, int]:
@@ -95,10 +108,11 @@ class Group:
         return self.master is not None and self.master.dtype == torch.int16
 
     def master_values(self) -> torch.Tensor:
-        """The parameters that this rank updates, in float32 where there are master weights."""
+        """The parameters that this rank updates, in float32 where there are master weights; on the device."""
         if self.master is None:
-            return self.update_param
-        return join(self.update_param, self.master) if self.split else self.master
+            return self.update_param.to(self.device)
+        master = self.master.to(self.device)
+        return join(self.update_param.to(self.device), master) if self.split else master
 
     @property
     def own_grad(self) -> torch.Tensor:
@@ -123,8 +137,20 @@ class Group:
         if self.grad is None:
             assert self.plan.grad is not None
             numel, dtype = self.plan.numel_per_rank(self.plan.grad), torch_dtype(self.plan.grad.dtype)
-            self.grad = torch.empty(numel, dtype=dtype, device=self.shard.device)
+            self.grad = torch.empty(numel, dtype=dtype, device=self.device)
         return self.own_grad
+
+    @property
+    def step_param(self) -> torch.Tensor | None:
+        """What an update writes in compute dtype beside `update_master`; None where that is all there is."""
+        if self.returning is not None:
+            return self.returning
+        return None if self.master is None else self.update_param
+
+    @property
+    def step_grad(self) -> torch.Tensor:
+        """The reduced gradients that an update reads, where it reads them."""
+        return self.update_grad if self.landed is None else self.landed
 
     def drop_grad(self) -> None:
         """The step has read the gradients: give back what was taken for them."""
@@ -181,8 +207,8 @@ class Group:
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
         if self.master is not None:
             own, of_value = self._overlap(segment, *self.update_range)
-            old, new = self.master_values()[own], flat[of_value]
-            current = self.update_param[own] if before is None else before.reshape(-1)[of_value]
+            old, new = self.master_values()[own], flat[of_value].to(self.device)
+            current = self.update_param[own].to(self.device) if before is None else before.reshape(-1)[of_value]
             kept = torch.where(current == new, old, new.float())
             self._write_master(own, kept)
         self._write_param(segment, flat)
@@ -233,6 +259,7 @@ class Storage:
         rank_of: this rank's position along a mesh axis.
         device: where the state lives.
         allocator: where shards and reduce slots come from, instead of torch's allocator.
+        host: where the state comes from that rests in host memory; needed if the plan has some.
 
     Allocates unit by unit and takes over each parameter's values on the way, so that starting up holds at most one
     unit twice. Parameters on the meta device have no values; they are written later through `Group.write`.
@@ -245,9 +272,11 @@ class Storage:
         rank_of: Mapping[str, int],
         device: torch.device,
         allocator: Allocator | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
+        self.host = host
         self._own = OwnMemory(device)
         self._shared = self._own if allocator is None else allocator
         self.units: list[Unit] = []
@@ -275,8 +304,9 @@ class Storage:
         group = Group(plan, rank, members, whole, shard, [], empties)
         if plan.master is not None:
             start, end = group.update_range
-            group.master = torch.zeros(end - start, dtype=torch_dtype(plan.master.dtype), device=self.device)
+            group.master = self._zeros(end - start, plan.master)
         group.grad = self._resident_grad(plan)
+        self._place_on_host(group)
         for index, parameter in enumerate(members):
             if not parameter.is_meta:
                 group.write(index, parameter.data)
@@ -285,6 +315,8 @@ class Storage:
         return group
 
     def _shard(self, plan: GroupPlan, numel: int) -> torch.Tensor:
+        if plan.param_on_host:
+            return self._zeros(numel, plan.param)
         return (self._shared if plan.travels else self._own).shard(numel, torch_dtype(plan.param.dtype))
 
     def place_slots(self, plan: Plan) -> None:
@@ -297,6 +329,7 @@ class Storage:
 
     def adopt(self, plan: Plan) -> None:
         """Take the slots and gradients of a plan with another order, or with accumulators; nothing may be in flight."""
+        self.plan = plan
         for unit in self.units:
             for group, planned in zip(unit.groups, plan.units[unit.index].groups, strict=True):
                 if group.plan.grad != planned.grad:
@@ -304,14 +337,42 @@ class Storage:
                 group.plan = planned
                 if group.grad is None:
                     group.grad = self._resident_grad(planned)
+                self._place_on_host(group)
         self._allocate_slots(plan)
         self.place_slots(plan)
 
     def _resident_grad(self, plan: GroupPlan) -> torch.Tensor | None:
         if plan.grad is None or plan.grad.residency is not Residency.RESIDENT:
             return None
-        numel = plan.numel_per_rank(plan.grad)
-        return torch.zeros(numel, dtype=torch_dtype(plan.grad.dtype), device=self.device)
+        return self._zeros(plan.numel_per_rank(plan.grad), plan.grad)
+
+    def _zeros(self, numel: int, placement: Placement) -> torch.Tensor:
+        dtype = torch_dtype(placement.dtype)
+        if placement.tier is Tier.HOST:
+            assert self.host is not None
+            return self.host.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _place_on_host(self, group: Group) -> None:
+        """Buffers on the host through which the processor gets gradients and gives parameters back."""
+        policy, plan = self.plan.policy, group.plan
+        if not plan.state_on_host or policy.host_update is not HostUpdate.PROCESSOR:
+            return
+        assert plan.grad is not None
+        assert self.host is not None
+        numel, dtype = plan.layout.shard_numel, torch_dtype(plan.grad.dtype)
+        first = group.returning is None
+        if not lands_beside(plan, policy):
+            group.landed = group.grad
+        elif group.landed is None or group.landed.dtype != dtype:
+            if not first:  # a plan that begins to accumulate in mid-run
+                self.host.reserve(numel * dtype.itemsize)
+            group.landed = self.host.zeros(numel, dtype)
+        if first:  # else it may have been in the place of the gradients, and stays there when they are accumulated
+            if plan.param_on_host:
+                return
+            own = returns_beside(plan, policy)
+            group.returning = self.host.zeros(numel, torch_dtype(plan.param.dtype)) if own else group.grad
 
     def _place_gathered(self, unit: Unit, slot: int | None) -> None:
         offset = 0

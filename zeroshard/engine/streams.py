@@ -46,6 +46,15 @@ class Stream(Enum):
     COMPUTE = 0
     GATHER = 1
     REDUCE = 2
+    UPLOAD = 3
+    """From host memory to the device."""
+    UPDATE = 4
+    """State that rests in host memory is updated while it is on the device."""
+    DOWNLOAD = 5
+    """From the device to host memory."""
+
+
+SIDE = tuple(stream for stream in Stream if stream is not Stream.COMPUTE)
 
 
 class Event(Protocol):
@@ -85,6 +94,14 @@ class Streams(Protocol):
         """Compute, and on a CPU the host, waits for everything launched so far."""
         ...
 
+    def arrival(self, event: Event) -> Callable[[], object]:
+        """What returns, on any thread, when an event of a side stream has come."""
+        ...
+
+    def settle_host(self) -> None:
+        """The host waits until what compute waits for so far has happened: it is about to read host memory."""
+        ...
+
 
 class CudaStreams:
     """CUDA streams and events. Collectives are issued on the side streams; nothing here blocks the host."""
@@ -94,10 +111,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute = torch.cuda.current_stream(device)
-        self._side = {
-            Stream.GATHER: torch.cuda.Stream(device, priority=-1),
-            Stream.REDUCE: torch.cuda.Stream(device, priority=-1),
-        }
+        self._side = {stream: torch.cuda.Stream(device, priority=-1) for stream in SIDE}
         self._events: dict[tuple[Stream, Hashable], torch.cuda.Event] = {}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
@@ -150,6 +164,13 @@ class CudaStreams:
         for side in self._side.values():
             torch.cuda.current_stream(self._device).wait_stream(side)
 
+    def arrival(self, event: Event) -> Callable[[], object]:
+        assert isinstance(event, torch.cuda.Event)
+        return event.synchronize
+
+    def settle_host(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
 
 class QueueEvent:
     """A marker in a queue; `done` once everything before it has run."""
@@ -199,7 +220,7 @@ class QueuedStreams:
 
     def __init__(self, waiter: HostWaiter) -> None:
         self._waiter = waiter
-        self._queues: dict[Stream, deque[Entry]] = {Stream.GATHER: deque(), Stream.REDUCE: deque()}
+        self._queues: dict[Stream, deque[Entry]] = {stream: deque() for stream in SIDE}
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
         queue, buffers = self._queues[stream], (*reads, *writes)
@@ -245,6 +266,13 @@ class QueuedStreams:
     def drain(self) -> None:
         for stream in self._queues:
             self.wait(Stream.COMPUTE, self.record(stream))
+
+    def arrival(self, event: Event) -> Callable[[], object]:
+        self.wait(Stream.COMPUTE, event)  # queues move on this thread alone
+        return lambda: None
+
+    def settle_host(self) -> None:
+        pass  # here compute is the host
 
     @staticmethod
     def _holds_back(entry: Entry, buffers: Buffers, stream: Stream) -> bool:

@@ -30,9 +30,7 @@ class DeviceAdam(FlatState):
         self.regions = regions
         self._rule = rule
         self._run = adam_kernel if device.type == "cuda" else adam_twin
-        self._state = [
-            tuple(torch.zeros_like(region.master, dtype=torch.float32) for _ in rule.state) for region in regions
-        ]
+        self._state = [tuple(region.new_state() for _ in rule.state) for region in regions]
         self._tiles = [tile_table(region.pieces, device) for region in regions]
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)

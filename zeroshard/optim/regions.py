@@ -39,6 +39,8 @@ class Region:
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
         axis: mesh axis over which the group's layout is divided.
         divided: whether this region is one rank's part; else every rank updates the whole group.
+        memory: gives zeros for the update's state where that does not rest beside `master`.
+        on_host: which of 'master', 'param' and 'grad' rest in host memory.
         whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
         owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
     """
@@ -55,9 +57,17 @@ class Region:
     divided: bool = False
     owners: Sequence[int] = ()
     whole_grad: Callable[[], torch.Tensor] | None = None
+    memory: Callable[[int, torch.dtype], torch.Tensor] | None = None
+    on_host: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())
+
+    def new_state(self) -> torch.Tensor:
+        """Zeros, a float32 for each element of the region, where the update's state is to rest."""
+        if self.memory is not None:
+            return self.memory(self.master.numel(), torch.float32)
+        return torch.zeros_like(self.master, dtype=torch.float32)
 
     def runs(self, active: Sequence[bool], steps: Sequence[int]) -> list[Run]:
         """The runs to update: `active` and `steps` (updates so far) are per segment of the group."""

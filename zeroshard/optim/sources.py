@@ -6,7 +6,7 @@ ours (`named`). The update itself is made later, when the regions exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +18,8 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.site import Site
-from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, UpdateMethod
+from zeroshard.optim.streamed_adam import StreamedAdam
+from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, PiecewiseUpdate, UpdateMethod
 
 ParamGroups = list[dict[str, Any]]
 
@@ -32,6 +33,8 @@ class Source:
         moments: state tensors per parameter.
         update: makes the update for what this rank has.
         on_device: makes one that runs on a GPU without the host waiting; None where there is none.
+        on_host: makes one by which the processor updates state in host memory; None where there is none.
+        streamed: makes the one of `on_device` for state that passes through buffers of the device (buffers, elements).
         split_master: whether that one takes master weights as the remainder beside bfloat16 parameters.
         matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
         compressed: makes the update that averages momentum in compressed form; `update` is not used then.
@@ -46,6 +49,8 @@ class Source:
     moments: int
     update: Callable[[Site], UpdateMethod]
     on_device: Callable[[Site], DeviceUpdate] | None = None
+    on_host: Callable[[Site], PiecewiseUpdate] | None = None
+    streamed: Callable[[Site, Sequence[torch.Tensor], int], StreamedAdam] | None = None
     split_master: bool = False
     matrices: frozenset[int] = frozenset()
     parameter_sums: int = 0
@@ -74,7 +79,11 @@ def rule_source(
         defaults,
         len(rule.state),
         lambda site: FlatUpdate(rule, site.regions, groups),
+        on_host=lambda site: FlatUpdate(rule, site.regions, groups),
         on_device=(lambda site: DeviceAdam(rule, site.regions, site.device)) if on_device else None,
+        streamed=(lambda site, buffers, numel: StreamedAdam(rule, site.regions, site.device, buffers, numel))
+        if rule in (ADAM, ADAMW)
+        else None,
         split_master=on_device,
         client=client,
     )

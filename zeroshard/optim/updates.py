@@ -36,6 +36,22 @@ class UpdateMethod(StatefulUpdate, Protocol):
         ...
 
 
+class PiecewiseUpdate(UpdateMethod, Protocol):
+    """An optimizer that updates each region by itself, so that regions can be updated at different times."""
+
+    regions: Sequence[Region]
+
+    def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
+        """Raises UsageError for hyper-parameters that a step can't be made with."""
+        ...
+
+    def apply_region(
+        self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """One step of region `number`; arguments as `apply`. Regions may be updated by several threads at once."""
+        ...
+
+
 class DeviceUpdate(StatefulUpdate, Protocol):
     """An optimizer that learns what to do from tensors on the device, so that the host need not know."""
 
@@ -109,8 +125,8 @@ class FlatUpdate(FlatState):
 
     def __init__(self, rule: Rule, regions: Sequence[Region], groups: Sequence[Mapping[str, Any]] = ()) -> None:
         self._rule = rule
-        self._regions = regions
-        self._state = [[torch.zeros_like(region.master, dtype=torch.float32) for _ in rule.state] for region in regions]
+        self.regions = regions
+        self._state = [[region.new_state() for _ in rule.state] for region in regions]
         self._groups = groups
         if rule.initial is not None:
             self._fill(rule.initial, groups)
@@ -118,12 +134,18 @@ class FlatUpdate(FlatState):
 
     def _fill(self, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Start the state of each parameter from its group's value; padding stays 0."""
-        for region, state in zip(self._regions, self._state, strict=True):
+        for region, state in zip(self.regions, self._state, strict=True):
             for index, low, high in region.pieces:
                 for tensor in state if region.hyper[index] >= 0 else ():
                     tensor[low:high] = groups[region.hyper[index]][name]
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        self.check(hyper)
+        for number in range(len(self.regions)):
+            self.apply_region(number, coefficient, active, hyper)
+
+    def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
+        """See PiecewiseUpdate."""
         for number, group in enumerate(hyper):
             late = [key for key in UNRULY if group.get(key)]
             if late:
@@ -131,18 +153,21 @@ class FlatUpdate(FlatState):
                     f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a "
                     f"{self._rule.name} that lacks it; set it before shard()"
                 )
-        for region, state, steps in zip(self._regions, self._state, self._steps, strict=True):
-            on = active[region.first_flag : region.first_flag + len(steps)]
-            runs = region.runs(on, steps)
-            for run in runs:
-                cut = slice(run.start, run.end)
-                grad = scaled(region.grad()[cut], coefficient)
-                pieces = [moment[cut] for moment in state]
-                self._rule.update(region.master[cut], grad, pieces, hyper[run.hyper], run.step)
-                if region.param is not None:
-                    region.param[cut].copy_(region.master[cut])
-            for index, was_active in enumerate(on):
-                steps[index] += was_active and region.hyper[index] >= 0
+
+    def apply_region(
+        self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See PiecewiseUpdate."""
+        region, state, steps = self.regions[number], self._state[number], self._steps[number]
+        on = active[region.first_flag : region.first_flag + len(steps)]
+        for run in region.runs(on, steps):
+            cut = slice(run.start, run.end)
+            grad = scaled(region.grad()[cut], coefficient)
+            self._rule.update(region.master[cut], grad, [kind[cut] for kind in state], hyper[run.hyper], run.step)
+            if region.param is not None:
+                region.param[cut].copy_(region.master[cut])
+        for index, was_active in enumerate(on):
+            steps[index] += was_active and region.hyper[index] >= 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
@@ -154,7 +179,7 @@ class FlatUpdate(FlatState):
     def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
         """See FlatState."""
         named = [dict(zip(self._rule.state, state, strict=True)) for state in self._state]
-        return list(zip(self._regions, named, strict=True))
+        return list(zip(self.regions, named, strict=True))
 
     def step_counts(self) -> Sequence[Sequence[float]]:
         """See FlatState."""

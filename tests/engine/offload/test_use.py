@@ -1,0 +1,311 @@
+"""Around state in host memory: readers find the step done, what goes wrong ends the run, bytes are the plan's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.measure import held_bytes
+from tests.support.models import Batch, Task, square_loss
+from tests.support.offload import offloaded, recipe
+from tests.support.training import Setting, adamw, assert_same, build, full_parameters, shard_task
+from tests.support.zoo import Stack
+from zeroshard.engine.handle import handle_of
+from zeroshard.engine.host_memory import check_host_memory
+from zeroshard.errors import NonFiniteError, PlanError
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.offload import Offload
+from zeroshard.plan.plan import HostUpdate, Plan
+
+TASK = Task(Stack, square_loss)
+
+
+def _step(model: nn.Module, optimizer: ShardedOptimizer, rank: int, step: int) -> None:
+    TASK.loss(model, Batch(step, 0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _first(model: nn.Module) -> nn.Parameter:
+    return next(iter(model.parameters()))
+
+
+def _by_eval(model: nn.Module, folder: Path) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return TASK.loss(model, Batch(9, 0, 0)).reshape(1)
+
+
+def _by_gathered(model: nn.Module, folder: Path) -> torch.Tensor:
+    with zeroshard.GatheredParameters(list(model.parameters())):
+        return torch.cat([parameter.detach().float().reshape(-1) for parameter in model.parameters()])
+
+
+def _by_master(model: nn.Module, folder: Path) -> torch.Tensor:
+    return zeroshard.safe_get_full_fp32_param(_first(model)).reshape(-1)
+
+
+def _by_state(model: nn.Module, folder: Path) -> torch.Tensor:
+    found = zeroshard.safe_get_full_optimizer_state(_first(model), "exp_avg")
+    assert found is not None
+    return found.reshape(-1)
+
+
+def _by_full(model: nn.Module, folder: Path) -> torch.Tensor:
+    return torch.cat([value.reshape(-1) for value in full_parameters(model).values()])
+
+
+def _by_checkpoint(model: nn.Module, folder: Path) -> torch.Tensor:
+    zeroshard.save(model, folder, "now")
+    other = build(TASK)
+    other, _ = zeroshard.shard(other, adamw(other), plan=recipe(3, "bf16"))
+    zeroshard.load(other, folder, "now")
+    return _by_full(other, folder)
+
+
+def _by_drain(model: nn.Module, folder: Path) -> torch.Tensor:
+    zeroshard.drain(model)
+    masters = [g.master_values() for unit in handle_of(model).runtime.units for g in unit.trainable]
+    return torch.cat([master.float().reshape(-1).clone() for master in masters])
+
+
+READERS: list[Callable[[nn.Module, Path], torch.Tensor]] = [
+    _by_eval,
+    _by_gathered,
+    _by_master,
+    _by_state,
+    _by_full,
+    _by_checkpoint,
+    _by_drain,
+]
+
+
+def _readers(rank: int, world: int, folder: str) -> None:
+    for number, update in enumerate(HostUpdate):
+        for param in (False, True):
+            plain = recipe(3, "bf16")
+            reference, its_optimizer = shard_task(TASK, Setting(plan=plain))
+            plan = offloaded(plain, update, param=param)
+            model, optimizer = shard_task(TASK, Setting(plan=plan))
+            for step, reader in enumerate(READERS):
+                _step(reference, its_optimizer, rank, step)
+                _step(model, optimizer, rank, step)
+                place = Path(folder) / f"{number}{param}{reader.__name__}"
+                got, expected = reader(model, place / "a"), reader(reference, place / "b")
+                # The streamed update follows the device's kernel, which rounds differently from the processor's.
+                tolerance = 0 if update is HostUpdate.PROCESSOR else 2e-2
+                assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance), (update, reader.__name__)
+                model.train()
+            for each in (model, reference):
+                zeroshard.close(each)
+
+
+def test_every_reader_between_a_step_and_the_next_forward_finds_the_step_done(tmp_path: Path) -> None:
+    run_ranks(2, _readers, str(tmp_path))
+
+
+def _setters(rank: int, world: int) -> None:
+    for param in (False, True):
+        model, optimizer = shard_task(TASK, Setting(plan=offloaded(recipe(3, "bf16"), param=param)))
+        _step(model, optimizer, rank, 0)
+        parameter = _first(model)
+        wanted = torch.full(zeroshard.safe_get_full_fp32_param(parameter).shape, 0.25)
+        zeroshard.safe_set_full_fp32_param(parameter, wanted)
+        zeroshard.safe_set_full_optimizer_state(parameter, wanted * 2, "exp_avg")
+        with zeroshard.GatheredParameters([parameter]):
+            assert torch.equal(parameter.detach().float(), wanted)
+        found = zeroshard.safe_get_full_optimizer_state(parameter, "exp_avg")
+        assert found is not None
+        assert torch.equal(found, wanted * 2)
+        with zeroshard.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            parameter.fill_(0.5)
+        assert bool((zeroshard.safe_get_full_fp32_param(parameter) == 0.5).all())
+        TASK.loss(model, Batch(1, 0, rank)).backward()
+        gradient = zeroshard.safe_get_full_grad(parameter)
+        assert gradient is not None
+        zeroshard.safe_set_full_grad(parameter, gradient * 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        zeroshard.close(model)
+
+
+def test_what_is_set_is_what_the_next_step_works_on() -> None:
+    run_ranks(2, _setters)
+
+
+def _bytes(rank: int, world: int) -> None:
+    for update in HostUpdate:
+        for stage, ratio, param in ((1, 1.0, False), (2, 0.5, False), (3, 1.0, False), (3, 1.0, True)):
+            for dtype in (None, "bf16"):
+                plan = offloaded(recipe(stage, dtype), update, ratio, param=param)
+                model, optimizer = shard_task(TASK, Setting(plan=plan))
+                _step(model, optimizer, rank, 0)
+                planned = state_bytes(zeroshard.plan_of(model))
+                what = f"{update.value}, stage {stage}, ratio {ratio}, {dtype}, parameters too: {param}"
+                assert replace(planned, no_sync=0, step=0) == held_bytes(model), what
+                assert planned.host > 0, what
+                zeroshard.close(model)
+
+
+def test_bytes_on_both_sides_are_those_of_the_plan() -> None:
+    run_ranks(2, _bytes)
+
+
+def _host_bytes_per_parameter(rank: int, world: int) -> list[float]:
+    found = []
+    for update in HostUpdate:
+        model, _ = shard_task(TASK, Setting(plan=offloaded(recipe(3, "bf16"), update)))
+        plan = zeroshard.plan_of(model)
+        padded = sum(group.layout.numel for _, group in plan.groups())
+        found.append(state_bytes(plan).host * world / padded)
+        zeroshard.close(model)
+    return found
+
+
+def test_a_parameter_takes_14_bytes_of_host_memory() -> None:
+    assert run_ranks(2, _host_bytes_per_parameter) == [[14.0, 14.0], [14.0, 14.0]]
+
+
+def _two_steps(model: nn.Module, optimizer: ShardedOptimizer, rank: int) -> None:
+    for step in (1, 2):
+        _step(model, optimizer, rank, step)
+
+
+def _worker_fails(rank: int, world: int) -> str:
+    model, optimizer = shard_task(TASK, Setting(plan=offloaded(recipe(3))))
+    _step(model, optimizer, rank, 0)
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError) as caught:
+        _two_steps(model, optimizer, rank)
+    return "".join(entry.name for entry in caught.traceback)
+
+
+def test_what_goes_wrong_in_the_worker_ends_the_run_with_its_traceback() -> None:
+    for names in run_ranks(2, _worker_fails):
+        assert "apply_region" in names
+
+
+def _step_twice(optimizer: ShardedOptimizer, backward: Callable[[], None]) -> None:
+    optimizer.step()
+    backward()
+    optimizer.step()  # where the device's step tells what the one before was
+
+
+def _nonfinite(rank: int, world: int) -> None:
+    for update in HostUpdate:
+        model, optimizer = shard_task(TASK, Setting(plan=offloaded(recipe(3), update)))
+        _step(model, optimizer, rank, 0)
+        before = full_parameters(model)
+        (TASK.loss(model, Batch(1, 0, rank)) * (float("inf") if rank == 1 else 1.0)).backward()
+        with pytest.raises(NonFiniteError, match="first in "):
+            _step_twice(optimizer, lambda model=model: TASK.loss(model, Batch(2, 0, rank)).backward())
+        assert_same(full_parameters(model), before)
+        zeroshard.close(model)
+
+
+def test_gradients_that_are_not_finite_change_nothing() -> None:
+    run_ranks(2, _nonfinite)
+
+
+def _refusal(rank: int, world: int) -> list[str]:
+    said = []
+    cases: list[tuple[Setting, type[Exception]]] = [
+        (Setting(plan=offloaded(recipe(0))), PlanError),
+        (Setting(plan=offloaded(recipe(3)), optimizer=lambda model: zeroshard.Lamb(model.parameters())), PlanError),
+        (Setting(plan=offloaded(recipe(3)), optimizer=_muon), PlanError),
+        (Setting(plan=offloaded(recipe(3, "bf16", "int16"))), PlanError),
+        (Setting(plan=offloaded(recipe(3), HostUpdate.STREAMED), optimizer=_lion), PlanError),
+    ]
+    for setting, kind in cases:
+        with pytest.raises(kind) as caught:
+            shard_task(TASK, setting)
+        said.append(str(caught.value))
+    return said
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    matrices, others = [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+    return zeroshard.MuonAdamW([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
+
+
+def _lion(model: nn.Module) -> torch.optim.Optimizer:
+    return zeroshard.Lion(model.parameters())
+
+
+def test_what_can_not_be_offloaded_is_refused_by_name() -> None:
+    stage, lamb, muon, split, lion = run_ranks(1, _refusal)[0]
+    assert "use stage 1, 2 or 3" in stage
+    assert "Lamb can't update state in host memory" in lamb
+    assert "MuonAdamW can't update state in host memory" in muon
+    assert "float32 master weights" in split
+    assert "Lion has no kernel" in lion
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
+def test_a_ratio_that_is_no_share_is_refused(ratio: float) -> None:
+    with pytest.raises(PlanError, match="ratio"):
+        Offload(ratio)
+
+
+def test_more_host_memory_than_there_is_is_refused_before_any_is_taken() -> None:
+    with pytest.raises(PlanError, match=r"100.00 GiB of state in host memory per rank, 800.00 GiB for the 8"):
+        check_host_memory(100 << 30, 8, 512 << 30)
+    check_host_memory(10 << 30, 8, 512 << 30)
+    check_host_memory(10 << 30, 8, None)
+
+
+def _plan_text(rank: int, world: int) -> str:
+    model, _ = shard_task(TASK, Setting(plan=offloaded(recipe(3, "bf16"), param=True)))
+    plan = zeroshard.plan_of(model)
+    assert Plan.from_json(plan.to_json()) == plan
+    return plan.to_json()
+
+
+def test_a_plan_with_host_state_reads_back_and_is_checked() -> None:
+    text = run_ranks(1, _plan_text)[0]
+    for old, new, wrong in (
+        ('"host_update": "processor"', '"host_update": null', "host_update"),
+        ('"tier": "host"', '"tier": "nvme"', "not built yet"),
+        ('"accumulate": false', '"accumulate": true', "one micro-batch"),
+    ):
+        assert old in text
+        with pytest.raises(PlanError, match=wrong):
+            Plan.from_json(text.replace(old, new))
+
+
+def _engine(rank: int, world: int) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    losses = []
+    for section in ({"stage": 3}, zero):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": section,
+        }
+        engine, *_ = zeroshard.initialize(model=build(TASK), config=config)
+        for step in range(6):
+            if step == 3:
+                engine.set_gradient_accumulation_steps(2)  # accumulators are taken in mid-run
+            for micro in range(1 if step < 3 else 2):
+                loss = TASK.loss(engine, Batch(step, micro, rank))
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+        engine.destroy()
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+
+
+def test_a_config_asks_for_it_and_accumulation_may_begin_in_mid_run() -> None:
+    run_ranks(2, _engine)

@@ -1,0 +1,68 @@
+"""Trains with state in host memory, and with the device's own step on PyTorch twins: streamed state's reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tests.support.models import Batch, Task
+from tests.support.training import Outcome, Setting, adamw, build, full_parameters
+from zeroshard.engine.build import build_handle
+from zeroshard.engine.device_stepper import DeviceStepper
+from zeroshard.engine.gathered import mark_parameters
+from zeroshard.engine.native import close, make_plan, make_regions
+from zeroshard.engine.streams import Streams
+from zeroshard.optim.clients import torch_source
+from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.rules import ADAMW
+from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.offload import Offload
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
+
+CPU = torch.device("cpu")
+PIECE = 512
+"""Elements of a streamed piece: small, so that a unit of a test's model takes several turns through the buffers."""
+
+
+def recipe(stage: int, param: str | None = None, master: str | None = None, clip: float = 0.0) -> Recipe:
+    """A recipe without offload, in float32 or with `param` as compute dtype."""
+    cast = None if param is None else "bfloat16" if param == "bf16" else "float16"
+    policy = ExecutionPolicy(cast_inputs=cast, clip_norm=clip)
+    return Recipe(sharding=STAGES[stage], precision=Precision(param=param, master=master), policy=policy)
+
+
+def offloaded(
+    plain: Recipe, update: HostUpdate = HostUpdate.PROCESSOR, ratio: float = 1.0, *, param: bool = False
+) -> Recipe:
+    """The same recipe with the optimizer's state in host memory, and with `param` the parameters."""
+    return replace(plain, offload=Offload(ratio, param, update, stream_numel=PIECE))
+
+
+def on_device(task: Task, setting: Setting, streams: Streams | None = None) -> tuple[nn.Module, ShardedOptimizer]:
+    """What shard() gives on a GPU for AdamW without offload, here with the twin of its kernel."""
+    model = build(task)
+    source = torch_source(adamw(model), allow_untested=False)
+    plan = make_plan(model, setting.plan, source, CPU, accumulate=setting.micro > 1)
+    handle = build_handle(model, plan, device=CPU, streams=streams)
+    mark_parameters(handle)
+    stepper = DeviceStepper(handle, DeviceAdam(ADAMW, make_regions(handle, source.groups), CPU), None)
+    return model, ShardedOptimizer(source.groups, source.defaults, stepper, "AdamW")
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, setting: Setting, rank: int) -> Outcome:
+    """Steps of a sharded model; closes it."""
+    outcome = Outcome()
+    for step in range(setting.steps):
+        for micro in range(setting.micro):
+            loss = task.loss(model, Batch(step, micro, rank))
+            (loss / setting.micro).backward()
+            outcome.losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome.parameters = full_parameters(model)
+    close(model)
+    return outcome
