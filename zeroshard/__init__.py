@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from zeroshard.from_config import initialize
     from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb, ZeroOneAdam
     from zeroshard.plan.builder import Precision, Recipe, build_plan
+    from zeroshard.plan.offload import Offload
     from zeroshard.plan.placement import STAGES, Sharding
-    from zeroshard.plan.plan import ExecutionPolicy, Plan
+    from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan
     from zeroshard.sharding.deferred import Init
     from zeroshard.sharding.marks import (
         get_z3_leaf_modules,
@@ -70,6 +71,8 @@ _HOME = {
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
     "Recipe": "zeroshard.plan.builder",
+    "Offload": "zeroshard.plan.offload",
+    "HostUpdate": "zeroshard.plan.plan",
     "STAGES": "zeroshard.plan.placement",
     "Sharding": "zeroshard.plan.placement",
     "ZeroOneAdam": "zeroshard.optim.named",
@@ -120,10 +123,12 @@ __all__ = [
     "STAGES",
     "ExecutionPolicy",
     "GatheredParameters",
+    "HostUpdate",
     "Init",
     "Lamb",
     "Lion",
     "MuonAdamW",
+    "Offload",
     "OnDevice",
     "OneBitAdam",
     "OneBitLamb",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from zeroshard.config import Config
+from zeroshard.config.resolved import OffloadConfig
 from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
+from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
 
@@ -43,5 +45,10 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         persistence_threshold=zero.param_persistence_threshold,
         persistence_budget=zero.model_persistence_threshold,
         prefetch_numel=zero.prefetch_bucket_size,
+        offload=None if zero.offload is None else _offload(zero.offload),
         live_numel=zero.max_live_parameters,
     )
+
+
+def _offload(wanted: OffloadConfig) -> Offload:
+    return Offload(wanted.ratio, wanted.param, pin_memory=wanted.pin_memory)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from zeroshard.config import load_config
+from zeroshard.config.resolved import OffloadConfig
 from zeroshard.errors import ConfigError, ZeroShardWarning
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
 OFFLOADS = {"zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"}
 
 FP16_OFFLOAD = {
@@ -121,15 +123,24 @@ def test_a_config_of_built_features_loads(config: dict[str, Any], world_size: in
     assert (loaded.train, loaded.micro, loaded.accumulation) == batch
 
 
+def _with_nvme(config: dict[str, Any]) -> dict[str, Any]:
+    zero = {**config["zero_optimization"], "offload_optimizer": NVME, "offload_param": NVME}
+    return {**config, "zero_optimization": zero}
+
+
+@pytest.mark.parametrize("config", [FP16_OFFLOAD, FINE_TUNE_8B, FINE_TUNE_70B])
+def test_a_config_with_offload_to_the_host_loads(config: dict[str, Any]) -> None:
+    assert load_config(config, world_size=8).zero.offload == OffloadConfig(ratio=1.0, param=True, pin_memory=True)
+
+
 @pytest.mark.parametrize(
     ("config", "world_size", "refused"),
     [
-        (FP16_OFFLOAD, 8, OFFLOADS),
-        (FINE_TUNE_8B, 4, OFFLOADS),
-        (FINE_TUNE_70B, 8, OFFLOADS),
+        (_with_nvme(FP16_OFFLOAD), 8, OFFLOADS),
+        (_with_nvme(FINE_TUNE_70B), 8, OFFLOADS),
         (PRETRAIN_175B, 1, THREE_D),
     ],
-    ids=["fp16-offload", "fine-tune-8b", "fine-tune-70b", "pretrain-175b"],
+    ids=["fp16-nvme", "fine-tune-70b-nvme", "pretrain-175b"],
 )
 def test_a_config_is_refused_for_what_is_not_built_and_for_nothing_else(
     config: dict[str, Any], world_size: int, refused: set[str]

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from zeroshard.config import (
 )
 from zeroshard.config.fields import LARGEST
 from zeroshard.config.models import DEFAULT_LEAVES
+from zeroshard.config.resolved import OffloadConfig
 from zeroshard.errors import ConfigError, ZeroShardWarning
 
 
@@ -49,6 +51,7 @@ def test_the_defaults() -> None:
         max_live_parameters=1_000_000_000,
         max_reuse_distance=1_000_000_000,
         leaf_modules=LeafModules(DEFAULT_LEAVES, (), ()),
+        offload=None,
     )
     assert config.precision == PrecisionConfig("fp32", None, None, None, "auto")
     assert config.reduction == ReductionConfig(prescale=False, predivide_factor=1.0, op="mean")
@@ -176,10 +179,37 @@ def test_a_deprecated_key_stands_for_its_successor_with_a_warning(key: str, valu
     assert config.origins[target] == f"config, deprecated alias {key}"
 
 
-def test_a_deprecated_key_that_asks_for_what_is_not_built_is_refused_under_its_successors_name() -> None:
+def test_a_deprecated_key_that_can_not_be_obeyed_is_refused_under_its_successors_name() -> None:
     problem = problem_of(zero_optimization={"cpu_offload": True})
     assert problem.startswith("zero_optimization.offload_optimizer.device (config, deprecated alias cpu_offload)")
-    assert "not built yet" in problem
+    assert "use stage 1, 2 or 3" in problem
+
+
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "wrong"),
+    [
+        ({"stage": 2, "offload_param": CPU, "offload_optimizer": CPU}, "offload_param.device .* needs stage 3"),
+        ({"stage": 3, "offload_param": CPU}, "offload_param.device .* and offload_optimizer"),
+        (
+            {"stage": 3, "offload_param": CPU, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "offload_param.device .* ratio 1",
+        ),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device .* not built yet"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio .* at most 1"),
+        ({"stage": 3, "offload_optimizer": {"device": "gpu"}}, 'offload_optimizer.device .*"cpu"'),
+    ],
+)
+def test_offload_that_can_not_be_is_refused(zero: dict[str, Any], wrong: str) -> None:
+    assert re.search(wrong, problem_of(zero_optimization=zero))
+
+
+def test_offload_to_the_host_is_obeyed() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": False}}
+    assert load(zero_optimization=zero).zero.offload == OffloadConfig(0.3, param=False, pin_memory=False)
+    assert load(zero_optimization={"stage": 2}).zero.offload is None
 
 
 def test_a_deprecated_key_may_not_contradict_its_successor() -> None:

@@ -60,12 +60,12 @@ def whole(low: int, high: int = LARGEST) -> BeforeValidator:
 
 
 def real_number(
-    low: float | None = None, *, above: float | None = None, below: float | None = None
+    low: float | None = None, *, above: float | None = None, below: float | None = None, high: float | None = None
 ) -> Callable[[Any], float]:
-    """A check for a finite number: at least `low`, greater than `above`, less than `below`, as far as given."""
+    """A check for a finite number: from `low` to `high`, greater than `above`, less than `below`, as far as given."""
     bounds = [
         f"{word} {bound:g}"
-        for word, bound in (("of at least", low), ("above", above), ("below", below))
+        for word, bound in (("of at least", low), ("above", above), ("below", below), ("at most", high))
         if bound is not None
     ]
     wanted = " ".join(["a number", " and ".join(bounds)]).strip()
@@ -75,7 +75,10 @@ def real_number(
             raise refuse(wanted, value)
         number = float(value)
         inside = (
-            (low is None or number >= low) and (above is None or number > above) and (below is None or number < below)
+            (low is None or number >= low)
+            and (above is None or number > above)
+            and (below is None or number < below)
+            and (high is None or number <= high)
         )
         if not math.isfinite(number) or not inside:
             raise refuse(wanted, value)
@@ -158,6 +161,7 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 Size = Annotated[int, whole(0)]
 Count = Annotated[int, whole(1)]
 NonNegative = Annotated[float, real(0)]
+Share = Annotated[float, BeforeValidator(real_number(0, high=1))]
 Positive = Annotated[float, real(above=0)]
 DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
 HalfName = Annotated[Dtype, BeforeValidator(_half)]

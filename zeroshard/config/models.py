@@ -21,6 +21,7 @@ from zeroshard.config.fields import (
     NonNegative,
     Positive,
     PrintInterval,
+    Share,
     Size,
     one_of,
     whole,
@@ -47,6 +48,16 @@ class LeafModuleSection(Section):
     name_suffixes: Names = ()
 
 
+class OffloadOptimizerSection(Section):
+    device: Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")] = "none"
+    pin_memory: Flag = True
+    ratio: Share = 1.0
+
+
+class OffloadParamSection(Section):
+    device: Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")] = "none"
+
+
 class ZeroSection(Section):
     stage: Annotated[int, whole(0, 3)] = 0
     param_persistence_threshold: Size = 100_000
@@ -56,6 +67,8 @@ class ZeroSection(Section):
     max_reuse_distance: Size = 1_000_000_000
     overlap_comm: Flag | None = None
     leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
+    offload_optimizer: OffloadOptimizerSection = Field(default_factory=OffloadOptimizerSection)
+    offload_param: OffloadParamSection = Field(default_factory=OffloadParamSection)
 
 
 class Bf16Section(Section):

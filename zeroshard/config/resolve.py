@@ -24,7 +24,7 @@ from zeroshard.config.components import (
 from zeroshard.config.document import Document, Source, read_document
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
-from zeroshard.config.models import ObeyedSections, Section
+from zeroshard.config.models import ObeyedSections, Section, ZeroSection
 from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
@@ -35,6 +35,7 @@ from zeroshard.config.resolved import (
     FrozenMap,
     LeafModules,
     LossScaleConfig,
+    OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
     ReductionConfig,
@@ -257,7 +258,26 @@ class _Resolver:
             max_live_parameters=zero.max_live_parameters,
             max_reuse_distance=zero.max_reuse_distance,
             leaf_modules=LeafModules(**dict(zero.leaf_module)),
+            offload=self._offload(zero),
         )
+
+    def _offload(self, zero: ZeroSection) -> OffloadConfig | None:
+        optimizer, param, section = zero.offload_optimizer, zero.offload_param, "zero_optimization"
+        for name, offload in (("offload_optimizer", optimizer), ("offload_param", param)):
+            if offload.device == "nvme":
+                self._refuse(f"{section}.{name}.device", 'is "nvme", which is not built yet; use "cpu" or "none"')
+        if optimizer.device == "cpu" and zero.stage == 0:
+            what = 'is "cpu", which needs state that is divided; use stage 1, 2 or 3'
+            self._refuse(f"{section}.offload_optimizer.device", what)
+        if param.device == "cpu" and (zero.stage != 3 or optimizer.device == "none" or optimizer.ratio < 1):
+            what = 'is "cpu", which needs stage 3 and offload_optimizer with device "cpu" and ratio 1'
+            self._refuse(f"{section}.offload_param.device", what)
+        if optimizer.device == "none":
+            return None
+        return OffloadConfig(optimizer.ratio, param.device == "cpu", optimizer.pin_memory)
+
+    def _refuse(self, path: str, what: str) -> None:
+        self._problems.add(path, self._origin(path), what)
 
     def _batch(self, sections: ObeyedSections) -> BatchConfig:
         numbers = {name: getattr(sections, name) for name in batch.NAMES}

@@ -44,6 +44,15 @@ class LeafModules:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """What rests in host memory: at least the share `ratio` of the optimizer's state, and parameters or not."""
+
+    ratio: float
+    param: bool
+    pin_memory: bool
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """Sharding over the data-parallel ranks; sizes are in elements."""
 
@@ -55,6 +64,7 @@ class ZeroConfig:
     max_live_parameters: int
     max_reuse_distance: int
     leaf_modules: LeafModules
+    offload: OffloadConfig | None
 
 
 @dataclass(frozen=True)
