@@ -1,0 +1,185 @@
+"""One optimizer step over flat tensors in host memory, in one pass: the interface, and the checks before a raw pointer.
+
+    read   gradient (bf16, fp16, fp32) . master (fp32) . moments (fp32 or bf16)
+    write  master . moments . compute-dtype parameter (bf16, fp16, fp32, or none)
+
+Two backends compute it: native code (`native`) and plain PyTorch (`torch_twin`). Both do the same roundings in the same
+order, and none of them fused, so they give the same bits, which are those of `kernels.adam.adam_twin` too; the GPU
+kernel may fuse a product with a sum and agrees to float32 rounding. Rejected: fused multiply-add, which not every
+processor has and which gains nothing where memory decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from zeroshard.errors import UsageError
+from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
+
+GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+MOMENTS = (torch.float32, torch.bfloat16)
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+MASTER = (torch.float32,)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """What a pass over a gradient found.
+
+    Attributes:
+        total: the sum of its squares, in float64; inf or nan if an element is.
+        first_bad: position of the first element that is inf or nan; None where all are finite.
+    """
+
+    total: float
+    first_bad: int | None
+
+
+class Backend(Protocol):
+    """Who computes. Tensors have been checked; `threads` is at least 1."""
+
+    @property
+    def name(self) -> str:
+        """Instruction set, or 'torch'."""
+        ...
+
+    def adam(
+        self,
+        scalars: AdamScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None: ...
+
+    def lion(
+        self,
+        scalars: LionScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None: ...
+
+    def adagrad(
+        self,
+        scalars: AdagradScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        total: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None: ...
+
+    def squares(self, grad: torch.Tensor, threads: int) -> Squares: ...
+
+
+@dataclass(frozen=True)
+class HostKernel:
+    """A backend and the threads it takes. Calls may come from any thread, several at once; they let Python run.
+
+    All tensors are 1-D, contiguous, on the CPU, of one size, at any address; none may overlap another. The gradient is
+    not changed. Errors are UsageErrors that name the tensor.
+
+    Attributes:
+        reason: why this backend, for reports.
+    """
+
+    backend: Backend
+    threads: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({self.reason})"
+
+    def adam(
+        self,
+        scalars: AdamScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Adam (arXiv:1412.6980) with coupled or decoupled decay (arXiv:1711.05101).
+
+        Args:
+            master: float32 (n,), updated.
+            grad: bfloat16, float16 or float32 (n,).
+            exp_avg, exp_avg_sq: both float32 or both bfloat16 (n,), updated; rounded to nearest even.
+            out: bfloat16, float16 or float32 (n,), the new master in that dtype; None where there is none.
+        """
+        checked = {"master": (master, MASTER), "grad": (grad, GRADIENTS), "exp_avg": (exp_avg, MOMENTS)}
+        if _check({**checked, "exp_avg_sq": (exp_avg_sq, (exp_avg.dtype,))}, out):
+            self.backend.adam(scalars, master, grad, exp_avg, exp_avg_sq, out, self.threads)
+
+    def lion(
+        self,
+        scalars: LionScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Lion (arXiv:2302.06675, program 1); arguments as `adam`."""
+        if _check({"master": (master, MASTER), "grad": (grad, GRADIENTS), "exp_avg": (exp_avg, MOMENTS)}, out):
+            self.backend.lion(scalars, master, grad, exp_avg, out, self.threads)
+
+    def adagrad(
+        self,
+        scalars: AdagradScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        total: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Adagrad (Duchi, Hazan and Singer 2011); `total` is its float32 or bfloat16 sum, the rest as in `adam`."""
+        if _check({"master": (master, MASTER), "grad": (grad, GRADIENTS), "sum": (total, MOMENTS)}, out):
+            self.backend.adagrad(scalars, master, grad, total, out, self.threads)
+
+    def squares(self, grad: torch.Tensor) -> Squares:
+        """The sum of squares of a bfloat16, float16 or float32 (n,) gradient, and whether all of it is finite.
+
+        In float64; the order of the sum does not depend on the number of threads.
+        """
+        if not _check({"grad": (grad, GRADIENTS)}, None):
+            return Squares(0.0, None)
+        return self.backend.squares(grad, self.threads)
+
+
+def _check(tensors: Mapping[str, tuple[torch.Tensor, tuple[torch.dtype, ...]]], out: torch.Tensor | None) -> bool:
+    """Raise UsageError for what a kernel can't take; False where there is nothing to do."""
+    if out is not None:
+        tensors = {**tensors, "out": (out, OUTPUTS)}
+    numel = next(iter(tensors.values()))[0].numel()
+    for name, (tensor, dtypes) in tensors.items():
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise UsageError(f"host kernel: {name} is {str(tensor.dtype).removeprefix('torch.')}; it takes {wanted}")
+        if tensor.device.type != "cpu":
+            raise UsageError(f"host kernel: {name} is on {tensor.device}; it works in host memory only")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise UsageError(
+                f"host kernel: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it takes flat "
+                "contiguous tensors, such as view(-1) gives"
+            )
+        if tensor.numel() != numel:
+            raise UsageError(f"host kernel: {name} has {tensor.numel()} elements where the first tensor has {numel}")
+    if numel:
+        _refuse_overlap({name: tensor for name, (tensor, _) in tensors.items()})
+    return numel > 0
+
+
+def _refuse_overlap(tensors: Mapping[str, torch.Tensor]) -> None:
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors.items())
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            raise UsageError(f"host kernel: {first} and {second} overlap in memory; give each memory of its own")

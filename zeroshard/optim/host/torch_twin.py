@@ -1,0 +1,134 @@
+"""The host kernels in plain PyTorch: their oracle, and what runs where no compiler was there at installation.
+
+Blocks that fit into a core's cache go through the steps one after the other, in a few buffers of a block's size:
+
+    gradient --> g     moments in bfloat16 --> m, v     g, t: what lies between
+
+Every operation is one rounding: `add_(x, alpha)` and `addcmul_` are avoided, since torch fuses them in vectors and not
+in the rest. It moves the tensors between cache and registers some twenty times where the native kernel does it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zeroshard.optim.host.kernel import Squares
+from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
+
+BLOCK = 1 << 16
+"""Elements of a block: 256 KiB in float32."""
+
+
+class TorchTwin:
+    """A Backend. Threads are torch's own (`torch.set_num_threads`); `threads` changes nothing."""
+
+    name = "torch"
+
+    @torch.no_grad()
+    def adam(
+        self,
+        scalars: AdamScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """See HostKernel."""
+        buffers = _buffers(4, master.numel())
+        for cut in _blocks(master.numel()):
+            g, t, *room = (buffer[: cut.stop - cut.start] for buffer in buffers)
+            p, m, v = master[cut], _taken(exp_avg[cut], room[0]), _taken(exp_avg_sq[cut], room[1])
+            g.copy_(grad[cut]).mul_(scalars.coefficient)
+            if scalars.decoupled:
+                p.mul_(scalars.decay)
+            else:
+                g.add_(torch.mul(p, scalars.decay, out=t))
+            m.add_(torch.sub(g, m, out=t).mul_(scalars.one_beta1))
+            v.mul_(scalars.beta2).add_(g.mul_(g).mul_(scalars.one_beta2))
+            torch.sqrt(v, out=g).mul_(scalars.correction).add_(scalars.eps)
+            p.sub_(torch.mul(m, scalars.step_size, out=t).div_(g))
+            _given(m, exp_avg[cut])
+            _given(v, exp_avg_sq[cut])
+            if out is not None:
+                out[cut].copy_(p)
+
+    @torch.no_grad()
+    def lion(
+        self,
+        scalars: LionScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """See HostKernel."""
+        buffers = _buffers(4, master.numel())
+        for cut in _blocks(master.numel()):
+            g, t, u, room = (buffer[: cut.stop - cut.start] for buffer in buffers)
+            p, m = master[cut], _taken(exp_avg[cut], room)
+            g.copy_(grad[cut]).mul_(scalars.coefficient)
+            torch.mul(m, scalars.beta1, out=t).add_(torch.mul(g, scalars.one_beta1, out=u))
+            p.mul_(scalars.decay).sub_(torch.sign(t, out=t).mul_(scalars.lr))
+            m.mul_(scalars.beta2).add_(g.mul_(scalars.one_beta2))
+            _given(m, exp_avg[cut])
+            if out is not None:
+                out[cut].copy_(p)
+
+    @torch.no_grad()
+    def adagrad(
+        self,
+        scalars: AdagradScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        total: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """See HostKernel."""
+        buffers = _buffers(3, master.numel())
+        for cut in _blocks(master.numel()):
+            g, t, room = (buffer[: cut.stop - cut.start] for buffer in buffers)
+            p, s = master[cut], _taken(total[cut], room)
+            g.copy_(grad[cut]).mul_(scalars.coefficient)
+            g.add_(torch.mul(p, scalars.decay, out=t))
+            s.add_(torch.mul(g, g, out=t))
+            torch.sqrt(s, out=t).add_(scalars.eps)
+            p.sub_(g.mul_(scalars.rate).div_(t))
+            _given(s, total[cut])
+            if out is not None:
+                out[cut].copy_(p)
+
+    @torch.no_grad()
+    def squares(self, grad: torch.Tensor, threads: int) -> Squares:
+        """See HostKernel."""
+        total, first_bad = 0.0, None
+        for cut in _blocks(grad.numel()):
+            total += float(grad[cut].double().square_().sum())
+            if first_bad is None and not grad[cut].isfinite().all():
+                first_bad = cut.start + int(grad[cut].isfinite().logical_not_().nonzero()[0, 0])
+        return Squares(total, first_bad)
+
+
+def _blocks(numel: int) -> Iterator[slice]:
+    for low in range(0, numel, BLOCK):
+        yield slice(low, min(low + BLOCK, numel))
+
+
+def _buffers(count: int, numel: int) -> list[torch.Tensor]:
+    return list(torch.empty(count, min(numel, BLOCK), dtype=torch.float32).unbind())
+
+
+def _taken(moment: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """A moment in float32: itself, or a copy in `room`."""
+    return moment if moment.dtype == torch.float32 else room.copy_(moment)
+
+
+def _given(value: torch.Tensor, moment: torch.Tensor) -> None:
+    """Put a moment back where it rests, if it was copied."""
+    if moment.dtype != torch.float32:
+        moment.copy_(value)
