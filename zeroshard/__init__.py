@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         plan_of,
         shard,
     )
+    from zeroshard.engine.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb, ZeroOneAdam
     from zeroshard.plan.builder import Precision, Recipe, build_plan
@@ -108,6 +109,8 @@ _HOME = {
     "memory_status": "zeroshard.engine.memory_use",
     "TiledLinear": "zeroshard.sharding.tiled",
     "OnDevice": "zeroshard.sharding.on_device",
+    "PREEMPTED": "zeroshard.engine.preemption",
+    "Preemption": "zeroshard.engine.preemption",
     "set_z3_leaf_modules": "zeroshard.sharding.marks",
     "unset_z3_leaf_modules": "zeroshard.sharding.marks",
     "set_z3_leaf_module": "zeroshard.sharding.marks",
@@ -120,6 +123,7 @@ _HOME = {
 }
 
 __all__ = [
+    "PREEMPTED",
     "STAGES",
     "ExecutionPolicy",
     "GatheredParameters",
@@ -134,6 +138,7 @@ __all__ = [
     "OneBitLamb",
     "Plan",
     "Precision",
+    "Preemption",
     "Recipe",
     "Sharding",
     "TiledLinear",

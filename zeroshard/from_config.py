@@ -199,5 +199,5 @@ def _engine_options(config: Config) -> EngineOptions:
         accumulate_dtype=config.precision.grad_accum,
         autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
         loader=LoaderOptions(drop_last=config.drop_last),
-        saving=Saving(config.checkpoint.background, config.checkpoint.keep),
+        saving=Saving(config.checkpoint.background, config.checkpoint.keep, config.checkpoint.directory),
     )

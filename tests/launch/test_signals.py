@@ -56,6 +56,50 @@ def test_a_stop_signal_ends_the_ranks_and_what_they_started(tmp_path: Path, numb
     assert _left_running(pids) == []
 
 
+_SAVES = """
+    import os, signal, sys, time
+    stop = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+    pid, descriptor = os.environ["ZEROSHARD_LINE"].split(":")
+    assert pid == str(os.getpid())
+    os.write(int(descriptor), b"saves\\n")
+    time.sleep(0.1)
+    os.write(1, b"going %d\\n" % os.getpid())
+    while not stop:
+        time.sleep(0.01)
+    # One does not end in time.
+    time.sleep(0 if os.environ["RANK"] == "0" else SECONDS)
+    sys.exit(75)
+"""
+
+
+def test_ranks_that_save_at_a_signal_are_asked_once_and_are_not_restarted(tmp_path: Path) -> None:
+    words = ["run", "--nproc", "2", "--max-restarts", "3"]
+    launcher = start(tmp_path, *words, script(tmp_path, _SAVES.replace("SECONDS", "1")), stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert all(launcher.stdout.readline().startswith("going") for _ in range(2))
+    launcher.send_signal(signal.SIGTERM)
+    out, said = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out) == (75, ""), said
+    assert "SIGTERM received: the ranks finish their step, save and end" in said
+    assert said.splitlines()[-1] == "zeroshard: the ranks were told to stop and have saved; status 75"
+
+
+def test_a_second_signal_does_not_wait_for_ranks_that_save(tmp_path: Path) -> None:
+    name = script(tmp_path, _SAVES.replace("SECONDS", "1000"))
+    launcher = start(tmp_path, "run", "--nproc", "2", name, stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stderr is not None
+    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.send_signal(signal.SIGTERM)
+    while "save and end" not in launcher.stderr.readline():
+        pass
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, said
+    assert _left_running(pids) == []
+
+
 def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path: Path) -> None:
     text = """
         import os, signal, time

@@ -151,6 +151,12 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise refuse("a string that is not empty", value)
+    return value
+
+
 def _print_interval(value: Any) -> Any:
     if value == math.inf and not isinstance(value, bool):
         return None
@@ -158,6 +164,7 @@ def _print_interval(value: Any) -> Any:
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
+Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[int, whole(0)]
 Count = Annotated[int, whole(1)]
 NonNegative = Annotated[float, real(0)]

@@ -23,6 +23,7 @@ from zeroshard.config.fields import (
     PrintInterval,
     Share,
     Size,
+    Text,
     one_of,
     whole,
 )
@@ -100,6 +101,7 @@ class DataTypesSection(Section):
 class CheckpointSection(Section):
     in_background: Flag = Field(default=False, alias="async")
     keep: Count | None = None
+    directory: Text | None = None
 
 
 class ObeyedSections(Section):

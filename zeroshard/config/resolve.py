@@ -159,6 +159,7 @@ class _Resolver:
     def config(self) -> Config:
         sections = self._sections()
         batch_config = self._batch(sections)
+        saving = sections.checkpoint
         precision = self._precision(sections)
         optimizer = self._component("optimizer", OPTIMIZERS, UNBUILT_OPTIMIZERS)
         scheduler = self._component("scheduler", SCHEDULERS, ())
@@ -176,7 +177,7 @@ class _Resolver:
             ),
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
-            checkpoint=CheckpointConfig(sections.checkpoint.in_background, sections.checkpoint.keep),
+            checkpoint=CheckpointConfig(saving.in_background, saving.keep, saving.directory),
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,

@@ -127,10 +127,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are saved: in the background, and how many are kept (None: all)."""
+    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one."""
 
     background: bool
     keep: int | None
+    directory: str | None
 
 
 @dataclass(frozen=True)

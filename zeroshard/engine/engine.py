@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from zeroshard.engine.batching import Batching, BatchSizes
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, LoaderOptions, make_loader
 from zeroshard.engine.native import close, stepper_of
+from zeroshard.engine.preemption import PREEMPTED, Preemption
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.weights_file import save_16bit_model
 from zeroshard.errors import UsageError, ZeroShardWarning
@@ -32,10 +34,20 @@ from zeroshard.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Saving:
-    """How checkpoints are saved: written in the background, and how many are kept (None: all)."""
+    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one."""
 
     background: bool = False
     keep: int | None = None
+    directory: str | None = None
+
+
+@dataclass(frozen=True)
+class _OnSigterm:
+    """Where a run that is told to stop saves, and what gives the client state."""
+
+    preemption: Preemption
+    directory: Path
+    client_state: Callable[[], Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,9 @@ class Engine(nn.Module):
         self._batching = Batching(batch, handle_of(model).plan.dp)
         self._inside_no_sync = False
         self._outcome_open = False
+        self._on_sigterm: _OnSigterm | None = None
+        if self._options.saving.directory is not None:
+            self.save_on_sigterm(self._options.saving.directory)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -137,6 +152,8 @@ class Engine(nn.Module):
         self.optimizer.zero_grad()
         if stepper.settled:
             self._close_outcome(stepper)
+        if self._on_sigterm is not None and self._on_sigterm.preemption.due():
+            self._save_and_end(self._on_sigterm)
 
     def _close_outcome(self, stepper: StepperBase) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
@@ -369,6 +386,48 @@ class Engine(nn.Module):
             self._count_from(loaded.counters)
         return str(loaded.folder), loaded.client_state
 
+    def save_on_sigterm(
+        self,
+        save_dir: str | os.PathLike[str],
+        client_state: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """From now on SIGTERM to any rank saves after the running step and ends all ranks; called by all ranks.
+
+        `step()` raises SystemExit with status `zeroshard.PREEMPTED` then. `checkpoint.directory` of the config does
+        the same.
+
+        Args:
+            client_state: called for what is saved as such.
+        """
+        if self._on_sigterm is not None:
+            self._on_sigterm.preemption.close()
+        self._on_sigterm = _OnSigterm(Preemption(self.module), Path(save_dir), client_state)
+
+    def _save_and_end(self, on_sigterm: _OnSigterm) -> NoReturn:
+        state = on_sigterm.client_state
+        self.save_checkpoint(on_sigterm.directory, client_state=None if state is None else state(), background=False)
+        self.destroy()
+        raise SystemExit(PREEMPTED)
+
+    def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from the newest checkpoint if there is one, at any number of ranks; called by all ranks.
+
+        Args:
+            load_dir: by default `checkpoint.directory` of the config.
+
+        Returns:
+            Its folder and the client state; (None, None) where there is none yet.
+
+        Raises:
+            CheckpointError: as `load_checkpoint`.
+        """
+        directory = self._options.saving.directory if load_dir is None else load_dir
+        if directory is None:
+            raise UsageError("resume: give the directory, or checkpoint.directory in the config")
+        if not checkpoints.any_checkpoint(self.module, directory):
+            return None, None
+        return self.load_checkpoint(directory)
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -399,7 +458,10 @@ class Engine(nn.Module):
             self._close_outcome(self._stepper(call))
 
     def destroy(self) -> None:
-        """Take the hooks off the model and stop the watchdog."""
+        """Take the hooks off the model and stop the watchdog; SIGTERM does again what it did before."""
+        if self._on_sigterm is not None:
+            self._on_sigterm.preemption.close()
+            self._on_sigterm = None
         close(self.module)
 
     @property

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -57,6 +58,8 @@ class Ranks:
 def launch(ranks: Ranks, voice: Voice) -> int:
     """Run the job's ranks on this node; the exit status, 0 if all ranks ended well.
 
+    SIGTERM asks ranks that can to save and end; the status is then PREEMPTED, and nothing is restarted.
+
     Raises UsageError if the ranks can't be started: the script is missing, the port is taken, the master is not there.
     """
     job = ranks.job
@@ -72,7 +75,7 @@ def launch(ranks: Ranks, voice: Voice) -> int:
         stopping=voice.stopping,
     )
     try:
-        with watch, _says_who_is_missing(job, watch):
+        with watch, _asks_to_save(watch, voice), _says_who_is_missing(job, watch):
             voice.ready()
             launch_agent(_config(ranks), sys.executable, _command(job))
     except ChildFailedError as error:
@@ -86,7 +89,25 @@ def launch(ranks: Ranks, voice: Voice) -> int:
         raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
     finally:
         watch.end_leftovers()
-    return voice.ended(0, [])
+    return voice.preempted() if watch.preempted else voice.ended(0, [])
+
+
+@contextmanager
+def _asks_to_save(watch: RankWatch, voice: Voice) -> Iterator[None]:
+    """SIGTERM is a request to the ranks that can save, once; else, and from then on, what torch's agent makes of it."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if voice.may_save() and watch.ask_to_save():
+            voice.saving(signal.SIGTERM)
+            return
+        watch.stop(signal.SIGTERM)
+        raise SignalException(f"process {os.getpid()} got SIGTERM", signal.SIGTERM)
+
+    former = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _config(ranks: Ranks) -> LaunchConfig:
@@ -103,6 +124,7 @@ def _config(ranks: Ranks) -> LaunchConfig:
         rdzv_configs={} if alone else {"rank": job.node_rank, "timeout": job.rendezvous_timeout},
         local_addr="localhost" if job.nnodes == 1 else None,
         max_restarts=job.max_restarts,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
         logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console),
     )

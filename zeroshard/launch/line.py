@@ -30,7 +30,8 @@ from zeroshard.cluster import DEFAULT_PORT
 from zeroshard.launch.arbiter import Arbiter
 from zeroshard.launch.frames import Message
 from zeroshard.launch.job import Job
-from zeroshard.launch.voice import say
+from zeroshard.launch.runner import PREEMPTED
+from zeroshard.launch.voice import SAVED, SAVING, say
 
 _KEY = "zeroshard/line"
 # How long a node whose ranks have failed waits to hear whether another came first.
@@ -225,6 +226,19 @@ class Line:
         self._heard.wait(_VERDICT_SECONDS)
         say(f"{self._verdict()}\nzeroshard: ended the ranks of this node")
         return 1
+
+    def may_save(self) -> bool:
+        """Not when it is the judge who ends this node."""
+        return not self._stopped
+
+    def saving(self, number: signal.Signals) -> None:
+        """The ranks of the other nodes hear of it from those of this one."""
+        say(SAVING.format(number.name))
+
+    def preempted(self) -> int:
+        """To the others this node has ended well."""
+        say(SAVED)
+        return self.ended(0, []) or PREEMPTED
 
     def ended(self, status: int, consequences: list[str]) -> int:
         """Tell what came first in the job, then what of it was here."""

@@ -29,7 +29,8 @@ from zeroshard.launch.channel import Channel
 from zeroshard.launch.frames import Message
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job
-from zeroshard.launch.voice import say
+from zeroshard.launch.runner import PREEMPTED
+from zeroshard.launch.voice import SAVED, SAVING, say
 
 _BEAT_SECONDS = 5.0
 _HELLO_SECONDS = 120.0
@@ -62,6 +63,7 @@ class Node:
     lines: list[str] = field(default_factory=list)
     left_at: float | None = None
     told_to_stop: bool = False
+    saving: bool = False
 
 
 @dataclass
@@ -71,6 +73,7 @@ class _Stop:
     number: signal.Signals | None
     since: float
     killed: bool = False
+    again: bool = False
 
 
 class RemoteJob:
@@ -85,6 +88,7 @@ class RemoteJob:
         self._began = time.monotonic()
         self._beaten = self._began
         self._signals: list[signal.Signals] = []
+        self._asked = False
 
     def run(self) -> int:
         """Until all nodes have ended. UsageError if one could not be reached or refused the job."""
@@ -133,6 +137,11 @@ class RemoteJob:
                 self._lost(node, how)
             case "stopping":
                 pass  # as it was told
+            case "saving":
+                node.saving = True
+                if not self._asked:
+                    self._asked = True
+                    say(SAVING.format(message["signal"]))
             case "killed":
                 self._lost(node, f"the agent on it was killed by {message['signal']}")
             case "left":
@@ -174,7 +183,8 @@ class RemoteJob:
                 self._check_end(node, now)
         if self._refusal is not None and all(node.state is not State.CONNECTING for node in self._nodes):
             self._begin_stop(None)
-        if self._stop is None and now - self._beaten >= _BEAT_SECONDS:
+        # Nodes whose ranks save take as long as they take; they still want to hear that the launcher lives.
+        if (self._stop is None or self._saving()) and now - self._beaten >= _BEAT_SECONDS:
             self._beaten = now
             for node in self._nodes:
                 node.channel.write("beat")
@@ -200,7 +210,12 @@ class RemoteJob:
                 self._refusal = self._refusal or ""  # the others are heard out first: several may be unreachable
             else:
                 self._lost(node, "the connection to it ended")
-        elif node.status and not self._arbiter.troubled and self._refusal is None and self._stop is None:
+        elif (
+            node.status not in (0, PREEMPTED)
+            and not self._arbiter.troubled
+            and self._refusal is None
+            and self._stop is None
+        ):
             self._lost(node, f"its agent ended with status {node.status}")
 
     def _lost(self, node: Node, how: str) -> None:
@@ -235,11 +250,23 @@ class RemoteJob:
             self._begin_stop(number)
         else:  # a second Ctrl-C
             self._stop.number = self._stop.number or number
+            if self._saving():
+                self._stop.since = time.monotonic()
+            self._stop.again = True
             for node in self._nodes:
                 self._send_stop(node, number)
 
+    def _saving(self) -> bool:
+        """Whether all nodes that have not ended were asked, once, by the user, to save."""
+        stop = self._stop
+        asked = stop is not None and stop.number is signal.SIGTERM and not stop.again
+        running = [node for node in self._nodes if node.state is State.RUNNING]
+        return asked and bool(running) and all(node.saving for node in running)
+
     def _press(self, stop: _Stop, now: float) -> None:
         """A node that does not end when told to is ended; then the ssh to it."""
+        if self._saving():
+            return
         if now - stop.since > _STOP_SECONDS and not stop.killed:
             stop.killed = True
             for node in self._nodes:
@@ -260,6 +287,9 @@ class RemoteJob:
     def _conclude(self) -> int:
         if self._refusal is not None:
             raise UsageError(self._refusal or _unreachable(self._nodes))
+        if not self._arbiter.troubled and {node.status for node in self._nodes} == {PREEMPTED}:
+            say(SAVED)
+            return PREEMPTED
         if self._stop is not None and self._stop.number is not None:
             say(f"zeroshard: {self._stop.number.name} received, all hosts ended")
             return 128 + self._stop.number

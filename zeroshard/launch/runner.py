@@ -1,12 +1,16 @@
 """What runs in each rank: the user's script, with its end reported to the launcher.
 
     launcher --- agent --> python runner.py script train.py --lr 1
-        ^                      | hello, then "failed" or "done", then end of file when the process dies
+        ^                      | hello, then "failed", "done" or "preempted", then end of file when the process dies
         +------ unix socket ---+
 
 Plain torchrun shows a rank's traceback only if the script is decorated with `record`; here every script is covered.
 The traceback goes into the agent's error file, in its format, and is printed once, by the launcher, above the errors
 that the other ranks suffer in consequence. The socket gives the order of deaths, also of those that leave no file.
+
+A script that was told to stop and has saved leaves with status 75 (PREEMPTED). The agent would take that for a failure
+and restart it, so to the agent it has ended well, and the launcher hears "preempted". A script says "saves" on the same
+socket, which LINE_VARIABLE names, when it wants SIGTERM as a request.
 
 It is started by path and imports only the standard library, so that the script still decides what is imported first
 and in which environment (thread counts, visible devices).
@@ -30,6 +34,8 @@ from types import TracebackType
 
 WATCH_VARIABLE = "ZEROSHARD_WATCH"
 CORES_VARIABLE = "ZEROSHARD_CORES"
+LINE_VARIABLE = "ZEROSHARD_LINE"
+PREEMPTED = 75
 FATAL_STACKS = "fatal.txt"
 _PR_SET_PDEATHSIG = 1
 
@@ -48,6 +54,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # the launcher passes Ctrl-C on; it is nobody's failure
     except SystemExit as stop:
+        if stop.code == PREEMPTED and _tell(launcher, "preempted"):
+            sys.exit(0)
         if stop.code in (None, 0):
             _tell(launcher, "done")
         else:
@@ -97,6 +105,8 @@ def _greet(error_file: Path) -> socket.socket:
     launcher.connect(os.environ.pop(WATCH_VARIABLE))
     # A forked data loader worker that outlives its rank would hold the connection open.
     os.register_at_fork(after_in_child=launcher.close)
+    # With the number of this process, for whoever inherits the variable has not inherited the connection.
+    os.environ[LINE_VARIABLE] = f"{os.getpid()}:{launcher.fileno()}"
     hello = {
         "rank": int(os.environ["RANK"]),
         "local_rank": int(os.environ["LOCAL_RANK"]),

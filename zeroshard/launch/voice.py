@@ -2,6 +2,7 @@
 
     died     a rank has failed or vanished: at once, perhaps without a cause yet
     cause    the report of the rank that failed first on this node, with its traceback
+    saving   a signal has come, and the ranks save; preempted: they have ended so
     stopping a signal has come; stopped: it has done its work
     ended    the agent is through: its exit status and what followed from the cause
 
@@ -17,6 +18,10 @@ import sys
 from typing import Protocol
 
 from zeroshard.launch import frames
+from zeroshard.launch.runner import PREEMPTED
+
+SAVING = "zeroshard: {} received: the ranks finish their step, save and end; a second one ends them at once"
+SAVED = f"zeroshard: the ranks were told to stop and have saved; status {PREEMPTED}"
 
 
 class Voice(Protocol):
@@ -42,6 +47,18 @@ class Voice(Protocol):
         """They have ended; returns the exit status."""
         ...
 
+    def may_save(self) -> bool:
+        """Whether SIGTERM can be a request to save: not when it comes because of a failure elsewhere."""
+        ...
+
+    def saving(self, number: signal.Signals) -> None:
+        """The ranks were asked to save and end."""
+        ...
+
+    def preempted(self) -> int:
+        """They have; returns the exit status."""
+        ...
+
     def ended(self, status: int, consequences: list[str]) -> int:
         """All ranks have ended; returns the exit status."""
         ...
@@ -65,6 +82,16 @@ class ToUser:
     def stopped(self, number: signal.Signals) -> int:
         say(f"zeroshard: {number.name} received, all ranks ended")
         return 128 + number
+
+    def may_save(self) -> bool:
+        return True
+
+    def saving(self, number: signal.Signals) -> None:
+        say(SAVING.format(number.name))
+
+    def preempted(self) -> int:
+        say(SAVED)
+        return PREEMPTED
 
     def ended(self, status: int, consequences: list[str]) -> int:
         if consequences:
@@ -93,6 +120,16 @@ class ToLauncher:
 
     def stopped(self, number: signal.Signals) -> int:
         return 128 + number
+
+    def may_save(self) -> bool:
+        return os.getppid() == self._guard
+
+    def saving(self, number: signal.Signals) -> None:
+        frames.send({"kind": "saving", "signal": number.name})
+
+    def preempted(self) -> int:
+        frames.send({"kind": "ended", "status": PREEMPTED, "lines": []})
+        return PREEMPTED
 
     def ended(self, status: int, consequences: list[str]) -> int:
         frames.send({"kind": "ended", "status": status, "lines": consequences})

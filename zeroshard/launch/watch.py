@@ -38,7 +38,8 @@ _STATUS_SECONDS = 0.05
 _VIOLENT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# SIGTERM may be a request to save, which the agent decides.
+_STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankProcess(NamedTuple):
@@ -86,7 +87,8 @@ class RankWatch:
     `died` before it, at the first sign of the same death (twice if a violent one then goes before another). `stopping`
     is called when a signal tells this process to stop; what ends from then on has not failed.
 
-    After `__exit__`, `processes` holds every rank that said hello, and `first(attempt)` the first death of an attempt.
+    Ranks that say "saves" take SIGTERM as a request: `ask_to_save` sends it.
+    After `__exit__`, `processes` holds every rank that said hello, `first()` the first death of the last attempt.
     """
 
     path: Path
@@ -96,6 +98,10 @@ class RankWatch:
     processes: list[RankProcess] = field(default_factory=list)
     _attempts: dict[int, _Attempt] = field(default_factory=dict)
     _told_to_stop: bool = False
+    _saving: set[int] = field(default_factory=set)
+    _ended: set[int] = field(default_factory=set)
+    _preempted: set[int] = field(default_factory=set)
+    _asked: bool = False
 
     def __enter__(self) -> RankWatch:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -126,12 +132,41 @@ class RankWatch:
             key.fileobj.close()
         self._selector.close()
 
+    def ask_to_save(self) -> bool:
+        """Ask all ranks to save and end; False, and nothing done, if one of them would not, or was asked before."""
+        running = self._running()
+        if not running:
+            return self.preempted  # they heard of it themselves, and are through
+        if self._asked or not running <= self._saving:
+            return False
+        self._asked = True
+        _signal(running, signal.SIGTERM)
+        return True
+
+    def stop(self, number: signal.Signals) -> None:
+        """The agent is going to end its ranks: what ends from now on has not failed. Those that save end at once."""
+        if not self._told_to_stop:
+            self._told_to_stop = True
+            self.stopping(number)
+        if self._asked:
+            _signal(self._running(), signal.SIGKILL)
+
+    def _running(self) -> set[int]:
+        attempt = self._last_attempt()
+        return {process.pid for process in self.processes if process.attempt == attempt} - self._ended
+
     def first(self) -> Death | None:
         """The first death of the last attempt."""
-        if not self.processes:
-            return None
-        attempt = self._attempts.get(max(process.attempt for process in self.processes))
+        attempt = self._attempts.get(self._last_attempt())
         return attempt.first if attempt else None
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a rank of the last attempt was told to stop and has saved."""
+        return self._last_attempt() in self._preempted
+
+    def _last_attempt(self) -> int:
+        return max((process.attempt for process in self.processes), default=0)
 
     def announced(self, death: Death) -> bool:
         """Whether the death has been told."""
@@ -178,6 +213,7 @@ class RankWatch:
             self._selector.unregister(peer.connection)
             peer.connection.close()
             if peer.process is not None and not peer.ended:
+                self._ended.add(peer.process.pid)
                 self._died(Death(peer.process, recorded=False, signal=_end_signal(peer.process.pid)))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
@@ -190,15 +226,20 @@ class RankWatch:
             self.processes.append(peer.process)
             self._announce_where(lambda number, attempt: number < process.attempt)
             return
+        if line == b"saves":
+            self._saving.add(peer.process.pid)
+            return
         peer.ended = True
+        self._ended.add(peer.process.pid)
         if line == b"failed":
             self._died(Death(peer.process, recorded=True))
+        elif line == b"preempted":
+            self._preempted.add(peer.process.attempt)
 
     def _hear_signals(self) -> None:
         for number in self._signalled.recv(64):
-            if number in _STOPS and not self._told_to_stop:
-                self._told_to_stop = True
-                self.stopping(signal.Signals(number))
+            if number in _STOPS:
+                self.stop(signal.Signals(number))
 
     def _died(self, death: Death) -> None:
         number = death.process.attempt
@@ -210,6 +251,8 @@ class RankWatch:
         seconds = _CAUSE_SECONDS if death.signal is None and not death.recorded else _SETTLE_SECONDS
         self._attempts[number] = _Attempt(death, time.monotonic() + seconds)
         self.died(death)
+        if self._asked:
+            os.kill(os.getpid(), signal.SIGTERM)  # a rank could not save: that is the end, and nothing to be restarted
 
     def _announce_where(self, due: Callable[[int, _Attempt], bool]) -> None:
         for number, attempt in self._attempts.items():
@@ -237,6 +280,12 @@ def _end_signal(pid: int) -> signal.Signals | None:
             return signal.Signals(status.si_status) if killed else None
         time.sleep(0.002)
     return None
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _exists(pid: int) -> bool:
