@@ -56,8 +56,12 @@ def on_two_ranks(script: str, tmp_path: Path) -> str:
 def _script(rank: int, world_size: int, path: str) -> str:
     _leave(world_size)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(path, run_name="__main__")
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     return printed.getvalue()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+import zeroshard
 from tests.support.models import Batch, Task
 from tests.support.training import Outcome, Setting, adamw, build, full_parameters
 from zeroshard.engine.build import build_handle
@@ -53,8 +54,16 @@ def on_device(task: Task, setting: Setting, streams: Streams | None = None) -> t
     return model, ShardedOptimizer(source.groups, source.defaults, stepper, "AdamW")
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, setting: Setting, rank: int) -> Outcome:
-    """Steps of a sharded model; closes it."""
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    setting: Setting,
+    rank: int,
+    *,
+    drain: bool = False,
+) -> Outcome:
+    """Steps of a sharded model, with `drain` each finished before the next forward; closes it."""
     outcome = Outcome()
     for step in range(setting.steps):
         for micro in range(setting.micro):
@@ -63,6 +72,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, settin
             outcome.losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
+        if drain:
+            zeroshard.drain(model)
     outcome.parameters = full_parameters(model)
     close(model)
     return outcome

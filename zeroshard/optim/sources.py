@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.kernel_update import KernelUpdate
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.site import Site
 from zeroshard.optim.streamed_adam import StreamedAdam
@@ -79,7 +80,7 @@ def rule_source(
         defaults,
         len(rule.state),
         lambda site: FlatUpdate(rule, site.regions, groups),
-        on_host=lambda site: FlatUpdate(rule, site.regions, groups),
+        on_host=lambda site: KernelUpdate(rule, site.regions, groups),
         on_device=(lambda site: DeviceAdam(rule, site.regions, site.device)) if on_device else None,
         streamed=(lambda site, buffers, numel: StreamedAdam(rule, site.regions, site.device, buffers, numel))
         if rule in (ADAM, ADAMW)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.optim.regions import Region
+from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState, SavedState, StatePart
 
@@ -161,13 +161,19 @@ class FlatUpdate(FlatState):
         region, state, steps = self.regions[number], self._state[number], self._steps[number]
         on = active[region.first_flag : region.first_flag + len(steps)]
         for run in region.runs(on, steps):
-            cut = slice(run.start, run.end)
-            grad = scaled(region.grad()[cut], coefficient)
-            self._rule.update(region.master[cut], grad, [kind[cut] for kind in state], hyper[run.hyper], run.step)
-            if region.param is not None:
-                region.param[cut].copy_(region.master[cut])
+            self._update_run(region, state, run, hyper[run.hyper], coefficient)
         for index, was_active in enumerate(on):
             steps[index] += was_active and region.hyper[index] >= 0
+
+    def _update_run(
+        self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
+    ) -> None:
+        """Update neighbouring elements alike."""
+        cut = slice(run.start, run.end)
+        grad = scaled(region.grad()[cut], coefficient)
+        self._rule.update(region.master[cut], grad, [kind[cut] for kind in state], hyper, run.step)
+        if region.param is not None:
+            region.param[cut].copy_(region.master[cut])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {

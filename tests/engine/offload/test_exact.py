@@ -14,7 +14,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import Task, square_loss
 from tests.support.offload import offloaded, on_device, recipe, train
 from tests.support.patience import Patience
-from tests.support.training import Setting, adamw, assert_same, build, sgd, shard_task, train_sharded
+from tests.support.training import Setting, adamw, assert_close, assert_same, build, sgd, shard_task, train_sharded
 from tests.support.zoo import Stack
 from zeroshard.engine.streams import Event, Stream
 from zeroshard.engine.virtual_streams import ClockedEvent, HazardError, Pace, VirtualStreams
@@ -40,16 +40,20 @@ def _by_processor(rank: int, world: int) -> None:
         for param in (None, "bf16"):
             plain = recipe(stage, param)
             setting = Setting(plan=plain, steps=3, micro=micro, clip=0.5)
-            expected = train_sharded(TASK, setting, rank)
-            got = train_sharded(TASK, setting.at(offloaded(plain, ratio=ratio, param=param_too)), rank)
+            offload = setting.at(offloaded(plain, ratio=ratio, param=param_too))
+            on_device = train_sharded(TASK, setting, rank)
+            beside = train_sharded(TASK, offload, rank)
+            one_by_one = train(*shard_task(TASK, offload), TASK, offload, rank, drain=True)
             what = f"stage {stage}, {micro} micro-batches, ratio {ratio}, {param}, parameters too: {param_too}"
-            assert got.losses == expected.losses, what
-            assert got.norms == pytest.approx(expected.norms, rel=1e-12), what
-            assert_same(got.parameters, expected.parameters, what)
+            assert beside.losses == one_by_one.losses, what
+            assert_same(beside.parameters, one_by_one.parameters, what)
+            assert beside.norms == pytest.approx(on_device.norms, rel=1e-4 if param else 1e-6), what
+            # The kernel's order of operations is that of the device's; torch's own, the reference here, is another.
+            assert_close(beside.parameters, on_device.parameters, 1e-6 if param is None else 1e-4, what)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_processor_updates_it_as_if_it_were_on_the_device(world: int) -> None:
+def test_the_processor_updates_it_as_if_it_were_on_the_device_and_nothing_overlapped(world: int) -> None:
     run_ranks(world, _by_processor)
 
 
@@ -61,13 +65,19 @@ def _adagrad(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.1)
 
 
+def _rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+
 def _other_optimizers(rank: int, world: int) -> None:
-    for optimizer in (_lion, _adagrad, sgd):
+    for optimizer, exact in ((_lion, False), (_adagrad, False), (_rmsprop, True), (sgd, True)):
         plain = recipe(3, "bf16")
         setting = Setting(plan=plain, steps=3, optimizer=optimizer)
         expected = train_sharded(TASK, setting, rank)
         got = train_sharded(TASK, setting.at(offloaded(plain)), rank)
-        assert_same(got.parameters, expected.parameters, optimizer.__name__)
+        if exact:  # no kernel: the rule itself works on host memory
+            assert_same(got.parameters, expected.parameters, optimizer.__name__)
+        assert_close(got.parameters, expected.parameters, 1e-4, optimizer.__name__)
 
 
 def test_so_do_the_other_element_wise_optimizers() -> None:

@@ -86,8 +86,9 @@ class Backend(Protocol):
 class HostKernel:
     """A backend and the threads it takes. Calls may come from any thread, several at once; they let Python run.
 
-    All tensors are 1-D, contiguous, on the CPU, of one size, at any address; none may overlap another. The gradient is
-    not changed. Errors are UsageErrors that name the tensor.
+    All tensors are 1-D, contiguous, on the CPU, of one size, at any address; none may overlap another, but that `out`
+    may be the memory of a gradient of its dtype. Else the gradient is not changed. Errors are UsageErrors that name the
+    tensor.
 
     Attributes:
         reason: why this backend, for reports.
@@ -174,7 +175,10 @@ def _check(tensors: Mapping[str, tuple[torch.Tensor, tuple[torch.dtype, ...]]], 
         if tensor.numel() != numel:
             raise UsageError(f"host kernel: {name} has {tensor.numel()} elements where the first tensor has {numel}")
     if numel:
-        _refuse_overlap({name: tensor for name, (tensor, _) in tensors.items()})
+        apart = {name: tensor for name, (tensor, _) in tensors.items()}
+        if out is not None and (out.data_ptr(), out.dtype) == (apart["grad"].data_ptr(), apart["grad"].dtype):
+            del apart["out"]  # each element is read before it is written
+        _refuse_overlap(apart)
     return numel > 0
 
 
