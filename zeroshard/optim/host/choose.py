@@ -11,7 +11,8 @@ import warnings
 import torch
 
 from zeroshard.errors import ZeroShardWarning
-from zeroshard.optim.host.kernel import Backend, HostKernel
+from zeroshard.optim.host.kernel import HostKernel
+from zeroshard.optim.host.native import NativeBackend, load_library
 from zeroshard.optim.host.torch_twin import TorchTwin
 
 
@@ -22,16 +23,12 @@ def host_kernel(threads: int | None = None) -> HostKernel:
         threads: what it takes; torch's number (OMP_NUM_THREADS, which `zeroshard run` sets) if None.
     """
     count = max(1, torch.get_num_threads() if threads is None else threads)
-    backend, reason = _native()
-    if backend is None:
-        warnings.warn(
-            f"the optimizer's step on the host runs in PyTorch, several times slower than native code: {reason}",
-            ZeroShardWarning,
-            stacklevel=2,
-        )
-        return HostKernel(TorchTwin(), count, reason)
-    return HostKernel(backend, count, reason)
-
-
-def _native() -> tuple[Backend | None, str]:
-    return None, "the native library was not built"
+    library, reason = load_library()
+    if library is not None:
+        return HostKernel(NativeBackend(library), count, reason)
+    warnings.warn(
+        f"the optimizer's step on the host runs in PyTorch, several times slower than native code: {reason}",
+        ZeroShardWarning,
+        stacklevel=2,
+    )
+    return HostKernel(TorchTwin(), count, reason)

@@ -4,9 +4,10 @@
     write  master . moments . compute-dtype parameter (bf16, fp16, fp32, or none)
 
 Two backends compute it: native code (`native`) and plain PyTorch (`torch_twin`). Both do the same roundings in the same
-order, and none of them fused, so they give the same bits, which are those of `kernels.adam.adam_twin` too; the GPU
-kernel may fuse a product with a sum and agrees to float32 rounding. Rejected: fused multiply-add, which not every
-processor has and which gains nothing where memory decides.
+order, each to nearest and none of them fused, so they give the same bits, on every processor and with any number of
+threads. The order is that of `kernels.adam`; a GPU, which may fuse a product with a sum, and torch.optim, which orders
+some operations otherwise, agree to float32 rounding. Rejected: fused multiply-add, which not every processor has and
+which gains nothing where memory decides.
 """
 
 from __future__ import annotations

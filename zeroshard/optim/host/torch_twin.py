@@ -4,14 +4,16 @@ Blocks that fit into a core's cache go through the steps one after the other, in
 
     gradient --> g     moments in bfloat16 --> m, v     g, t: what lies between
 
-Every operation is one rounding: `add_(x, alpha)` and `addcmul_` are avoided, since torch fuses them in vectors and not
-in the rest. It moves the tensors between cache and registers some twenty times where the native kernel does it once.
+Every operation is one rounding to nearest. `add_(x, alpha)` and `addcmul_` are avoided, since torch fuses them in
+vectors and not in the rest; roots are numpy's, since torch's, of a mathematical library, are not always the nearest
+float32. It moves the tensors between cache and registers some twenty times where the native kernel does it once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from zeroshard.optim.host.kernel import Squares
@@ -49,7 +51,7 @@ class TorchTwin:
                 g.add_(torch.mul(p, scalars.decay, out=t))
             m.add_(torch.sub(g, m, out=t).mul_(scalars.one_beta1))
             v.mul_(scalars.beta2).add_(g.mul_(g).mul_(scalars.one_beta2))
-            torch.sqrt(v, out=g).mul_(scalars.correction).add_(scalars.eps)
+            _root(v, g).mul_(scalars.correction).add_(scalars.eps)
             p.sub_(torch.mul(m, scalars.step_size, out=t).div_(g))
             _given(m, exp_avg[cut])
             _given(v, exp_avg_sq[cut])
@@ -97,7 +99,7 @@ class TorchTwin:
             g.copy_(grad[cut]).mul_(scalars.coefficient)
             g.add_(torch.mul(p, scalars.decay, out=t))
             s.add_(torch.mul(g, g, out=t))
-            torch.sqrt(s, out=t).add_(scalars.eps)
+            _root(s, t).add_(scalars.eps)
             p.sub_(g.mul_(scalars.rate).div_(t))
             _given(s, total[cut])
             if out is not None:
@@ -132,3 +134,8 @@ def _given(value: torch.Tensor, moment: torch.Tensor) -> None:
     """Put a moment back where it rests, if it was copied."""
     if moment.dtype != torch.float32:
         moment.copy_(value)
+
+
+def _root(value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    np.sqrt(value.numpy(), out=out.numpy())
+    return out

@@ -1,0 +1,160 @@
+"""The host kernels in native code (`csrc/`): finding the library, and handing addresses over.
+
+A plain C interface through ctypes, which releases the interpreter for the length of a call; `csrc/library.cpp` says why
+not nanobind. Everything that C++ takes on trust was checked by `HostKernel`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from zeroshard.errors import UsageError
+from zeroshard.optim.host.kernel import Squares
+from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
+
+LIBRARY = Path(__file__).with_name("libzeroshard_host.so")
+VERSION = 1
+"""What `zeroshard_host_version` must answer."""
+SQUARES_BLOCK = 16_384
+"""Elements of which the library keeps one partial sum."""
+
+_SCALARS = 9
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_ADAM, _LION, _ADAGRAD = range(3)
+_int32, _int64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+class NativeBackend:
+    """A Backend: one instruction set of the library.
+
+    Args:
+        number: which of `instruction_sets()`; the first is the best.
+    """
+
+    def __init__(self, library: ctypes.CDLL, number: int = 0) -> None:
+        names = instruction_sets(library)
+        if not 0 <= number < len(names):
+            raise UsageError(f"this processor has instruction sets 0 to {len(names) - 1} ({', '.join(names)})")
+        self.name = names[number]
+        self._number = number
+        self._step = library.zeroshard_host_step
+        self._squares = library.zeroshard_host_squares
+
+    def adam(
+        self,
+        scalars: AdamScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """See HostKernel."""
+        self._run(_ADAM, astuple(scalars), master, grad, (exp_avg, exp_avg_sq), out, threads)
+
+    def lion(
+        self,
+        scalars: LionScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """See HostKernel."""
+        self._run(_LION, astuple(scalars), master, grad, (exp_avg,), out, threads)
+
+    def adagrad(
+        self,
+        scalars: AdagradScalars,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        total: torch.Tensor,
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        """See HostKernel."""
+        self._run(_ADAGRAD, astuple(scalars), master, grad, (total,), out, threads)
+
+    def squares(self, grad: torch.Tensor, threads: int) -> Squares:
+        """See HostKernel."""
+        partial = torch.empty(-(-grad.numel() // SQUARES_BLOCK), dtype=torch.float64)
+        total, bad = ctypes.c_double(), _int64()
+        code = self._squares(
+            self._number,
+            threads,
+            grad.numel(),
+            grad.data_ptr(),
+            _DTYPES[grad.dtype],
+            partial.data_ptr(),
+            ctypes.byref(total),
+            ctypes.byref(bad),
+        )
+        assert code == 0, "the library refused what was checked"
+        return Squares(total.value, None if bad.value < 0 else bad.value)
+
+    def _run(
+        self,
+        rule: int,
+        scalars: Sequence[float],
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        threads: int,
+    ) -> None:
+        numbers = (ctypes.c_float * _SCALARS)(*(float(value) for value in scalars))
+        code = self._step(
+            self._number,
+            rule,
+            threads,
+            master.numel(),
+            numbers,
+            master.data_ptr(),
+            grad.data_ptr(),
+            _DTYPES[grad.dtype],
+            state[0].data_ptr(),
+            state[1].data_ptr() if len(state) > 1 else None,
+            _DTYPES[state[0].dtype],
+            None if out is None else out.data_ptr(),
+            0 if out is None else _DTYPES[out.dtype],
+        )
+        assert code == 0, "the library refused what was checked"
+
+
+@cache
+def load_library(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None, and why in words. Nothing is compiled."""
+    if not path.exists():
+        return None, "no C++ compiler was there when zeroshard was installed; install one and zeroshard again"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.zeroshard_host_version.restype = _int32
+        version = library.zeroshard_host_version()
+    except (OSError, AttributeError) as error:
+        return None, f"{path.name} can't be loaded ({error}); install zeroshard again"
+    if version != VERSION:
+        return None, f"{path.name} is of another version of zeroshard ({version}, not {VERSION}); install it again"
+    library.zeroshard_host_set.argtypes = [_int32]
+    library.zeroshard_host_set.restype = ctypes.c_char_p
+    step, squares = library.zeroshard_host_step, library.zeroshard_host_squares
+    step.restype = squares.restype = _int32
+    tensors = [_address, _address, _int32, _address, _address, _int32, _address, _int32]
+    step.argtypes = [_int32, _int32, _int32, _int64, ctypes.POINTER(ctypes.c_float), *tensors]
+    squares.argtypes = [_int32, _int32, _int64, _address, _int32, _address, _address, _address]
+    return library, "native code"
+
+
+def instruction_sets(library: ctypes.CDLL) -> list[str]:
+    """Those of the library that this processor has, best first; the last is 'plain'."""
+    names: list[str] = []
+    while (name := library.zeroshard_host_set(len(names))) is not None:
+        names.append(name.decode())
+    return names
