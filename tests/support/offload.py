@@ -13,7 +13,7 @@ from tests.support.training import Outcome, Setting, adamw, build, full_paramete
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
-from zeroshard.engine.native import close, make_plan, make_regions
+from zeroshard.engine.native import attach_optimizer, close, make_plan, make_regions
 from zeroshard.engine.streams import Streams
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam
@@ -51,7 +51,7 @@ def on_device(task: Task, setting: Setting, streams: Streams | None = None) -> t
     handle = build_handle(model, plan, device=CPU, streams=streams)
     mark_parameters(handle)
     stepper = DeviceStepper(handle, DeviceAdam(ADAMW, make_regions(handle, source.groups), CPU), None)
-    return model, ShardedOptimizer(source.groups, source.defaults, stepper, "AdamW")
+    return model, attach_optimizer(model, source, stepper)
 
 
 def train(

@@ -87,7 +87,13 @@ class Gradients:
         self._policy = plan.policy
         self._slots = plan.reduce_slots.of_unit
         self._free: dict[int, Event] = {}
-        self._squares: dict[int, _Squares] = {}
+        # Made here, on compute, which every reduce waits for: in the reduce's own turn their first zeros could come late.
+        self._squares = {
+            id(group): _squares_of(group)
+            for unit in self._storage.units
+            for group in unit.trainable
+            if group.plan.grad_on_host and group.staging is not None
+        }
         self._cuts: dict[tuple[int, int], _Cuts] = {}
         self.clear()
         if self._peers is not None:
@@ -167,20 +173,11 @@ class Gradients:
 
     def squares(self, group: Group) -> torch.Tensor:
         """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
-        return self._squares_of(group).total
+        return self._squares[id(group)].total
 
     def first_bad(self, group: Group) -> torch.Tensor:
         """Int64 scalar on the device: the first tile of such gradients that is not finite; see SquaredNorm."""
-        return self._squares_of(group).norm.first_bad
-
-    def _squares_of(self, group: Group) -> _Squares:
-        found = self._squares.get(id(group))
-        if found is None:
-            assert group.staging is not None
-            norm = SquaredNorm([(group.staging.dtype, group.staging.numel())], group.staging.device)
-            total = torch.zeros((), dtype=torch.float64, device=group.staging.device)
-            found = self._squares[id(group)] = _Squares(norm, total)
-        return found
+        return self._squares[id(group)].norm.first_bad
 
     def _wait_for_update(self, unit: Unit) -> None:
         event = self._updates.read(unit.index)
@@ -191,7 +188,7 @@ class Gradients:
 
     def _put_down(self, unit: Unit, group: Group, slot: int | None) -> None:
         """Square reduced gradients while they are on the device, and copy them to host memory."""
-        staging, grad, squares = group.staging, group.grad, self._squares_of(group)
+        staging, grad, squares = group.staging, group.grad, self._squares[id(group)]
         assert staging is not None
         assert grad is not None
         buffers = ((("wire", slot),), (("grad", unit.index),))
@@ -370,6 +367,13 @@ class Gradients:
         if unit.plan.axis == "shard":
             replicas, label = self._reduces["replicate"], unit.label
             self._streams.launch(Stream.REDUCE, lambda: replicas.all_reduce(part, label), (), (("grad", unit.index),))
+
+
+def _squares_of(group: Group) -> _Squares:
+    assert group.staging is not None
+    device = group.staging.device
+    norm = SquaredNorm([(group.staging.dtype, group.staging.numel())], device)
+    return _Squares(norm, torch.zeros((), dtype=torch.float64, device=device))
 
 
 def _land(grad: torch.Tensor, reduced: torch.Tensor, *, add: bool) -> None:

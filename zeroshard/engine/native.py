@@ -148,11 +148,15 @@ def build_optimized(
     mark_parameters(handle)
     if source is None:
         return model, None
-    stepper = _stepper(handle, source, scaler)
+    return model, attach_optimizer(model, source, _stepper(handle, source, scaler))
+
+
+def attach_optimizer(model: nn.Module, source: Source, stepper: StepperBase) -> ShardedOptimizer:
+    """The optimizer of a sharded model whose steps `stepper` runs; the model knows both from here on."""
     optimizer = ShardedOptimizer(source.groups, source.defaults, stepper, source.name, source.client)
     model.__dict__[_STEPPER], model.__dict__[_OPTIMIZER] = stepper, optimizer
     stepper.groups = optimizer.param_groups
-    return model, optimizer
+    return optimizer
 
 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:

@@ -31,7 +31,8 @@ class DeviceAdam(FlatState):
         self._rule = rule
         self._run = adam_kernel if device.type == "cuda" else adam_twin
         self._state = [tuple(region.new_state() for _ in rule.state) for region in regions]
-        self._tiles = [tile_table(region.pieces, device) for region in regions]
+        # State that rests elsewhere is updated in pieces, which have tiles of their own.
+        self._tiles = [tile_table(region.pieces if region.memory is None else (), device) for region in regions]
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
         self._owned = self._group_of >= 0

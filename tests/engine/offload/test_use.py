@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,17 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.measure import held_bytes
 from tests.support.models import Batch, Task, square_loss
-from tests.support.offload import offloaded, recipe
-from tests.support.training import Setting, adamw, assert_same, build, full_parameters, shard_task
+from tests.support.offload import offloaded, on_device, recipe
+from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
 from tests.support.zoo import Stack
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.host_memory import check_host_memory
+from zeroshard.engine.host_state_stepper import HostStateStepper
+from zeroshard.engine.native import stepper_of
+from zeroshard.engine.stepper import HostStepper
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import FlatUpdate
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.plan import HostUpdate, Plan
@@ -59,6 +65,12 @@ def _by_state(model: nn.Module, folder: Path) -> torch.Tensor:
     return found.reshape(-1)
 
 
+def _by_momentum(model: nn.Module, folder: Path) -> torch.Tensor:
+    found = zeroshard.safe_get_full_optimizer_state(_first(model), "momentum_buffer")
+    assert found is not None
+    return found.reshape(-1)
+
+
 def _by_full(model: nn.Module, folder: Path) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in full_parameters(model).values()])
 
@@ -66,7 +78,8 @@ def _by_full(model: nn.Module, folder: Path) -> torch.Tensor:
 def _by_checkpoint(model: nn.Module, folder: Path) -> torch.Tensor:
     zeroshard.save(model, folder, "now")
     other = build(TASK)
-    other, _ = zeroshard.shard(other, adamw(other), plan=recipe(3, "bf16"))
+    momentum = isinstance(stepper_of(model), HostStepper)
+    other, _ = zeroshard.shard(other, (sgd if momentum else adamw)(other), plan=recipe(3, "bf16"))
     zeroshard.load(other, folder, "now")
     return _by_full(other, folder)
 
@@ -88,20 +101,46 @@ READERS: list[Callable[[nn.Module, Path], torch.Tensor]] = [
 ]
 
 
+def _slowly(model: nn.Module) -> None:
+    """Let the worker take its time, so that nothing is done already when a reader forgets to wait for it."""
+    stepper = stepper_of(model)
+    assert isinstance(stepper, HostStateStepper)
+    update = stepper.update
+    assert isinstance(update, FlatUpdate)
+    apply_region = update.apply_region
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.01)
+        apply_region(*arguments)
+
+    update.apply_region = slow
+
+
+def _pair(update: HostUpdate, param: bool) -> tuple[tuple[nn.Module, ShardedOptimizer], ...]:
+    """A model with state on the host, and one with the same arithmetic on the device."""
+    plain = recipe(3, "bf16", None if update is HostUpdate.PROCESSOR else "float32")
+    setting = Setting(plan=plain, optimizer=sgd if update is HostUpdate.PROCESSOR else adamw)
+    away = shard_task(TASK, setting.at(offloaded(plain, update, param=param)))
+    if update is HostUpdate.STREAMED:
+        return away, on_device(TASK, setting)
+    _slowly(away[0])
+    return away, shard_task(TASK, setting)
+
+
 def _readers(rank: int, world: int, folder: str) -> None:
     for number, update in enumerate(HostUpdate):
         for param in (False, True):
-            plan = offloaded(recipe(3, "bf16"), update, param=param)
-            reference, its_optimizer = shard_task(TASK, Setting(plan=plan))
-            model, optimizer = shard_task(TASK, Setting(plan=plan))
+            (model, optimizer), (reference, its_optimizer) = _pair(update, param)
             for step, reader in enumerate(READERS):
+                if reader is _by_state and update is HostUpdate.PROCESSOR:
+                    reader = _by_momentum
                 _step(reference, its_optimizer, rank, step)
-                zeroshard.drain(reference)
                 _step(model, optimizer, rank, step)
                 place = Path(folder) / f"{number}{param}{reader.__name__}"
                 got, expected = reader(model, place / "a"), reader(reference, place / "b")
                 assert torch.equal(got, expected), (update, param, reader.__name__)
                 model.train()
+                reference.train()
             for each in (model, reference):
                 zeroshard.close(each)
 
