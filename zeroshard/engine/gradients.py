@@ -87,7 +87,7 @@ class Gradients:
         self._policy = plan.policy
         self._slots = plan.reduce_slots.of_unit
         self._free: dict[int, Event] = {}
-        # Made here, on compute, which every reduce waits for: in the reduce's own turn their first zeros could come late.
+        # Made here, on compute, which every reduce waits for: later their first zeros could come after the first sum.
         self._squares = {
             id(group): _squares_of(group)
             for unit in self._storage.units

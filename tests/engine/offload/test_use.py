@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,9 @@ def _slowly(model: nn.Module) -> None:
     assert isinstance(update, FlatUpdate)
     apply_region = update.apply_region
 
-    def slow(*arguments: Any) -> None:
+    def slow(number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         time.sleep(0.01)
-        apply_region(*arguments)
+        apply_region(number, coefficient, active, hyper)
 
     update.apply_region = slow
 
