@@ -8,6 +8,7 @@ import torch
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.memory import StateBytes, state_bytes
+from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy, Plan
 from zeroshard.planner.advice import impossible_memory, impossible_rate
@@ -15,7 +16,7 @@ from zeroshard.planner.cost import update_nbytes
 from zeroshard.planner.hardware import find_gpu
 from zeroshard.planner.memory import tier_bytes
 from zeroshard.planner.rows import hours
-from zeroshard.planner.tiers import Offload, offloaded
+from zeroshard.planner.tiers import Offload
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 GB = 1e9
@@ -23,15 +24,25 @@ BF16_GRADIENTS = Precision("bfloat16", accumulate="bfloat16")
 
 
 def _plan(
-    parameters: float, stage: int, dp: int, precision: Precision = BF16_GRADIENTS, accumulate: bool = False
+    parameters: float,
+    stage: int,
+    dp: int,
+    precision: Precision = BF16_GRADIENTS,
+    accumulate: bool = False,
+    offload: HostState | None = None,
 ) -> Plan:
     """A model of that many parameters in 64 units; 2-byte gradients unless the precision says otherwise."""
     numel = int(parameters) // 64 // 1024
     units = [
         UnitSpec(f"block{i}" if i else "", (ParameterSpec(f"w{i}", (numel, 1024), torch.float32),)) for i in range(64)
     ]
-    recipe = Recipe(STAGES[stage], {}, precision, ExecutionPolicy(accumulate=accumulate))
+    recipe = Recipe(STAGES[stage], {}, precision, ExecutionPolicy(accumulate=accumulate), offload=offload)
     return build_plan(units, recipe, dp=dp)
+
+
+def _on_host(parameters: float, *, param: bool) -> Plan:
+    """Stage 3 on 8 GPUs with whole master weights and all state in host memory."""
+    return _plan(parameters, 3, 8, offload=HostState(param=param))
 
 
 def _state(plan: Plan) -> StateBytes:
@@ -82,15 +93,14 @@ def test_thirteen_billion_at_stage_2_is_too_much_for_40_gb() -> None:
     [(70e9, Offload.CPU, 840), (70e9, Offload.CPU_PARAM, 980), (175e9, Offload.CPU, 2100)],
 )
 def test_host_bytes_of_offload(parameters: float, offload: Offload, expected: float) -> None:
-    plan = offloaded(_plan(parameters, 3, 8), offload)
-    host = dict(tier_bytes(plan).host)
+    host = dict(tier_bytes(_on_host(parameters, param=offload is Offload.CPU_PARAM)).host)
     gradients = host.pop("gradients")
     assert 8 * sum(host.values()) / GB == pytest.approx(expected, abs=0.5)
     assert 8 * gradients / GB == pytest.approx(2 * parameters / GB, abs=0.1)
 
 
 def test_an_optimizer_step_on_the_host_moves_28_bytes_a_parameter() -> None:
-    plan = offloaded(_plan(70e9, 3, 8), Offload.CPU)
+    plan = _on_host(70e9, param=False)
     moved = 8 * sum(update_nbytes(group) for _, group in plan.groups())
     assert moved / 1e12 == pytest.approx(1.96, abs=0.01)
 

@@ -141,7 +141,7 @@ def test_deepspeeds_estimators_answer_from_the_plan(capsys: pytest.CaptureFixtur
     plain = next(row for row in rows if row.offload is Offload.NONE)
     assert 7e9 * 14 / 8 < plain.per_gpu < 7e9 * 14 / 8 + 8 * 131e6 * 2
     down = next(row for row in rows if row.offload is Offload.CPU_PARAM)
-    assert down.per_host == pytest.approx(7e9 * 16, rel=0.01)
+    assert down.per_host == pytest.approx(7e9 * 14, rel=0.01)  # 2 of the parameter, 2 of its master, 8, 2
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     assert len(estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=2)) == 2
     assert "per host" in capsys.readouterr().out

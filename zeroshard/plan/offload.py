@@ -144,17 +144,19 @@ def returns_beside(group: GroupPlan, policy: ExecutionPolicy) -> bool:
     return not group.grad_on_host or group.wire != group.param.dtype
 
 
+def buffer_host_nbytes(group: GroupPlan, policy: ExecutionPolicy) -> int:
+    """Host bytes of what a group's gradients land in and its parameters leave from, where that is beside its state."""
+    numel, found = group.layout.shard_numel, 0
+    if group.grad is not None and lands_beside(group, policy):
+        found += numel * itemsize(group.grad.dtype)
+    return found + (numel * itemsize(group.param.dtype) if returns_beside(group, policy) else 0)
+
+
 def group_host_nbytes(group: GroupPlan, policy: ExecutionPolicy) -> int:
     """Bytes of host memory that one rank takes for a group."""
-    numel, grad = group.layout.shard_numel, group.grad
-    param = numel * itemsize(group.param.dtype)
-    if not group.state_on_host:
-        return param if group.param_on_host else 0
-    assert grad is not None
-    held = (group.master, group.moments, grad if group.grad_on_host else None)
-    found = sum(numel * itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
-    found += numel * itemsize(grad.dtype) if lands_beside(group, policy) else 0
-    return found + (param if returns_beside(group, policy) or group.param_on_host else 0)
+    held = (group.param, group.grad, group.master, group.moments)
+    resting = sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
+    return group.layout.shard_numel * resting + buffer_host_nbytes(group, policy)
 
 
 def host_nbytes(plan: Plan) -> int:
@@ -165,7 +167,7 @@ def host_nbytes(plan: Plan) -> int:
 def stream_element_nbytes(group: GroupPlan) -> int:
     """Bytes per element of what passes through a streaming buffer."""
     held = (group.master, group.moments, group.grad, group.param)
-    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
+    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is not Tier.DEVICE)
 
 
 def stream_buffer_nbytes(plan: Plan) -> tuple[int, ...]:

@@ -155,9 +155,9 @@ class GroupPlan:
 
     @property
     def state_on_host(self) -> bool:
-        """Whether the optimizer's state rests in host memory; where it has none, whether the parameters do."""
+        """Whether the optimizer's state rests off the device; where it has none, whether the parameters do."""
         held = (self.master, self.moments) if self.master is not None or self.moments is not None else (self.param,)
-        return self.trainable and any(one is not None and one.tier is Tier.HOST for one in held)
+        return self.trainable and any(one is not None and one.tier is not Tier.DEVICE for one in held)
 
     @property
     def param_on_host(self) -> bool:

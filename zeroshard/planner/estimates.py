@@ -22,11 +22,11 @@ from rich.table import Table
 from torch import nn
 
 from zeroshard.errors import PlanError
-from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu
+from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.report import human_bytes
-from zeroshard.planner.memory import tier_bytes, transient_nbytes
-from zeroshard.planner.tiers import Offload, allowed, offloaded, staging_nbytes
+from zeroshard.planner.memory import slots_nbytes, tier_bytes, transient_nbytes
+from zeroshard.planner.tiers import Offload, allowed, gpu_recipe
 from zeroshard.sharding.units import ParameterSpec, UnitSpec, find_units
 
 TABLE_WIDTH = 100
@@ -82,13 +82,11 @@ def estimates(units: Sequence[UnitSpec], stage: int, per_node: int, nodes: int) 
     for offload in Offload:
         if not allowed(offload, stage) or offload is Offload.NVME:
             continue
-        recipe = Recipe(sharding=STAGES[stage], precision=Precision("bfloat16"))
-        recipe = for_gpu(recipe, split_master=offload is Offload.NONE)
-        plan = offloaded(build_plan(units, recipe, dp=per_node * nodes), offload)
+        recipe = gpu_recipe(Recipe(sharding=STAGES[stage], precision=Precision("bfloat16")), offload)
+        plan = build_plan(units, recipe, dp=per_node * nodes)
         tiers = tier_bytes(plan)
-        slots = plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes + staging_nbytes(plan, offload)
         gradients = sum(transient_nbytes(plan, unit) for unit in range(len(plan.units)))
-        device = sum(tiers.device.values()) + slots + gradients
+        device = sum(tiers.device.values()) + slots_nbytes(plan) + gradients
         found.append(Estimate(stage, offload, device, sum(tiers.host.values()) * per_node))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.offload import link_traffic as plan_link_traffic
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.planner.rows import Row
 
@@ -20,15 +21,14 @@ def link_traffic(row: Row) -> Mapping[str, int]:
 
 
 def _pcie(row: Row) -> int:
-    """Gradients down and parameters up once a step; host parameters up at every gather."""
-    total = 0
-    for _, group in row.plan.groups():
-        shard = group.layout.shard_numel * itemsize(group.param.dtype)
-        if group.param.tier is Tier.HOST:
-            total += 2 * row.micro_batches * shard
-        if group.moments is not None and group.moments.tier is not Tier.DEVICE:
-            total += group.layout.shard_numel * itemsize(group.wire) + shard
-    return total
+    """What an update moves between device and host; host parameters up at every gather."""
+    moved = plan_link_traffic(row.plan)
+    gathered = sum(
+        2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)
+        for _, group in row.plan.groups()
+        if group.param_on_host
+    )
+    return moved.down + moved.up + gathered
 
 
 def _disk(row: Row) -> int:

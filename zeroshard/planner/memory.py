@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.offload import buffer_host_nbytes, stream_buffer_nbytes
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.plan import GroupPlan, Plan
 from zeroshard.planner.ledger import Purpose
@@ -92,14 +93,10 @@ class StepMemory:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def step_memory(plan: Plan, traced: Trace, *, staging: int = 0) -> StepMemory:
-    """The memory of one rank under `plan`, which must be made of the units that were traced.
-
-    Args:
-        staging: device bytes through which state of other tiers passes, beside the plan's slots.
-    """
+def step_memory(plan: Plan, traced: Trace) -> StepMemory:
+    """The memory of one rank under `plan`, which must be made of the units that were traced."""
     tiers = tier_bytes(plan)
-    resting = {**dict(tiers.device), "slots": _slots(plan) + staging, "workspaces": workspace_nbytes(plan)}
+    resting = {**dict(tiers.device), "slots": slots_nbytes(plan), "workspaces": workspace_nbytes(plan)}
     landed, started = 0, False
     moments: list[Moment] = []
     complete = iter(traced.complete)
@@ -126,6 +123,9 @@ def tier_bytes(plan: Plan) -> TierBytes:
                 continue
             tier = found[placement.tier]
             tier[name] = tier.get(name, 0) + group.nbytes(kind)
+        beside = buffer_host_nbytes(group, plan.policy)
+        if beside:
+            found[Tier.HOST]["buffers"] = found[Tier.HOST].get("buffers", 0) + beside
     return TierBytes(found[Tier.DEVICE], found[Tier.HOST], found[Tier.NVME])
 
 
@@ -156,8 +156,10 @@ def _is_transient(kind: StateKind, placement: Placement) -> bool:
     return kind is StateKind.GRAD and placement.residency is Residency.AROUND_USE
 
 
-def _slots(plan: Plan) -> int:
-    return plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes
+def slots_nbytes(plan: Plan) -> int:
+    """Device bytes of the buffers that gathers, reduces and streamed state pass through."""
+    passing = sum(stream_buffer_nbytes(plan))
+    return plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes + passing
 
 
 def _label(plan: Plan, segment: Segment, started: bool) -> str:

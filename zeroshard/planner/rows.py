@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zeroshard.plan.builder import Recipe, for_gpu, with_peer_copies
+from zeroshard.plan.builder import Recipe, with_peer_copies
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan, peer_problem
@@ -15,7 +15,7 @@ from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.hardware import GIB, Cluster
 from zeroshard.planner.memory import StepMemory, step_memory
-from zeroshard.planner.tiers import Offload, allowed, offloaded, staging_nbytes
+from zeroshard.planner.tiers import Offload, allowed, gpu_recipe, with_files
 from zeroshard.planner.timeline import StepTime, step_time
 from zeroshard.planner.trace import Trace
 from zeroshard.planner.workload import Workload
@@ -161,14 +161,13 @@ def make_row(
     """
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
     chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axis=recipe.sharding.axis), policy=policy)
-    # The host's optimizer keeps whole fp32 masters; the device's kernel keeps the remainder beside bf16 parameters.
-    chosen = for_gpu(chosen, split_master=setting.offload is Offload.NONE and recipe.moments == 2)
+    chosen = gpu_recipe(chosen, setting.offload)
     plan, traced = work.plan(chosen, dp=cluster.count, shard=shard, how=setting.checkpointing)
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
         plan = with_peer_copies(plan)
-    plan = offloaded(plan, setting.offload)
+    plan = with_files(plan, setting.offload)
     plain = work.trace(plan, Checkpointing.OFF)
-    memory = step_memory(plan, traced, staging=staging_nbytes(plan, setting.offload))
+    memory = step_memory(plan, traced)
     time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels, secondary=secondary)
     return Row(setting, plan, traced, memory, time, cluster, micro_batches, work.tokens, plain.flops, refused)
 

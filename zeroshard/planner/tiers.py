@@ -1,11 +1,12 @@
-"""Offload as an edit of a plan: the same placements, resting in another tier.
+"""Offload as rows of the table: what the engine's plan is asked for, and NVMe, which it does not run yet.
 
     none        everything on the device
-    cpu         master weights, moments and gradients on the host; the optimizer steps there
+    cpu         master weights, moments and gradients on the host; state streams through the GPU to be updated
     cpu+param   and the parameters' shards too; each gather copies its shard up first
-    nvme        master weights and moments in files, parameters and gradients on the host
+    nvme        as cpu+param, with master weights and moments in files
 
-Gradients always go down with the optimizer. (ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.)
+The plan of the first three is the one that the engine executes. Gradients always go down with the optimizer.
+(ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.)
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 
-from zeroshard.plan.placement import Placement, Residency, Tier
-from zeroshard.plan.plan import GroupPlan, Plan
+from zeroshard.plan.builder import Recipe, for_gpu
+from zeroshard.plan.offload import Offload as HostState
+from zeroshard.plan.placement import Placement, Tier
+from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan
 
 
 class Offload(str, Enum):
@@ -42,40 +45,27 @@ def allowed(offload: Offload, stage: int) -> bool:
     return stage >= 3 if offload.parameters is Tier.HOST else stage >= 1
 
 
-def offloaded(plan: Plan, offload: Offload) -> Plan:
-    """`plan` with its state in the tiers of `offload`."""
-    if offload is Offload.NONE:
+def gpu_recipe(recipe: Recipe, offload: Offload) -> Recipe:
+    """The recipe that the engine would take on GPUs for this offload, with what it leaves open decided."""
+    kernel = recipe.moments == 2  # Adam's: it takes split master weights, and streamed state
+    if offload is not Offload.NONE:
+        update = HostUpdate.STREAMED if kernel else HostUpdate.PROCESSOR
+        host = HostState(param=offload.parameters is Tier.HOST, update=update)
+        recipe = replace(recipe, offload=host)
+    return for_gpu(recipe, split_master=kernel)
+
+
+def with_files(plan: Plan, offload: Offload) -> Plan:
+    """The plan with what goes to NVMe there instead of in host memory."""
+    if offload is not Offload.NVME:
         return plan
-    units = tuple(replace(unit, groups=tuple(_group(group, offload) for group in unit.groups)) for unit in plan.units)
+    units = tuple(replace(unit, groups=tuple(map(_in_files, unit.groups))) for unit in plan.units)
     return replace(plan, units=units)
 
 
-def staging_nbytes(plan: Plan, offload: Offload) -> int:
-    """Device bytes through which shards pass, two at a time: parameters up, gradients down."""
-    if offload is Offload.NONE:
-        return 0
-    shards = [
-        sum(group.layout.shard_numel * 2 for group in unit.groups if group.trainable or offload.parameters is Tier.HOST)
-        for unit in plan.units
-    ]
-    return 2 * max(shards, default=0) * (2 if offload.parameters is Tier.HOST else 1)
+def _in_files(group: GroupPlan) -> GroupPlan:
+    return replace(group, master=_filed(group.master), moments=_filed(group.moments))
 
 
-def _group(group: GroupPlan, offload: Offload) -> GroupPlan:
-    param = _moved(group.param, offload.parameters)
-    assert param is not None
-    if not group.trainable or group.grad is None:
-        return replace(group, param=param)
-    # Whole gradients (stage 1) are reduced on the device; this rank's part goes down and the rest stays.
-    grad = group.grad if group.grad.axis is None else replace(group.grad, tier=Tier.HOST, residency=Residency.RESIDENT)
-    return replace(
-        group,
-        param=param,
-        grad=grad,
-        master=_moved(group.master, offload.states),
-        moments=_moved(group.moments, offload.states),
-    )
-
-
-def _moved(placement: Placement | None, tier: Tier) -> Placement | None:
-    return None if placement is None else replace(placement, tier=tier)
+def _filed(placement: Placement | None) -> Placement | None:
+    return replace(placement, tier=Tier.NVME) if placement is not None and placement.tier is Tier.HOST else placement

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.placement import StateKind, Tier
-from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan, UnitPlan
 from zeroshard.plan.program import OpKind, Program, build_programs
 from zeroshard.plan.traffic import new_ledger, stats_numel
 from zeroshard.planner.collectives import Ranks, collective_seconds, group_of
@@ -30,6 +30,8 @@ from zeroshard.planner.trace import Phase, Segment, Trace
 
 STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu")
 WARM_UP = 2
+BOTH_WAYS = 71 / 54
+"""A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
 STEP_LAUNCHES = 40
 """Small operations of a step besides one update per unit: norm, coefficient, table of scalars."""
 
@@ -172,21 +174,23 @@ class _Simulation:
         self._written[index] = done
 
     def _host_update(self, unit: UnitPlan, ready: float) -> float:
-        """The slower tier's way: the processor's own update, or states streamed through the GPU; the faster one."""
+        """The processor's own update, or state streamed through the GPU, as the plan says."""
         share, node = self._share, self._cluster.per_node
         own = sum(map(update_nbytes, unit.groups))
         kept = sum(group.nbytes(StateKind.MASTER) + group.nbytes(StateKind.MOMENTS) for group in unit.groups)
         param = sum(group.layout.shard_numel * itemsize(group.param.dtype) for group in unit.groups)
+        # Parameters and gradients are counted where they are copied: at the gathers and in the backward.
         pcie = self._cluster.gpu.pcie_rate * share.pcie
         disk = 0.0
         if any(_tier(group, StateKind.MOMENTS) is Tier.NVME for group in unit.groups):
             disk = 2 * kept * node / share.disk_rate
         by_cpu = max(own * node / share.host_memory_rate, disk)
-        streamed = max(2 * kept / pcie, disk)
-        if by_cpu + param / pcie <= streamed:
+        if self._plan.policy.host_update is HostUpdate.PROCESSOR:
             _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
-        return self._occupy("copies", f"stream states of {unit.label}", ready, streamed)[1]
+        grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_on_host)
+        streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
+        return self._occupy("copies", f"stream state of {unit.label}", ready, max(streamed, disk))[1]
 
     # Operations.
 
