@@ -24,6 +24,7 @@ from zeroshard.engine.streams import CudaStreams, QueuedStreams, Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize
+from zeroshard.sharding.loose import whole_shape
 
 AXES = ("dp", "shard", "replicate")
 
@@ -108,7 +109,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_plan(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if plan.dp != mesh.world_size:
         raise PlanError(f"the plan is for {plan.dp} data-parallel ranks, but {mesh.world_size} are running")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     planned = {segment.name: segment.shape for _, group in plan.groups() for segment in group.layout.segments}
     for name in [*shapes, *planned]:
         if shapes.get(name) != planned.get(name):

@@ -6,17 +6,22 @@ Gathering goes unit by unit into memory of its own, never into the slots, so it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.storage import Group, Unit
 from zeroshard.errors import UsageError
+from zeroshard.sharding.loose import LooseShard, loose_of
 
 _HANDLE = "_zeroshard_parameter_of"
+_HELD = "_zeroshard_gathered"
+"""On a parameter while a GatheredParameters has it."""
 
 
 def mark_parameters(handle: Handle) -> None:
@@ -25,6 +30,14 @@ def mark_parameters(handle: Handle) -> None:
         for group in unit.groups:
             for index, parameter in enumerate(group.parameters):
                 setattr(parameter, _HANDLE, (handle, unit, group, index))
+
+
+def unmark_parameters(handle: Handle) -> None:
+    """Let the parameters forget their handle."""
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            for parameter in group.parameters:
+                parameter.__dict__.pop(_HANDLE, None)
 
 
 Place = tuple[Handle, Unit, Group, int]
@@ -36,8 +49,18 @@ def place_of(parameter: torch.Tensor) -> Place | None:
     return found
 
 
+class Unkept(Enum):
+    """What becomes of values that were changed without a modifier_rank."""
+
+    REFUSED = "an error"
+    DROPPED = "the old values again"
+
+
 class GatheredParameters:
     """Inside the with-block the given parameters are whole; called by all ranks.
+
+    Of nested blocks the outermost decides about a parameter; inner ones leave it alone and send nothing for it, so one
+    rank may open them by itself.
 
     Args:
         params: a parameter, any iterable of them, a module, or None. Tensors that are not sharded are left alone.
@@ -49,70 +72,97 @@ class GatheredParameters:
         UsageError: values were changed though modifier_rank is None; the rank does not exist.
     """
 
+    unkept = Unkept.REFUSED
+
     def __init__(
         self,
-        params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | None,
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        members = _tensors(params) if enabled else []
-        places = [(parameter, place) for parameter in members if (place := place_of(parameter)) is not None]
-        self._places = list({id(parameter): (parameter, place) for parameter, place in places}.values())
+        self._members = list({id(member): member for member in (_tensors(params) if enabled else [])}.values())
         self._modifier = modifier_rank
+        self._held: list[torch.Tensor] = []
+        self._places: list[tuple[torch.Tensor, Place]] = []
+        self._loose: list[tuple[torch.Tensor, LooseShard]] = []
         self._gathered: list[tuple[torch.Tensor, Group, int]] = []
-        self._versions: list[int] = []
+        self._versions: dict[int, int] = {}
         self._before: list[torch.Tensor | None] = []
 
     def __enter__(self) -> GatheredParameters:
+        free = [member for member in self._members if _HELD not in member.__dict__]
+        self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
+        self._loose = [(member, loose) for member in free if (loose := loose_of(member)) is not None]
         handles = {id(place[0]): place[0] for _, place in self._places}
-        for handle in handles.values():
-            handle.runtime.drain()
-            ranks = handle.comm.control.size
+        for ranks in {handle.comm.control.size for handle in handles.values()} | {l.ranks for _, l in self._loose}:
             if self._modifier is not None and not 0 <= self._modifier < ranks:
                 raise UsageError(f"GatheredParameters: modifier_rank {self._modifier} is not one of the {ranks} ranks")
+        for handle in handles.values():
+            handle.runtime.drain()
+        self._gather()
+        for parameter, loose in self._loose:
+            parameter.data = loose.gather().to(parameter.dtype)
+        self._held = [member for member, _ in (*self._places, *self._loose)]
+        for member in self._held:
+            member.__dict__[_HELD] = True
+        self._versions = {id(member): member._version for member in self._held}
+        self._before = [self._copy_before(parameter, group) for parameter, (_, _, group, _) in self._places]
+        return self
+
+    def _gather(self) -> None:
         wholes: dict[int, torch.Tensor] = {}
         for parameter, (handle, unit, group, index) in self._places:
             segment = group.plan.layout.segments[index]
             if group.plan.param.axis is None or (tuple(parameter.shape) == segment.shape and segment.numel):
-                continue  # whole already: resident, in use, or gathered by an outer block
+                continue  # whole already: resident, or in use
             if id(group) not in wholes:
                 wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
             parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
             self._gathered.append((parameter, group, index))
-        self._versions = [parameter._version for parameter, _ in self._places]
-        # A change of a parameter that rests whole overwrites what its master weights are compared with.
-        keeps = self._modifier is not None
-        self._before = [
-            parameter.detach().clone() if keeps and group.master is not None and group.plan.param.axis is None else None
-            for parameter, (_, _, group, _) in self._places
-        ]
-        return self
+
+    def _copy_before(self, parameter: torch.Tensor, group: Group) -> torch.Tensor | None:
+        """A change of a parameter that rests whole overwrites what its master weights, or the old values, are."""
+        if group.plan.param.axis is not None:
+            return None
+        kept = self._modifier is not None and group.master is not None
+        return parameter.detach().clone() if kept or self._drops else None
+
+    @property
+    def _drops(self) -> bool:
+        return self._modifier is None and self.unkept is Unkept.DROPPED
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        changed = [
-            parameter
-            for (parameter, _), version in zip(self._places, self._versions, strict=True)
-            if parameter._version != version
-        ]
+        changed = [member for member in self._held if member._version != self._versions[id(member)]]
         try:
             if kind is None and self._modifier is not None:
                 self._keep_changes(self._modifier)
+            elif self._drops:
+                self._restore()
             elif kind is None and changed:
-                name = name_of(changed[0])
                 raise UsageError(
-                    f"parameter {name!r} was changed inside GatheredParameters without modifier_rank, so the change "
+                    f"{_called(changed[0])} was changed inside GatheredParameters without modifier_rank, so the change "
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
                 )
         finally:
             for parameter, group, index in self._gathered:
                 parameter.data = group.empties[index]
+            for parameter, _ in self._loose:
+                parameter.data = parameter.data.new_empty(0)
             for parameter, (handle, *_) in self._places:
                 handle.runtime.inspection.accept(parameter)
+            for member in self._held:
+                del member.__dict__[_HELD]
             self._gathered.clear()
             self._before.clear()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for (parameter, _), before in zip(self._places, self._before, strict=True):
+                if before is not None and parameter._version != self._versions[id(parameter)]:
+                    parameter.copy_(before)
 
     def _keep_changes(self, source: int) -> None:
         handles = {id(handle): handle for _, (handle, *_) in self._places}
@@ -124,9 +174,14 @@ class GatheredParameters:
             group.write_changed(index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.written()
+        for parameter, loose in self._loose:
+            value = parameter.detach().contiguous()
+            if loose.ranks > 1:
+                dist.broadcast(value, source)
+            loose.write(value)
 
 
-def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[torch.Tensor]:
     if params is None:
         return []
     if isinstance(params, torch.Tensor):
@@ -134,6 +189,11 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | None) -
     if isinstance(params, nn.Module):
         return list(params.parameters())
     return [item for item in params if isinstance(item, torch.Tensor)]
+
+
+def _called(parameter: torch.Tensor) -> str:
+    """The parameter, for a message."""
+    return "a parameter" if place_of(parameter) is None else f"parameter {name_of(parameter)!r}"
 
 
 def name_of(parameter: torch.Tensor) -> str:

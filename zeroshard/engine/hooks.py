@@ -26,16 +26,20 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         torch.compiler.reset()
     dtype = runtime.plan.policy.cast_inputs
     handles: list[RemovableHandle] = []
+    for face, module in enumerate(_faces(model, runtime)):
+        if dtype is not None:
+            cast = partial(_cast_inputs, torch_dtype(dtype))
+            handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        enter = _outside_of_compiled_code(_enter(runtime, face))
+        leave = _outside_of_compiled_code(_leave(runtime, face))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     for unit in runtime.units:
+        if unit.plan.name == "":
+            continue
         module = model.get_submodule(unit.plan.name)
         before = _outside_of_compiled_code(_before(runtime, unit.index))
         after = _outside_of_compiled_code(_after(runtime, unit.index))
-        if unit.plan.name == "" and dtype is not None:
-            handles.append(
-                module.register_forward_pre_hook(
-                    partial(_cast_inputs, torch_dtype(dtype)), prepend=True, with_kwargs=True
-                )
-            )
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
     handles.append(model.register_forward_hook(_explain_failure, always_call=True))
@@ -82,6 +86,37 @@ Hook = TypeVar("Hook", bound=Callable[..., None])
 
 def _outside_of_compiled_code(hook: Hook) -> Hook:
     return cast(Hook, torch.compiler.disable(hook))
+
+
+def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
+    """The modules that may run as the model: itself, and those inside that hold all of its units.
+
+    A wrapper that calls `inner.forward`, or a `generate` that calls the wrapped model, passes the outer hooks by.
+    """
+    root = next(unit for unit in runtime.units if unit.plan.name == "")
+    needed = {id(parameter) for group in root.groups for parameter in group.parameters}
+    names = [unit.plan.name for unit in runtime.units if unit.plan.name]
+    found = [model]
+    for path, module in model.named_modules():
+        holds_units = names and all(name.startswith(f"{path}.") for name in names)
+        if path and holds_units and needed <= {id(parameter) for parameter in module.parameters()}:
+            found.append(module)
+    return found
+
+
+def _enter(runtime: Runtime, face: int) -> Callable[[nn.Module, Any], None]:
+    def hook(_module: nn.Module, _args: Any) -> None:
+        runtime.enter(face)
+
+    return hook
+
+
+def _leave(runtime: Runtime, face: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        # torch calls this while it handles the exception of a forward, too, with None for the output.
+        runtime.leave(face, output, failed=output is None and sys.exc_info()[1] is not None)
+
+    return hook
 
 
 def _before(runtime: Runtime, index: int) -> Callable[[nn.Module, Any], None]:

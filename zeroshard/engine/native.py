@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.reach import gpus_reachable
+from zeroshard.engine.closing import close_handle
 from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.compressed_stepper import CompressedStepper
 from zeroshard.engine.device_stepper import DeviceStepper
@@ -390,9 +391,9 @@ def peer_memory_nbytes(model: nn.Module) -> int:
 
 
 def close(model: nn.Module) -> None:
-    """Take zeroshard's hooks off the model and stop its watchdog; parameters stay sharded."""
+    """Take zeroshard's hooks off the model and stop its watchdog; parameters stay sharded, and can be sharded anew."""
     handle = find_handle(model)
     if handle is not None:
-        handle.close()
+        close_handle(handle)
         model.__dict__.pop(_STEPPER, None)
         model.__dict__.pop(_OPTIMIZER, None)

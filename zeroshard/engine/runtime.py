@@ -65,6 +65,7 @@ class Runtime:
         self.inspection = Inspection(storage.units)
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
+        self._inside: int | None = None
         self._no_sync = False
         self._keeps_local: Callable[[], bool] = lambda: False
         self._boundary: bool | None = None
@@ -117,6 +118,22 @@ class Runtime:
             self._end_pass()
         elif not self._forward.run_release(index):
             self.parameters.release(index)
+
+    def enter(self, face: int) -> None:
+        """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
+        if in_backward():
+            self.parameters.use(self._root)
+        elif self._inside is None:
+            self._inside = face
+            self.pre_forward(self._root)
+
+    def leave(self, face: int, output: object, *, failed: bool) -> None:
+        """Such a module has run, or ended in an exception."""
+        mine = in_backward() or self._inside == face
+        if self._inside == face:
+            self._inside = None
+        if mine and not failed:
+            self.post_forward(self._root, output)
 
     def _begin_pass(self) -> None:
         self.streams.follow_caller()

@@ -31,6 +31,7 @@ from zeroshard.plan.offload import lands_beside, returns_beside
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan, UnitPlan
 from zeroshard.sharding.layout import Segment
+from zeroshard.sharding.loose import take_whole
 
 
 class Allocator(Protocol):
@@ -309,7 +310,7 @@ class Storage:
         self._place_on_host(group)
         for index, parameter in enumerate(members):
             if not parameter.is_meta:
-                group.write(index, parameter.data)
+                group.write(index, take_whole(parameter))
                 parameter.data = empties[index]
             parameter.grad = None
         return group

@@ -18,6 +18,7 @@ from zeroshard.optim.rules import ADAMW, check_common
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.updates import DeviceUpdate, FlatUpdate, HostDriven, UpdateMethod
+from zeroshard.sharding.loose import whole_shape
 
 MATRIX_DEFAULTS: Mapping[str, Any] = {
     "lr": 0.02,
@@ -45,7 +46,7 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter is updated as a matrix by default: two dims or more, and no embedding or head by name."""
-    return parameter.dim() >= 2 and not any(part in name.lower() for part in NOT_HIDDEN)
+    return len(whole_shape(parameter)) >= 2 and not any(part in name.lower() for part in NOT_HIDDEN)
 
 
 def split_groups(
@@ -114,7 +115,7 @@ def _check_matrices(number: int, group: Mapping[str, Any]) -> None:
     if group["adjust_lr_fn"] not in _ADJUSTMENTS:
         raise PlanError(f"optimizer adjust_lr_fn {group['adjust_lr_fn']!r}: it is 'original' or 'match_rms_adamw'")
     for parameter in group["params"]:
-        if parameter.dim() < 2:
+        if len(whole_shape(parameter)) < 2:
             raise PlanError(
                 f"optimizer group {number} has 'use_muon': True and a parameter of shape {tuple(parameter.shape)}, "
                 "which is no matrix; put it into a group with 'use_muon': False"

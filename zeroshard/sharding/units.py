@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.sharding.loose import whole_numel, whole_shape
 from zeroshard.sharding.marks import external_parameters, is_leaf
 
 OWN_UNIT_NUMEL = 16_384
@@ -78,7 +79,7 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
             continue
         unit = next(iter(owner[key])) if len(owner[key]) == 1 else ""
         first_name[key] = (path, unit)
-        spec = ParameterSpec(path, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        spec = ParameterSpec(path, whole_shape(parameter), parameter.dtype, parameter.requires_grad)
         members[unit].append(spec)
     return [
         UnitSpec(name, tuple(members[name]), tuple(aliases[name])) for name in members if name == "" or members[name]
@@ -128,7 +129,7 @@ def _repeated_children(module: nn.Module) -> frozenset[str]:
 def _is_large_leaf(module: nn.Module) -> bool:
     if next(module.children(), None) is not None or isinstance(module, LISTS):
         return False
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= OWN_UNIT_NUMEL
+    return sum(whole_numel(parameter) for parameter in module.parameters(recurse=False)) >= OWN_UNIT_NUMEL
 
 
 def _unit_of(path: str, names: Sequence[str]) -> str:

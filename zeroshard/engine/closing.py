@@ -1,0 +1,39 @@
+"""Closing a sharded model: hooks and communicators go, and its parameters stay usable.
+
+What rests whole stays whole. What is sharded over all ranks becomes loose (see sharding.loose): GatheredParameters reads
+it and another `initialize` shards it again, with the precision of its master weights. No communication: a rank that
+closes alone, in an error say, does not wait for others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.engine.gathered import unmark_parameters
+from zeroshard.engine.handle import Handle
+from zeroshard.engine.storage import Group
+from zeroshard.sharding.loose import hang
+
+
+def close_handle(handle: Handle) -> None:
+    """Close the model of `handle`."""
+    handle.close()
+    unmark_parameters(handle)
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            for parameter, empty in zip(group.parameters, group.empties, strict=True):
+                parameter.grad = None
+                if group.plan.param.axis == "dp":
+                    parameter.data = empty
+            if group.plan.param.axis == "dp":
+                _hang(group)
+
+
+def _hang(group: Group) -> None:
+    layout = group.plan.layout
+    with torch.no_grad():
+        values = group.master_values() if group.plan.update_axis == "dp" else group.shard
+    for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
+        starts = [min(max(layout.shard_range(rank)[0], segment.offset), segment.end) for rank in range(layout.shards)]
+        own, _ = group.own_part(index)
+        hang(parameter, segment.shape, [*(start - segment.offset for start in starts), segment.numel], values[own])

@@ -1,0 +1,102 @@
+"""A parameter that is sharded though no sharded model owns it: between an `Init` that shards and `initialize`, and
+between `close` and the next `initialize`.
+
+    element   0 ......... b1 ......... b2 ......... numel      of the flat parameter
+              [  rank 0  ) [  rank 1  ) [  rank 2  )           `bounds`, equal on all ranks
+
+Its `data` is empty meanwhile and the object stays the same. What each rank has hangs on the parameter itself. Rejected:
+building whole on every rank and sharding later, which needs the memory of the whole model once per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_LOOSE = "_zeroshard_loose"
+
+
+@dataclass
+class LooseShard:
+    """This rank's part of a parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        bounds: first element of each rank's part, and the number of elements at the end.
+        values: flat; in float32 where master weights came from an engine, whatever the parameter's dtype.
+    """
+
+    shape: tuple[int, ...]
+    bounds: tuple[int, ...]
+    values: torch.Tensor
+
+    @property
+    def ranks(self) -> int:
+        return len(self.bounds) - 1
+
+    def gather(self) -> torch.Tensor:
+        """The whole parameter in the dtype of `values`; called by all ranks of the default group."""
+        if self.ranks == 1:
+            return self.values.clone().view(self.shape)
+        sizes = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
+        widest = max(sizes)
+        own = self.values
+        if own.numel() < widest:
+            own = torch.cat([own, own.new_empty(widest - own.numel())])
+        rows = own.new_empty(self.ranks * widest)
+        dist.all_gather_into_tensor(rows, own.contiguous())
+        if all(size == widest or end == self.bounds[-1] for size, end in zip(sizes, self.bounds[1:], strict=True)):
+            return rows[: self.bounds[-1]].view(self.shape)  # only what lies behind the last element is padding
+        return torch.cat([row[:size] for row, size in zip(rows.view(self.ranks, widest), sizes, strict=True)]).view(
+            self.shape
+        )
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Take this rank's part of a whole parameter."""
+        rank = dist.get_rank() if self.ranks > 1 else 0
+        new = whole.detach().reshape(-1)[self.bounds[rank] : self.bounds[rank + 1]]
+        # Values of more precision than the parameter's stay as they are where nothing was changed.
+        self.values.copy_(torch.where(self.values.to(new.dtype) == new, self.values, new.to(self.values.dtype)))
+
+
+def shard_loosely(parameter: torch.Tensor, value: torch.Tensor) -> LooseShard:
+    """Hang an even share of `value` on `parameter`; the caller empties the parameter's data. No communication."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+    share = -(-value.numel() // ranks)
+    bounds = tuple(min(share * number, value.numel()) for number in range(ranks + 1))
+    own = value.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]].clone()
+    return hang(parameter, tuple(value.shape), bounds, own)
+
+
+def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], values: torch.Tensor) -> LooseShard:
+    """Hang this rank's part on `parameter`."""
+    loose = LooseShard(tuple(shape), tuple(bounds), values)
+    parameter.__dict__[_LOOSE] = loose
+    return loose
+
+
+def loose_of(parameter: torch.Tensor) -> LooseShard | None:
+    """The parameter's loose shard, None for a parameter that is whole or that a sharded model owns."""
+    found: LooseShard | None = parameter.__dict__.get(_LOOSE)
+    return found
+
+
+def take_whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's values; those of a loose one are gathered (called by all ranks) and its shard is given up."""
+    loose = parameter.__dict__.pop(_LOOSE, None)
+    return parameter.data if loose is None else loose.gather()
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's shape when it is whole, sharded or not."""
+    loose = loose_of(parameter)
+    return tuple(parameter.shape) if loose is None else loose.shape
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """The parameter's elements when it is whole."""
+    return math.prod(whole_shape(parameter))
