@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from zeroshard.sharding.marks import (
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 ClientScheduler = Any
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Result = tuple[Engine, "ShardedOptimizer | None", "DataLoader[Any] | None", Any]
 
 
@@ -77,6 +78,42 @@ def initialize(
         ConfigError: the config, with the JSON path of each fault.
         PlanError, UsageError: what can't be put together.
     """
+    return build_engine(
+        Engine,
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        config_params=config_params,
+    )
+
+
+def build_engine(
+    kind: type[AnyEngine],
+    *,
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: ClientScheduler | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[AnyEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+    """As `initialize`, with an engine of another class."""
     if model is None:
         raise UsageError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
@@ -95,7 +132,7 @@ def initialize(
     sharded = _shard(model, resolved, optimizer, parameters, scaler, device)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
-    engine = Engine(model, sharded, scheduler, sizes, _engine_options(resolved))
+    engine = kind(model, sharded, scheduler, sizes, _engine_options(resolved))
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, sharded, loader, scheduler
 

@@ -127,6 +127,11 @@ class StepperBase(ABC):
         return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
 
     @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped for a loss scale that was too high. Waits for the device with fp16."""
+        return self.scaler is not None and not self.report.applied
+
+    @property
     @abstractmethod
     def settled(self) -> bool:
         """Whether the outcome of the last step is known without waiting."""

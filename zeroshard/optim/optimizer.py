@@ -24,6 +24,9 @@ class StepHandler(Protocol):
 
     def zero_grad(self) -> None: ...
 
+    @property
+    def overflowed(self) -> bool: ...
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps sharded state; made by `zeroshard.shard` and `zeroshard.initialize`.
@@ -66,6 +69,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all backwards since the last step."""
         self._handler.zero_grad()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped for its loss scale. False without one, and then it waits for nothing."""
+        return self._handler.overflowed
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: the state is sharded. Raises UsageError."""

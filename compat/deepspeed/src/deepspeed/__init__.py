@@ -1,0 +1,42 @@
+"""zeroshard under the import name `deepspeed`, for libraries that look for it.
+
+What is here is what transformers, accelerate, peft, TRL and Lightning use; it is imported from zeroshard when it is
+first touched. Anything else raises an error that says so. Code of your own should import zeroshard.
+"""
+
+from __future__ import annotations
+
+from deepspeed._conflict import check_alone
+from deepspeed._exports import lazy
+from deepspeed._refusals import install
+from deepspeed._version import VERSION as __version__
+
+check_alone()
+install()
+
+version = __version__
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "DeepSpeedEngine": "deepspeed.runtime.engine:DeepSpeedEngine",
+        "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
+        "OnDevice": "zeroshard:OnDevice",
+        "accelerator": "deepspeed.accelerator",
+        "add_config_arguments": "deepspeed._arguments:add_config_arguments",
+        "checkpoint": "deepspeed.checkpoint",
+        "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "comm": "deepspeed.comm",
+        "dist": "deepspeed.comm",
+        "get_accelerator": "deepspeed.accelerator:get_accelerator",
+        "init_distributed": "deepspeed.comm:init_distributed",
+        "initialize": "deepspeed._initialize:initialize",
+        "launcher": "deepspeed.launcher",
+        "log_dist": "deepspeed.utils:log_dist",
+        "logger": "deepspeed.utils:logger",
+        "ops": "deepspeed.ops",
+        "runtime": "deepspeed.runtime",
+        "utils": "deepspeed.utils",
+        "zero": "deepspeed.runtime.zero",
+    },
+)

@@ -1,0 +1,50 @@
+"""What libraries put into a config before it gets here, made into what the user meant.
+
+    "zero_optimization.reduce_bucket_size": 1e6     a dotted copy (TRL): fills the key it names where that is absent or "auto"
+    "scheduler" without any optimizer               an evaluation by Trainer, which removes the optimizer alone: left out
+
+A dotted name that is no key of a config stays, and is reported as unknown like every typo.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zeroshard.config.keys import key_table
+
+
+def read(source: Any) -> dict[str, Any]:
+    """A config as a dict. A dict stays the same object, so that `engine.config` is the caller's own."""
+    if isinstance(source, dict):
+        return source
+    if isinstance(source, Mapping):
+        return dict(source)
+    text = str(source)
+    if not text.lstrip().startswith("{") or isinstance(source, os.PathLike):
+        text = Path(source).read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
+    """A copy in the words of a user.
+
+    Args:
+        optimizer: the call brings an optimizer of its own.
+    """
+    values: dict[str, Any] = copy.deepcopy(dict(raw))
+    known = key_table().keys
+    for name in [name for name in values if "." in name and name in known]:
+        *sections, last = name.split(".")
+        value, place = values.pop(name), values
+        for section in sections:
+            place = place.setdefault(section, {})
+        if place.get(last, "auto") == "auto":
+            place[last] = value
+    if not optimizer and "optimizer" not in values:
+        values.pop("scheduler", None)
+    return values

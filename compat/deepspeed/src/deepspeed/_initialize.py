@@ -1,0 +1,80 @@
+"""deepspeed.initialize: zeroshard's, with the engine that libraries expect."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import zeroshard
+from torch import nn
+from zeroshard.engine.handle import find_handle
+from zeroshard.engine.native import find_optimizer
+from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.from_config import build_engine
+
+from deepspeed import _config
+from deepspeed._parameters import describe
+from deepspeed._version import VERSION
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.logging import logger
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: torch.utils.data.Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """As `zeroshard.initialize`; called by all ranks.
+
+    A model that an engine without an optimizer runs already (a reference model that is to be trained now) leaves that
+    engine first.
+
+    Returns:
+        Engine, optimizer, loader and scheduler; what there is none of is None.
+    """
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise UsageError("deepspeed.initialize needs a config: config=, config_params= or args.deepspeed_config")
+    if config is not None and config_params is not None:
+        raise UsageError("deepspeed.initialize: give config or config_params, not both")
+    if model is not None and find_handle(model) is not None and find_optimizer(model) is None:
+        zeroshard.close(model)
+    raw = _config.read(source)
+    parameters = list(model_parameters) if model_parameters is not None else None
+    trains = optimizer is not None or "optimizer" in raw
+    with warnings.catch_warnings():
+        if not trains:  # the caller of a reference model knows that it can't be trained
+            warnings.filterwarnings("ignore", "initialize: neither the config", ZeroShardWarning)
+        engine, *others = build_engine(
+            DeepSpeedEngine,
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=parameters or None,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler if trains else None,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=_config.understood(raw, optimizer=optimizer is not None),
+            mesh_param=mesh_param,
+        )
+    engine.adopt_config(raw)
+    describe(engine.module.parameters())
+    logger.info("DeepSpeed info: version=%s, zeroshard %s under DeepSpeed's name", VERSION, zeroshard.__version__)
+    return (engine, *others)  # type: ignore[return-value]

@@ -1,0 +1,93 @@
+"""The `ds_*` attributes of sharded parameters, which libraries read to see that a parameter is elsewhere.
+
+They are put on the parameter object itself, which stays the same for its whole life. A subclass of nn.Parameter was
+rejected: copies of a parameter would be of it too, and torch's fast paths are for the plain class.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from zeroshard.engine.gathered import GatheredParameters, place_of
+from zeroshard.sharding.loose import loose_of
+
+_IDS = itertools.count()
+
+
+class ZeroParamStatus(Enum):
+    """Where a parameter is."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class _Status:
+    """What `parameter.ds_status` is: equal to the status that the parameter has when it is compared."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._of = weakref.ref(parameter)
+
+    def now(self) -> ZeroParamStatus:
+        parameter = self._of()
+        whole = parameter is not None and (parameter.numel() > 0 or parameter.__dict__["ds_numel"] == 0)
+        return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
+
+    def __eq__(self, other: object) -> bool:
+        return self.now() is (other.now() if isinstance(other, _Status) else other)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return repr(self.now())
+
+
+def describe(parameters: Iterable[nn.Parameter]) -> None:
+    """Put the attributes on parameters that are sharded, loosely or by an engine; others are left as they are."""
+    for parameter in parameters:
+        found = _sharded(parameter)
+        if found is None:
+            continue
+        shape, ranks = found
+        numel = shape.numel()
+        parameter.__dict__.setdefault("ds_id", next(_IDS))
+        parameter.__dict__.update(
+            ds_shape=shape,
+            ds_numel=numel,
+            ds_status=_Status(parameter),
+            ds_active_sub_modules=set(),
+            ds_process_group=dist.group.WORLD if dist.is_initialized() else None,
+            partition_numel=lambda share=-(-numel // ranks): share,
+            item=_item_of(parameter),
+        )
+
+
+def _sharded(parameter: torch.Tensor) -> tuple[torch.Size, int] | None:
+    """Shape and number of shards of a parameter that is sharded."""
+    loose, place = loose_of(parameter), place_of(parameter)
+    if loose is not None:
+        return torch.Size(loose.shape), loose.ranks
+    if place is None or place[2].plan.param.axis is None:
+        return None
+    layout = place[2].plan.layout
+    return torch.Size(layout.segments[place[3]].shape), layout.shards
+
+
+def _item_of(parameter: torch.Tensor) -> Any:
+    reference = weakref.ref(parameter)
+
+    def item() -> float:
+        """The value of a parameter with one element; called by all ranks."""
+        member = reference()
+        assert member is not None
+        with GatheredParameters([member]):
+            return torch.Tensor.item(member)
+
+    return item

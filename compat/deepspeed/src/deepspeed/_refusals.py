@@ -1,0 +1,80 @@
+"""What is said of names that DeepSpeed has and this package has not.
+
+A missing attribute is an AttributeError, so that `hasattr` and `getattr` with a default work. A missing module, or a
+name after `from ... import`, is an ImportError: Python replaces the message of an AttributeError there by its own, but
+asks for a submodule of the name first, and the finder of this file answers that. It sees the names below `deepspeed.`
+only, after all other finders.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_SAYS = "this is zeroshard's compat package, not DeepSpeed"
+_GENERAL = (
+    "zeroshard has no counterpart. If a script of yours needs it, install the real deepspeed in an environment of its own"
+)
+_REPLACED = {
+    "deepspeed.init_inference": "zeroshard trains; export the weights (zeroshard checkpoint export) and serve them elsewhere",
+    "deepspeed.inference": "zeroshard trains; export the weights (zeroshard checkpoint export) and serve them elsewhere",
+    "deepspeed.InferenceEngine": "zeroshard trains; export the weights and serve them elsewhere",
+    "deepspeed.tp_model_init": "tensor parallelism is not built yet; leave tensor_parallel out of the config",
+    "deepspeed.pipe": "pipeline parallelism is not built yet; use ZeRO stage 3",
+    "deepspeed.PipelineEngine": "pipeline parallelism is not built yet; use ZeRO stage 3",
+    "deepspeed.PipelineModule": "pipeline parallelism is not built yet; use ZeRO stage 3",
+    "deepspeed.moe": "expert parallelism is not built yet; a model's own experts are gathered with their block",
+    "deepspeed.sequence": "sequence parallelism is not built yet; leave sp_size at 1",
+    "deepspeed.runtime.sequence_parallel": "sequence parallelism is not built yet; leave sp_size at 1",
+    "deepspeed.runtime.pipe": "pipeline parallelism is not built yet; use ZeRO stage 3",
+    "deepspeed.compression": "compression was removed upstream and is not built here",
+    "deepspeed.autotuning": "use zeroshard plan, which chooses stage and batch from the model",
+    "deepspeed.elasticity": "checkpoints load at any number of ranks; use zeroshard run --max-restarts",
+    "deepspeed.profiling": "use zeroshard plan for the operations of a step, torch.profiler for the time of each",
+    "deepspeed.monitor": "log engine.get_global_grad_norm(), get_lr() and the loss yourself",
+    "deepspeed.runtime.config": "use zeroshard.config.load_config",
+    "deepspeed.ops.op_builder": "zeroshard compiles nothing at run time",
+    "deepspeed.ops.transformer": "use the model's own attention",
+    "deepspeed.ops.sparse_attention": "sparse attention was removed upstream and is not built here",
+    "deepspeed.ops.adam.OnebitAdam": "use zeroshard.OneBitAdam",
+    "deepspeed.runtime.fp16": "loss scaling is part of the engine; one-bit optimizers are zeroshard.OneBitAdam and others",
+    "deepspeed.utils.groups": "only the data-parallel group exists, torch.distributed's default one",
+}
+
+
+class MissingNameError(AttributeError):
+    """An attribute that DeepSpeed may have and this package has not."""
+
+
+class MissingModuleError(ImportError):
+    """A module, or a name to be imported, that DeepSpeed may have and this package has not."""
+
+
+def refusal(name: str) -> str:
+    """What to say of a dotted name: the entry that is nearest to it in the table, by prefix."""
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        said = _REPLACED.get(".".join(parts[:length]))
+        if said is not None:
+            return f"{name} is not there ({_SAYS}): {said}"
+    return f"{name} is not there ({_SAYS}): {_GENERAL}"
+
+
+class _Refuse(MetaPathFinder):
+    """Comes after all other finders, so whatever it is asked for below `deepspeed.` does not exist."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith("deepspeed."):
+            raise MissingModuleError(refusal(fullname), name=fullname)
+        return None
+
+
+def install() -> None:
+    """Put the finder behind all others, once."""
+    if not any(isinstance(finder, _Refuse) for finder in sys.meta_path):
+        sys.meta_path.append(_Refuse())

@@ -1,0 +1,84 @@
+"""deepspeed.accelerator: the device of this rank, asked in DeepSpeed's words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from zeroshard.engine.build import default_device
+
+from deepspeed._exports import lazy
+from deepspeed._refusals import MissingNameError, refusal
+
+__getattr__, __dir__ = lazy(__name__, {})
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The device kind that this process trains on: cuda where there is a GPU, else cpu."""
+
+    kind: str
+
+    def __getattr__(self, name: str) -> object:
+        raise MissingNameError(refusal(f"deepspeed.accelerator.get_accelerator().{name}"), name=name, obj=self)
+
+    def device_name(self, device_index: int | str | None = None) -> str:
+        return self.kind if device_index is None or self.kind == "cpu" else f"{self.kind}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int | str:
+        return self.kind if self.kind == "cpu" else torch.cuda.current_device()
+
+    def current_device_name(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{torch.cuda.current_device()}"
+
+    def device_count(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.kind == "cpu" else torch.cuda.device_count()
+
+    def set_device(self, device_index: int) -> None:
+        if self.kind != "cpu":
+            torch.cuda.set_device(device_index)
+
+    def is_available(self) -> bool:
+        return True
+
+    def communication_backend_name(self) -> str:
+        return "gloo" if self.kind == "cpu" else "nccl"
+
+    def is_bf16_supported(self) -> bool:
+        return self.kind == "cpu" or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        if self.kind != "cpu":
+            torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        if self.kind != "cpu":
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return 0 if self.kind == "cpu" else torch.cuda.memory_allocated(device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return 0 if self.kind == "cpu" else torch.cuda.max_memory_allocated(device_index)
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if self.kind != "cpu":
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed) if self.kind == "cpu" else torch.cuda.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed) if self.kind == "cpu" else torch.cuda.manual_seed_all(seed)
+
+
+def get_accelerator() -> Accelerator:
+    """The accelerator of this process."""
+    return Accelerator(default_device().type)

@@ -1,0 +1,7 @@
+"""deepspeed.launcher: the command."""
+
+from __future__ import annotations
+
+from deepspeed._exports import lazy
+
+__getattr__, __dir__ = lazy(__name__, {"runner": "deepspeed.launcher.runner"})

@@ -1,0 +1,3 @@
+from deepspeed.launcher.runner import main
+
+main()

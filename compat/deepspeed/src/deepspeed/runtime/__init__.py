@@ -1,0 +1,19 @@
+"""deepspeed.runtime: the engine's parts."""
+
+from __future__ import annotations
+
+from deepspeed._exports import lazy
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "activation_checkpointing": "deepspeed.runtime.activation_checkpointing",
+        "base_optimizer": "deepspeed.runtime.base_optimizer",
+        "engine": "deepspeed.runtime.engine",
+        "lr_schedules": "deepspeed.runtime.lr_schedules",
+        "utils": "deepspeed.runtime.utils",
+        "zero": "deepspeed.runtime.zero",
+        "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
+        "ZeROOptimizer": "deepspeed.runtime.base_optimizer:ZeROOptimizer",
+    },
+)

@@ -1,0 +1,12 @@
+"""deepspeed.checkpointing."""
+
+from __future__ import annotations
+
+from deepspeed._exports import lazy
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    },
+)

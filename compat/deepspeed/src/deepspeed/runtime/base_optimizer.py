@@ -1,0 +1,12 @@
+"""The class of the optimizer that `initialize` returns, for isinstance."""
+
+from __future__ import annotations
+
+from zeroshard.optim.optimizer import ShardedOptimizer
+
+from deepspeed._exports import lazy
+
+DeepSpeedOptimizer = ShardedOptimizer
+ZeROOptimizer = ShardedOptimizer
+
+__getattr__, __dir__ = lazy(__name__, {})

@@ -1,0 +1,120 @@
+"""The engine that libraries expect: zeroshard's, with the questions that they ask."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.gathered import iterate_full_parameters
+from zeroshard.engine.handle import handle_of
+from zeroshard.engine.saved_model import persistent_buffers
+
+from deepspeed._exports import lazy
+
+__getattr__, __dir__ = lazy(__name__, {})
+
+_SCRIPT = '''#!/usr/bin/env python
+"""Write this folder's checkpoint as fp32 weights: python zero_to_fp32.py . OUTPUT_FOLDER"""
+
+from zeroshard.checkpoint.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+class DeepSpeedEngine(Engine):
+    """zeroshard's engine as transformers, accelerate and Lightning call it."""
+
+    _raw: dict[str, Any]
+
+    def adopt_config(self, raw: dict[str, Any]) -> None:
+        """Remember the config as it was given."""
+        self._raw = raw
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as it was given; not that of the model, which is `engine.module.config`."""
+        return self._raw
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage of the config."""
+        return int(self._section("zero_optimization").get("stage") or 0)
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def bfloat16_enabled(self) -> bool:
+        return self._section("bf16").get("enabled") is True
+
+    def fp16_enabled(self) -> bool:
+        return self._section("fp16").get("enabled") is True
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights may be put together on rank 0 for saving."""
+        section = self._section("zero_optimization")
+        older = section.get("stage3_gather_fp16_weights_on_model_save")
+        return section.get("stage3_gather_16bit_weights_on_model_save", older) is True
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; None before the first, or without an optimizer."""
+        return None if self.optimizer is None else super().get_global_grad_norm()
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """torch.compile of the model, in place."""
+        self.module.compile(backend=backend, **dict(compile_kwargs or {}))
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        background: bool | None = None,
+    ) -> bool:
+        """As zeroshard's; zero_to_fp32.py is put beside it."""
+        saved = super().save_checkpoint(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background=background
+        )
+        if handle_of(self.module).comm.mesh.rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            (Path(save_dir) / "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
+        return saved
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The model's state dict in compute dtype, on the CPU of rank 0; None on other ranks. Called by all ranks.
+
+        Tied weights share their memory.
+        """
+        handle = handle_of(self.module)
+        kept = handle.comm.mesh.rank == 0
+        frozen = {
+            segment.name
+            for _, group in handle.plan.groups()
+            if exclude_frozen_parameters and not group.trainable
+            for segment in group.layout.segments
+        }
+        state: dict[str, torch.Tensor] = {}
+        for name, value in iterate_full_parameters(self.module, master=False):
+            if kept and name not in frozen:
+                state[name] = value.clone()
+        if not kept:
+            return None
+        state |= {alias: state[name] for alias, name in handle.plan.aliases.items() if name in state}
+        return state | {name: buffer.detach().cpu() for name, buffer in persistent_buffers(self.module).items()}
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        section = self._raw.get(name)
+        return section if isinstance(section, Mapping) else {}

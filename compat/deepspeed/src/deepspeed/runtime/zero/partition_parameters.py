@@ -1,0 +1,140 @@
+"""deepspeed.zero.Init and GatheredParameters, as transformers, peft and TRL use them.
+
+Under ZeRO-3 transformers builds a model inside `Init`, and fills it afterwards, module by module, inside
+GatheredParameters with modifier_rank=0. So this Init leaves sharded parameters behind, not a tape.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zeroshard
+from torch import nn
+from zeroshard.cluster import rank_place
+from zeroshard.engine.build import default_device
+from zeroshard.engine.gathered import GatheredParameters as _Gathered
+from zeroshard.engine.gathered import Unkept
+from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.loose import shard_loosely
+
+from deepspeed._exports import lazy
+from deepspeed._parameters import ZeroParamStatus, describe
+
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "zero_wrapper_for_fp_tensor_constructor"]
+
+_orig_torch_arange = torch.arange
+
+__getattr__, __dir__ = lazy(__name__, {"get_accelerator": "deepspeed.accelerator:get_accelerator"})
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
+) -> Callable[..., torch.Tensor]:
+    """`fn` itself: no constructor of torch is replaced here. transformers puts another function in its place and back."""
+    return fn
+
+
+class Init(ShardedInit):
+    """Context in which models are built sharded. Floating parameters have the config's dtype afterwards.
+
+    Args:
+        module: an existing model, which is sharded at once; the context is not needed then.
+        config_dict_or_path, config: say whether bf16 or fp16 is enabled; everything else may still be "auto".
+        enabled: False makes this a context that does nothing.
+        dtype: instead of the config's.
+        others: as those of `zeroshard.Init`, which refuses what it does not obey.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: object = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: object = None,
+        **others: Any,
+    ) -> None:
+        if enabled and not dist.is_initialized() and rank_place(os.environ, 29500) is not None:
+            zeroshard.init_distributed()
+        super().__init__(
+            param_dtype=dtype or _dtype(config_dict_or_path if config_dict_or_path is not None else config),
+            data_parallel_group=data_parallel_group,
+            remote_device=remote_device,
+            pin_memory=pin_memory,
+            enabled=enabled,
+            mpu=mpu,
+            device=default_device(),
+            **others,
+        )
+        self._built: list[nn.Parameter] = []
+        if module is not None and enabled:
+            self._shard(module)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        describe(self._built)
+        self._built.clear()
+
+    def _keep(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        super()._keep(name, tensor, value)
+        if isinstance(tensor, nn.Parameter):
+            self._built.append(tensor)
+
+    def _shard(self, module: nn.Module) -> None:
+        device = default_device()
+        for parameter in module.parameters():
+            value = parameter.data.to(device)
+            if value.is_floating_point() and self._param_dtype is not None:
+                value = value.to(self._param_dtype)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast(value, 0)
+            shard_loosely(parameter, value)
+            parameter.data = value.new_empty(0)
+        describe(module.parameters())
+
+
+class GatheredParameters(_Gathered):
+    """As `zeroshard.GatheredParameters`; changes without a modifier_rank are dropped, not refused.
+
+    Args:
+        params: may hold None, buffers and plain tensors, which are left alone.
+    """
+
+    unkept = Unkept.DROPPED
+
+    def __init__(
+        self,
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(params, modifier_rank, fwd_module, enabled)
+
+
+def _dtype(config: Any) -> torch.dtype:
+    """The dtype of floating parameters: bf16 or fp16 where one is enabled for certain, else fp32."""
+    values: Any = config
+    if isinstance(config, (str, os.PathLike)):
+        values = json.loads(Path(config).read_text(encoding="utf-8"))
+    if not isinstance(values, Mapping):
+        return torch.float32
+    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        inner = values.get(section)
+        if isinstance(inner, Mapping) and inner.get("enabled") is True:
+            return dtype
+    return torch.float32
