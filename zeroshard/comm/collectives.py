@@ -259,3 +259,8 @@ class Collectives:
 
     def _is_gloo(self, tensor: torch.Tensor) -> bool:
         return f"{tensor.device.type}:gloo" in self._backends
+
+
+def gather_over_default(out: torch.Tensor, part: torch.Tensor) -> None:
+    """All-gather over the default group, for what no sharded model owns; waits for it."""
+    _all_gather(out, part)

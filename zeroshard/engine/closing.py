@@ -1,8 +1,8 @@
 """Closing a sharded model: hooks and communicators go, and its parameters stay usable.
 
-What rests whole stays whole. What is sharded over all ranks becomes loose (see sharding.loose): GatheredParameters reads
-it and another `initialize` shards it again, with the precision of its master weights. No communication: a rank that
-closes alone, in an error say, does not wait for others.
+What rests whole stays whole. What is sharded over all ranks becomes loose (see sharding.loose): GatheredParameters
+reads it and another `initialize` shards it again, with the precision of its master weights. No communication: a rank
+that closes alone, in an error say, does not wait for others.
 """
 
 from __future__ import annotations

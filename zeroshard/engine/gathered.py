@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.engine.handle import Handle, handle_of
+from zeroshard.engine.loose_values import gather_loose
 from zeroshard.engine.storage import Group, Unit
 from zeroshard.errors import UsageError
 from zeroshard.sharding.loose import LooseShard, loose_of
@@ -37,7 +38,7 @@ def unmark_parameters(handle: Handle) -> None:
     for unit in handle.runtime.units:
         for group in unit.groups:
             for parameter in group.parameters:
-                parameter.__dict__.pop(_HANDLE, None)
+                vars(parameter).pop(_HANDLE, None)
 
 
 Place = tuple[Handle, Unit, Group, int]
@@ -91,21 +92,22 @@ class GatheredParameters:
         self._before: list[torch.Tensor | None] = []
 
     def __enter__(self) -> GatheredParameters:
-        free = [member for member in self._members if _HELD not in member.__dict__]
+        free = [member for member in self._members if _HELD not in vars(member)]
         self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
         self._loose = [(member, loose) for member in free if (loose := loose_of(member)) is not None]
         handles = {id(place[0]): place[0] for _, place in self._places}
-        for ranks in {handle.comm.control.size for handle in handles.values()} | {l.ranks for _, l in self._loose}:
+        sizes = {handle.comm.control.size for handle in handles.values()} | {loose.ranks for _, loose in self._loose}
+        for ranks in sizes:
             if self._modifier is not None and not 0 <= self._modifier < ranks:
                 raise UsageError(f"GatheredParameters: modifier_rank {self._modifier} is not one of the {ranks} ranks")
         for handle in handles.values():
             handle.runtime.drain()
         self._gather()
         for parameter, loose in self._loose:
-            parameter.data = loose.gather().to(parameter.dtype)
+            parameter.data = gather_loose(loose).to(parameter.dtype)
         self._held = [member for member, _ in (*self._places, *self._loose)]
         for member in self._held:
-            member.__dict__[_HELD] = True
+            vars(member)[_HELD] = True
         self._versions = {id(member): member._version for member in self._held}
         self._before = [self._copy_before(parameter, group) for parameter, (_, _, group, _) in self._places]
         return self
@@ -154,7 +156,7 @@ class GatheredParameters:
             for parameter, (handle, *_) in self._places:
                 handle.runtime.inspection.accept(parameter)
             for member in self._held:
-                del member.__dict__[_HELD]
+                del vars(member)[_HELD]
             self._gathered.clear()
             self._before.clear()
 

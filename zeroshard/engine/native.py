@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.reach import gpus_reachable
-from zeroshard.engine.closing import close_handle
 from zeroshard.engine.build import build_handle, default_device
+from zeroshard.engine.closing import close_handle
 from zeroshard.engine.compressed_stepper import CompressedStepper
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters

@@ -25,13 +25,13 @@ from torch import nn
 
 from zeroshard.engine.guard import sharded_gradient
 from zeroshard.engine.host_memory import HostMemory
+from zeroshard.engine.loose_values import take_whole
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.offload import lands_beside, returns_beside
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan, UnitPlan
 from zeroshard.sharding.layout import Segment
-from zeroshard.sharding.loose import take_whole
 
 
 class Allocator(Protocol):

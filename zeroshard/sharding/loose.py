@@ -38,23 +38,6 @@ class LooseShard:
     def ranks(self) -> int:
         return len(self.bounds) - 1
 
-    def gather(self) -> torch.Tensor:
-        """The whole parameter in the dtype of `values`; called by all ranks of the default group."""
-        if self.ranks == 1:
-            return self.values.clone().view(self.shape)
-        sizes = [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
-        widest = max(sizes)
-        own = self.values
-        if own.numel() < widest:
-            own = torch.cat([own, own.new_empty(widest - own.numel())])
-        rows = own.new_empty(self.ranks * widest)
-        dist.all_gather_into_tensor(rows, own.contiguous())
-        if all(size == widest or end == self.bounds[-1] for size, end in zip(sizes, self.bounds[1:], strict=True)):
-            return rows[: self.bounds[-1]].view(self.shape)  # only what lies behind the last element is padding
-        return torch.cat([row[:size] for row, size in zip(rows.view(self.ranks, widest), sizes, strict=True)]).view(
-            self.shape
-        )
-
     def write(self, whole: torch.Tensor) -> None:
         """Take this rank's part of a whole parameter."""
         rank = dist.get_rank() if self.ranks > 1 else 0
@@ -75,20 +58,19 @@ def shard_loosely(parameter: torch.Tensor, value: torch.Tensor) -> LooseShard:
 def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], values: torch.Tensor) -> LooseShard:
     """Hang this rank's part on `parameter`."""
     loose = LooseShard(tuple(shape), tuple(bounds), values)
-    parameter.__dict__[_LOOSE] = loose
+    vars(parameter)[_LOOSE] = loose
     return loose
 
 
 def loose_of(parameter: torch.Tensor) -> LooseShard | None:
     """The parameter's loose shard, None for a parameter that is whole or that a sharded model owns."""
-    found: LooseShard | None = parameter.__dict__.get(_LOOSE)
+    found: LooseShard | None = vars(parameter).get(_LOOSE)
     return found
 
 
-def take_whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's values; those of a loose one are gathered (called by all ranks) and its shard is given up."""
-    loose = parameter.__dict__.pop(_LOOSE, None)
-    return parameter.data if loose is None else loose.gather()
+def forget_loose(parameter: torch.Tensor) -> None:
+    """Give the loose shard up."""
+    vars(parameter).pop(_LOOSE, None)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

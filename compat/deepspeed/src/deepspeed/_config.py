@@ -1,7 +1,7 @@
 """What libraries put into a config before it gets here, made into what the user meant.
 
-    "zero_optimization.reduce_bucket_size": 1e6     a dotted copy (TRL): fills the key it names where that is absent or "auto"
-    "scheduler" without any optimizer               an evaluation by Trainer, which removes the optimizer alone: left out
+    "zero_optimization.reduce_bucket_size": 1e6     a dotted copy (TRL): fills that key where it is absent or "auto"
+    "scheduler" without any optimizer               an evaluation by Trainer, which removes the optimizer: left out
 
 A dotted name that is no key of a config stays, and is reported as unknown like every typo.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.config.keys import key_table
+from zeroshard.config.keys import Key, Node, key_table
 
 
 def read(source: Any) -> dict[str, Any]:
@@ -37,14 +37,23 @@ def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
         optimizer: the call brings an optimizer of its own.
     """
     values: dict[str, Any] = copy.deepcopy(dict(raw))
-    known = key_table().keys
-    for name in [name for name in values if "." in name and name in known]:
+    for name in [name for name in values if "." in name and _key(name) is not None]:
+        key = _key(name)
         *sections, last = name.split(".")
         value, place = values.pop(name), values
         for section in sections:
             place = place.setdefault(section, {})
         if place.get(last, "auto") == "auto":
-            place[last] = value
+            # Sizes are made from a model's hidden size there, and are 0.9 times a whole number.
+            place[last] = int(value) if key is not None and key.kind == "int" and isinstance(value, float) else value
     if not optimizer and "optimizer" not in values:
         values.pop("scheduler", None)
     return values
+
+
+def _key(path: str) -> Key | None:
+    """The key that a dotted path, or an alias, names."""
+    node: Node | None = key_table().root
+    for part in path.split("."):
+        node = None if node is None else node.children.get(part)
+    return None if node is None else node.key

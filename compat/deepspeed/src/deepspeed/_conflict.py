@@ -14,7 +14,7 @@ def check_alone() -> None:
         if MARK not in version:
             raise ImportError(
                 f"deepspeed {version} is installed beside zeroshard-deepspeed, which provides the same module: one has "
-                "overwritten files of the other. Remove both (pip uninstall zeroshard-deepspeed deepspeed), then install "
-                "the one that you want",
+                "overwritten files of the other. Remove both (pip uninstall zeroshard-deepspeed deepspeed), then "
+                "install the one that you want",
                 name="deepspeed",
             )

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import zeroshard
 from torch import nn
-from zeroshard.engine.handle import find_handle
-from zeroshard.engine.native import find_optimizer
-from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.from_config import build_engine
 
+import zeroshard
 from deepspeed import _config
 from deepspeed._parameters import describe
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
+from zeroshard.engine.handle import find_handle
+from zeroshard.engine.native import find_optimizer
+from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.from_config import build_engine
 
 
 def initialize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import zeroshard
 from torch import nn
+
+import zeroshard
 
 
 def set_z3_leaf_modules(

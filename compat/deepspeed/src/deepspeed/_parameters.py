@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
 from zeroshard.engine.gathered import GatheredParameters, place_of
 from zeroshard.sharding.loose import loose_of
 
@@ -57,8 +58,9 @@ def describe(parameters: Iterable[nn.Parameter]) -> None:
             continue
         shape, ranks = found
         numel = shape.numel()
-        parameter.__dict__.setdefault("ds_id", next(_IDS))
-        parameter.__dict__.update(
+        attributes = vars(parameter)
+        attributes.setdefault("ds_id", next(_IDS))
+        attributes.update(
             ds_shape=shape,
             ds_numel=numel,
             ds_status=_Status(parameter),

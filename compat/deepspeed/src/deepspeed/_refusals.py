@@ -16,12 +16,14 @@ from types import ModuleType
 
 _SAYS = "this is zeroshard's compat package, not DeepSpeed"
 _GENERAL = (
-    "zeroshard has no counterpart. If a script of yours needs it, install the real deepspeed in an environment of its own"
+    "zeroshard has no counterpart. If a script of yours needs it, install the real deepspeed in an environment of its "
+    "own"
 )
+_SERVING = "zeroshard trains; export the weights (zeroshard checkpoint export) and serve them elsewhere"
 _REPLACED = {
-    "deepspeed.init_inference": "zeroshard trains; export the weights (zeroshard checkpoint export) and serve them elsewhere",
-    "deepspeed.inference": "zeroshard trains; export the weights (zeroshard checkpoint export) and serve them elsewhere",
-    "deepspeed.InferenceEngine": "zeroshard trains; export the weights and serve them elsewhere",
+    "deepspeed.init_inference": _SERVING,
+    "deepspeed.inference": _SERVING,
+    "deepspeed.InferenceEngine": _SERVING,
     "deepspeed.tp_model_init": "tensor parallelism is not built yet; leave tensor_parallel out of the config",
     "deepspeed.pipe": "pipeline parallelism is not built yet; use ZeRO stage 3",
     "deepspeed.PipelineEngine": "pipeline parallelism is not built yet; use ZeRO stage 3",
@@ -40,7 +42,7 @@ _REPLACED = {
     "deepspeed.ops.transformer": "use the model's own attention",
     "deepspeed.ops.sparse_attention": "sparse attention was removed upstream and is not built here",
     "deepspeed.ops.adam.OnebitAdam": "use zeroshard.OneBitAdam",
-    "deepspeed.runtime.fp16": "loss scaling is part of the engine; one-bit optimizers are zeroshard.OneBitAdam and others",
+    "deepspeed.runtime.fp16": "the loss scale is the engine's; for one-bit optimizers see zeroshard.OneBitAdam",
     "deepspeed.utils.groups": "only the data-parallel group exists, torch.distributed's default one",
 }
 

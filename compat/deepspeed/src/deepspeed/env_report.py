@@ -11,9 +11,8 @@ def cli_main() -> None:
     """Say what this machine has, and how fast its links are."""
     import sys
 
-    from zeroshard.launch.cli import main
-
     from deepspeed._version import VERSION
+    from zeroshard.launch.cli import main
 
     print(f"deepspeed {VERSION}: zeroshard under DeepSpeed's import name")
     sys.argv[1:1] = ["doctor"]

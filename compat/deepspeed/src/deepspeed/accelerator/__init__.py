@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 
 import torch
-from zeroshard.engine.build import default_device
 
 from deepspeed._exports import lazy
 from deepspeed._refusals import MissingNameError, refusal
+from zeroshard.engine.build import default_device
 
 __getattr__, __dir__ = lazy(__name__, {})
 

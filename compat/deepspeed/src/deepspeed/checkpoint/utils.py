@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,5 +24,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, (list, tuple)):
         return type(item)(clone_tensors_for_torch_save(member, device) for member in item)
     if isinstance(item, Mapping):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+        copied = {key: clone_tensors_for_torch_save(value, device) for key, value in item.items()}
+        return OrderedDict(copied) if isinstance(item, OrderedDict) else copied
     return item

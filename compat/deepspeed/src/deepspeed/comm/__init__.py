@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zeroshard
-from zeroshard.errors import UsageError
 
+import zeroshard
 from deepspeed._exports import lazy
+from zeroshard.errors import UsageError
 
 _SAME = (
     "ProcessGroup",

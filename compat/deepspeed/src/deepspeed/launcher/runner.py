@@ -1,6 +1,6 @@
 """The `deepspeed` command: `zeroshard run`, which knows the spellings of both.
 
-    deepspeed --num_gpus=4 train.py --deepspeed ds.json      ->      zeroshard run --num_gpus=4 train.py --deepspeed ds.json
+deepspeed --num_gpus=4 train.py --deepspeed ds.json      ->      zeroshard run --num_gpus=4 train.py --deepspeed ds.json
 """
 
 from __future__ import annotations

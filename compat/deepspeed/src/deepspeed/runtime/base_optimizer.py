@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from zeroshard.optim.optimizer import ShardedOptimizer
-
 from deepspeed._exports import lazy
+from zeroshard.optim.optimizer import ShardedOptimizer
 
 DeepSpeedOptimizer = ShardedOptimizer
 ZeROOptimizer = ShardedOptimizer

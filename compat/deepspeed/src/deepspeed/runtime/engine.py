@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from deepspeed._exports import lazy
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gathered import iterate_full_parameters
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.saved_model import persistent_buffers
-
-from deepspeed._exports import lazy
 
 __getattr__, __dir__ = lazy(__name__, {})
 

@@ -12,7 +12,7 @@ from deepspeed._exports import lazy
 __getattr__, __dir__ = lazy(__name__, {})
 
 
-def DeepSpeedCPUAdagrad(  # noqa: N802
+def DeepSpeedCPUAdagrad(
     model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **_: Any
 ) -> torch.optim.Optimizer:
     """torch's Adagrad; accelerate hands every CPU optimizer `adamw_mode`, which means nothing here."""

@@ -12,7 +12,7 @@ from deepspeed._exports import lazy
 __getattr__, __dir__ = lazy(__name__, {})
 
 
-def DeepSpeedCPUAdam(  # noqa: N802
+def DeepSpeedCPUAdam(
     model_params: Iterable[Any],
     lr: float = 1e-3,
     bias_correction: bool = True,
@@ -34,7 +34,7 @@ def DeepSpeedCPUAdam(  # noqa: N802
     return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-def FusedAdam(  # noqa: N802
+def FusedAdam(
     params: Iterable[Any],
     lr: float = 1e-3,
     bias_correction: bool = True,

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import zeroshard
 
+import zeroshard
 from deepspeed._exports import lazy
 
 __getattr__, __dir__ = lazy(__name__, {"FusedLion": "zeroshard:Lion"})
 
 
-def DeepSpeedCPULion(  # noqa: N802
+def DeepSpeedCPULion(
     model_params: Iterable[Any],
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),

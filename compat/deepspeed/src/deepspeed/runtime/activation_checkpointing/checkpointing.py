@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.utils.checkpoint
-from zeroshard.errors import UsageError
 
 from deepspeed._exports import lazy
+from zeroshard.errors import UsageError
 
 __getattr__, __dir__ = lazy(__name__, {})
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import zeroshard
 from torch import nn
+
+import zeroshard
+from deepspeed._exports import lazy
+from deepspeed._parameters import ZeroParamStatus, describe
 from zeroshard.cluster import rank_place
 from zeroshard.engine.build import default_device
 from zeroshard.engine.gathered import GatheredParameters as _Gathered
 from zeroshard.engine.gathered import Unkept
 from zeroshard.sharding.early import ShardedInit
 from zeroshard.sharding.loose import shard_loosely
-
-from deepspeed._exports import lazy
-from deepspeed._parameters import ZeroParamStatus, describe
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "zero_wrapper_for_fp_tensor_constructor"]
 
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy(__name__, {"get_accelerator": "deepspeed.accelerator
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
 ) -> Callable[..., torch.Tensor]:
-    """`fn` itself: no constructor of torch is replaced here. transformers puts another function in its place and back."""
+    """`fn` itself: no constructor of torch is replaced here. transformers puts another one in its place for a while."""
     return fn
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from deepspeed._exports import lazy
 
+_HOME = "zeroshard.planner.estimates"
+
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "estimate_zero3_model_states_mem_needs_all_live": "zeroshard.planner.estimates:estimate_zero3_model_states_mem_needs_all_live",
-        "estimate_zero3_model_states_mem_needs_all_cold": "zeroshard.planner.estimates:estimate_zero3_model_states_mem_needs_all_cold",
+        "estimate_zero3_model_states_mem_needs_all_live": f"{_HOME}:estimate_zero3_model_states_mem_needs_all_live",
+        "estimate_zero3_model_states_mem_needs_all_cold": f"{_HOME}:estimate_zero3_model_states_mem_needs_all_cold",
         "DeepSpeedZeroOptimizer_Stage3": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     },
 )

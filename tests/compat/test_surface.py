@@ -1,0 +1,118 @@
+"""The compat package answers every name that the libraries import, and says of others that they are not there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
+
+# What transformers, accelerate, peft, TRL and Lightning import or reach through attributes.
+USED = [
+    "deepspeed.DeepSpeedEngine",
+    "deepspeed.__version__",
+    "deepspeed.initialize",
+    "deepspeed.init_distributed",
+    "deepspeed.comm.is_initialized",
+    "deepspeed.comm.init_distributed",
+    "deepspeed.comm.get_rank",
+    "deepspeed.comm.get_world_size",
+    "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
+    "deepspeed.runtime.engine.DeepSpeedEngine",
+    "deepspeed.checkpoint.utils.clone_tensors_for_torch_save",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.FusedAdam",
+    "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad",
+    "deepspeed.ops.lion.DeepSpeedCPULion",
+    "deepspeed.ops.lamb.FusedLamb",
+    "deepspeed.utils.set_z3_leaf_modules",
+    "deepspeed.utils.safe_get_full_grad",
+    "deepspeed.utils.safe_get_full_fp32_param",
+    "deepspeed.utils.safe_get_full_optimizer_state",
+    "deepspeed.utils.logger",
+    "deepspeed.utils.logging.logger",
+    "deepspeed.utils.is_initialized",
+    "deepspeed.utils.groups",
+    "deepspeed.zero.GatheredParameters",
+    "deepspeed.zero.Init",
+    "deepspeed.zero.register_external_parameter",
+    "deepspeed.zero.TiledLinear",
+    "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor",
+    "deepspeed.runtime.zero.partition_parameters._orig_torch_arange",
+    "deepspeed.runtime.zero.partition_parameters.get_accelerator",
+    "deepspeed.runtime.zero.partition_parameters.ZeroParamStatus",
+    "deepspeed.accelerator.get_accelerator",
+    "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME",
+    "deepspeed.checkpointing.configure",
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+    "deepspeed.add_config_arguments",
+    "deepspeed.runtime.utils.see_memory_usage",
+    "deepspeed.runtime.utils.memory_status",
+    "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live",
+    "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold",
+    "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",
+    "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold",
+]
+# What they ask for only with features that are not built.
+REFUSED = {
+    "deepspeed.tp_model_init": "tensor parallelism is not built yet",
+    "deepspeed.utils.groups._get_sequence_parallel_group": "data-parallel",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": "sequence parallelism is not built yet",
+    "deepspeed.init_inference": "zeroshard trains",
+    "deepspeed.pipe.PipelineModule": "pipeline parallelism is not built yet",
+    "deepspeed.moe.layer.MoE": "expert parallelism is not built yet",
+    "deepspeed.some_new_thing": "zeroshard has no counterpart",
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_every_name_that_the_libraries_use_is_there(name: str) -> None:
+    *path, last = name.split(".")[1:]
+    parent = functools.reduce(getattr, path, deepspeed)
+    scope: dict[str, object] = {}
+    exec(f"from {parent.__name__} import {last}", scope)
+    assert scope[last] is getattr(parent, last)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_there_says_so_by_attribute_and_by_import(name: str) -> None:
+    *path, last = name.split(".")
+    with pytest.raises(AttributeError, match=f"compat package.*{REFUSED[name]}"):
+        functools.reduce(getattr, (*path[1:], last), deepspeed)
+    with pytest.raises(ImportError, match=f"compat package.*{REFUSED[name]}"):
+        exec(f"from {'.'.join(path)} import {last}", {})
+    assert not hasattr(deepspeed, "some_new_thing")
+
+
+def test_metadata_is_found_under_the_import_name() -> None:
+    from packaging.version import Version
+
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+    version = Version(importlib.metadata.version("deepspeed"))
+    assert version == Version(deepspeed.__version__)
+    assert version.local == "zeroshard"
+    # accelerate's sequence parallelism and TRL's extra have the highest thresholds among the libraries.
+    assert Version("0.18.6") <= version
+
+
+def test_imports_nothing_heavy_until_it_is_used() -> None:
+    code = "import sys, deepspeed; print('torch' in sys.modules, 'zeroshard' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_refuses_beside_the_real_one(tmp_path: Path) -> None:
+    real = tmp_path / "deepspeed-0.19.6.dist-info"
+    real.mkdir()
+    (real / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.6\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import deepspeed"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "deepspeed 0.19.6 is installed beside zeroshard-deepspeed" in done.stderr
+    assert "pip uninstall" in done.stderr
