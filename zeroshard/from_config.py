@@ -215,7 +215,7 @@ def _source(
     warnings.warn(
         "initialize: neither the config nor the call names an optimizer; the engine can run forward only",
         ZeroShardWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return None
 
