@@ -7,8 +7,6 @@ that closes alone, in an error say, does not wait for others.
 
 from __future__ import annotations
 
-import torch
-
 from zeroshard.engine.gathered import unmark_parameters
 from zeroshard.engine.handle import Handle
 from zeroshard.engine.storage import Group
@@ -31,8 +29,10 @@ def close_handle(handle: Handle) -> None:
 
 def _hang(group: Group) -> None:
     layout = group.plan.layout
-    with torch.no_grad():
-        values = group.master_values() if group.plan.update_axis == "dp" else group.shard
+    values = group.shard
+    if group.plan.update_axis == "dp":  # master weights in host memory stay there
+        whole = group.master is not None and not group.split
+        values = group.update_master if whole else group.master_values()
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
         starts = [min(max(layout.shard_range(rank)[0], segment.offset), segment.end) for rank in range(layout.shards)]
         own, _ = group.own_part(index)

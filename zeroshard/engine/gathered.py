@@ -104,7 +104,7 @@ class GatheredParameters:
             handle.runtime.drain()
         self._gather()
         for parameter, loose in self._loose:
-            parameter.data = gather_loose(loose).to(parameter.dtype)
+            parameter.data = gather_loose(loose, parameter.device).to(parameter.dtype)
         self._held = [member for member, _ in (*self._places, *self._loose)]
         for member in self._held:
             vars(member)[_HELD] = True

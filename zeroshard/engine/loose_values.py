@@ -8,14 +8,14 @@ from zeroshard.comm.collectives import gather_over_default
 from zeroshard.sharding.loose import LooseShard, forget_loose, loose_of
 
 
-def gather_loose(loose: LooseShard) -> torch.Tensor:
-    """The whole parameter in the dtype of `loose.values`; called by all ranks of the default group."""
+def gather_loose(loose: LooseShard, device: torch.device) -> torch.Tensor:
+    """The whole parameter on `device`, in the dtype of `loose.values`; called by all ranks of the default group."""
+    own = loose.values.to(device)
     if loose.ranks == 1:
-        return loose.values.clone().view(loose.shape)
+        return own.clone().view(loose.shape)
     numel = loose.bounds[-1]
     sizes = [end - start for start, end in zip(loose.bounds, loose.bounds[1:], strict=False)]
     widest = max(sizes)
-    own = loose.values
     if own.numel() < widest:
         own = torch.cat([own, own.new_empty(widest - own.numel())])
     rows = own.new_empty(loose.ranks * widest)
@@ -32,4 +32,4 @@ def take_whole(parameter: torch.Tensor) -> torch.Tensor:
     if loose is None:
         return parameter.data
     forget_loose(parameter)
-    return gather_loose(loose)
+    return gather_loose(loose, parameter.device)

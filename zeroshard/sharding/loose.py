@@ -27,7 +27,8 @@ class LooseShard:
     Attributes:
         shape: of the whole parameter.
         bounds: first element of each rank's part, and the number of elements at the end.
-        values: flat; in float32 where master weights came from an engine, whatever the parameter's dtype.
+        values: flat; in float32 where master weights came from an engine, whatever the parameter's dtype, and in host
+            memory where they rested there.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class LooseShard:
     def write(self, whole: torch.Tensor) -> None:
         """Take this rank's part of a whole parameter."""
         rank = dist.get_rank() if self.ranks > 1 else 0
-        new = whole.detach().reshape(-1)[self.bounds[rank] : self.bounds[rank + 1]]
+        new = whole.detach().to(self.values.device).reshape(-1)[self.bounds[rank] : self.bounds[rank + 1]]
         # Values of more precision than the parameter's stay as they are where nothing was changed.
         self.values.copy_(torch.where(self.values.to(new.dtype) == new, self.values, new.to(self.values.dtype)))
 
