@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zeroshard.plan.offload import Offload
     from zeroshard.plan.placement import STAGES, Sharding
     from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan
+    from zeroshard.sharding.activations import checkpoint_activations
     from zeroshard.sharding.deferred import Init
     from zeroshard.sharding.marks import (
         get_z3_leaf_modules,
@@ -78,6 +79,7 @@ _HOME = {
     "Sharding": "zeroshard.plan.placement",
     "ZeroOneAdam": "zeroshard.optim.named",
     "build_plan": "zeroshard.plan.builder",
+    "checkpoint_activations": "zeroshard.sharding.activations",
     "clip_grad_norm_": "zeroshard.engine.native",
     "close": "zeroshard.engine.native",
     "drain": "zeroshard.engine.native",
@@ -144,6 +146,7 @@ __all__ = [
     "TiledLinear",
     "ZeroOneAdam",
     "build_plan",
+    "checkpoint_activations",
     "clip_grad_norm_",
     "close",
     "drain",

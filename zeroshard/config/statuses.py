@@ -49,9 +49,9 @@ def _same(value: Any, inert: Any) -> bool:
 def _refusal(entry: Entry) -> str:
     shown = "" if isinstance(entry.value, dict) else f"{show(entry.value)} asks for "
     feature, _, hint = entry.key.note.partition("; ")
-    if entry.key.status is Status.INERT_ONLY:
-        return f"{shown}{feature}, which is not built yet; {_way_out(entry.key)}"
     advice = f" ({hint})" if hint else ""
+    if entry.key.status is Status.INERT_ONLY:
+        return f"{shown}{feature}, which is not built yet; {_way_out(entry.key)}{advice}"
     return f"{shown}{feature}, which will not be built (it was removed upstream too); {_way_out(entry.key)}{advice}"
 
 

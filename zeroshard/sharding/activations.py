@@ -1,0 +1,126 @@
+"""Activation checkpointing around the blocks of a model: kept are the inputs of a block, the rest is computed again.
+
+    forward     inputs of block 0 | inputs of block 1 | ...     on the device, or copied to the host beside compute
+    backward    ... | block 1 once more, its backward | block 0 once more, its backward
+
+The blocks are the units that are gathered together, so that a block that runs again finds its parameters there. After
+Chen et al. 2016 (arXiv:1604.06174). The work is torch's own checkpoint; this chooses its places and where inputs rest.
+Rejected: torch's wrapper modules, which rename every parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.sharding.units import find_units
+
+_MARK = "_zeroshard_checkpointed"
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    on_host: bool = False,
+    units: Sequence[str] | None = None,
+    context_fn: ContextFn | None = None,
+    use_reentrant: bool = False,
+) -> list[str]:
+    """Let blocks of `model` keep their inputs only; before or after shard(), before the first forward.
+
+    Args:
+        every: of so many blocks in a row one is checkpointed; 1 is all of them.
+        on_host: the kept inputs rest in host memory between forward and backward.
+        units: module paths of the blocks, instead of the ones found.
+        context_fn: what torch's checkpoint takes to keep some results nevertheless (selective checkpointing).
+        use_reentrant: torch's older kind, by a nested backward.
+
+    Returns:
+        Paths of the checkpointed modules.
+
+    Raises:
+        PlanError: there is no block to checkpoint.
+        UsageError: a block is checkpointed already.
+    """
+    if every < 1:
+        raise UsageError(f"checkpoint_activations: every={every} must be 1 or more")
+    if use_reentrant and context_fn is not None:
+        raise UsageError("checkpoint_activations: context_fn needs use_reentrant=False")
+    chosen = _blocks(model, units)[::every]
+    if not chosen:
+        raise PlanError(f"checkpoint_activations: {type(model).__name__} has no blocks; name some with units=[...]")
+    options: dict[str, Any] = {"use_reentrant": use_reentrant}
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    for name in chosen:
+        module = model.get_submodule(name)
+        if _MARK in module.__dict__:
+            raise UsageError(f"checkpoint_activations: {name!r} is checkpointed already")
+        # An attribute of this instance alone: hooks, names and the class stay as they are.
+        module.forward = partial(_run, module.forward, on_host, options)
+        module.__dict__[_MARK] = True
+    return chosen
+
+
+def _blocks(model: nn.Module, units: Sequence[str] | None) -> list[str]:
+    """The units with something inside: a large leaf, such as an embedding, has nothing to recompute."""
+    named = [unit.name for unit in find_units(model, units)]
+    return [name for name in named if name and next(model.get_submodule(name).children(), None) is not None]
+
+
+def _run(forward: Callable[..., Any], on_host: bool, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    with HostSaves() if on_host else nullcontext():
+        return checkpoint(forward, *args, **options, **kwargs)
+
+
+class HostSaves(saved_tensors_hooks):
+    """What autograd saves inside goes to host memory, and comes back in the backward.
+
+    Owns the host copies. Hazards: the copy reads a tensor that compute may give back, so the allocator is told of the
+    copying stream; the backward waits for the copy's end before it reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _to_device)
+
+
+_Saved = torch.Tensor | tuple[torch.Tensor, torch.device, torch.cuda.Event]
+
+
+def _to_host(tensor: torch.Tensor) -> _Saved:
+    if tensor.device.type != "cuda" or isinstance(tensor, nn.Parameter):
+        return tensor
+    compute, copies = torch.cuda.current_stream(tensor.device), _copies(tensor.device)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copies.wait_stream(compute)  # read after write: the tensor belongs to compute until here
+    with torch.cuda.stream(copies):
+        host.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(copies)
+    tensor.record_stream(copies)  # write after read: its memory belongs to the copy until that has run
+    return host, tensor.device, done
+
+
+def _to_device(saved: _Saved) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    host, device, done = saved
+    torch.cuda.current_stream(device).wait_event(done)  # read after write: the host's copy belongs to its stream
+    return host.to(device, non_blocking=True)
+
+
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """A stream of torch's pool: the same few for all blocks."""
+    return torch.cuda.Stream(device)
