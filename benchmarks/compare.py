@@ -10,6 +10,8 @@ alone. The ratio is to the floor of the same run with the same setting: the same
     quick-1b   floor, FSDP2 and zeroshard at stages 3, 2, 1; then the first three compiled
     mb1        one sequence a GPU, where the host decides: floor, FSDP2 plain and tuned, zeroshard at stages 3, 2, 1
     7b         activation checkpointing: floor, FSDP2 plain and tuned, zeroshard 3, eager; then compiled
+    offload-7b optimizer's state in host memory: zeroshard 3 in each way, FSDP2 and DeepSpeed beside
+    offload-1b the same at stage 2, made for one GPU: --nproc 1
     peers      DDP, FSDP2 in three forms, DeepSpeed plain and tuned at stages 3, 2, 1, zeroshard at stages 3, 2, 1
 
 Options after the preset apply to each of its rows: `--size tiny --length 64` tries a preset on a CPU. The output folder
@@ -47,6 +49,20 @@ PRESETS: dict[str, Sequence[str]] = {
             *("floor --compile", "fsdp2 --compile", "zeroshard3 --compile"),
         )
     ],
+    "offload-7b": [
+        f"{name} --size 7b --checkpointing --steps 2 --warmup 2"
+        for name in (
+            "floor",
+            "zeroshard3",
+            *(f"zeroshard3 --offload {way}" for way in ("streamed", "processor", "streamed --clip 0", "param")),
+            "zeroshard3 --offload streamed --host-share 0.5",
+            "floor --accumulation 8",
+            "zeroshard3 --offload streamed --accumulation 8",
+            "fsdp2 --offload streamed",
+            "deepspeed3 --offload streamed",
+        )
+    ],
+    "offload-1b": ["floor", *(f"zeroshard2 --offload {way}" for way in ("streamed", "processor"))],
     "peers": [
         *("floor", "ddp", "fsdp2", "fsdp2 --tuned", "fsdp2-z2", *DEEPSPEED),
         *(f"{name} --tuned" for name in DEEPSPEED),
@@ -55,7 +71,19 @@ PRESETS: dict[str, Sequence[str]] = {
 }
 SETTING = ("size", "batch", "accumulation", "checkpointing", "compiled", "length")
 """What two rows must share for their ratio to mean something."""
-MARKDOWN = ("engine", "setting", "s/step", "x floor", "tokens/s/GPU", "MFU", "GiB", "reserved", "init s", "host s")
+MARKDOWN = (
+    "engine",
+    "setting",
+    "s/step",
+    "x floor",
+    "tokens/s/GPU",
+    "MFU",
+    "GiB",
+    "reserved",
+    "host GiB",
+    "init s",
+    "host s",
+)
 
 
 @dataclass
@@ -133,6 +161,7 @@ def cells(outcome: Outcome) -> list[str]:
         "" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
         _number(row["allocated_gib"], 2),
         _number(row["reserved_gib"], 2),
+        _number(row["host_gib"], 1),
         _number(row["init_s"], 1),
         _number(row["host_s"], 4),
     ]
@@ -143,6 +172,8 @@ def _describe(row: dict[str, Any]) -> str:
     parts = [row["size"], f"{row['batch']} x {row['length']}"]
     parts += [f"{row['accumulation']} micro-batches"] if row["accumulation"] > 1 else []
     parts += ["checkpointing"] if row["checkpointing"] else []
+    parts += [f"offload {row['offload']} {row['host_share']:g}"] if row["offload"] != "none" else []
+    parts += ["no clipping"] if not row["clip"] else []
     return ", ".join([*parts, "compiled" if row["compiled"] else "eager"])
 
 

@@ -12,8 +12,11 @@ explicit lists, embedding and head are units of their own, and on torch 2.13 and
 their own and two buffers. DeepSpeed: the throughput timer, which synchronises, is off, and blocks are leaf modules.
 zeroshard: all units may stay gathered from forward to backward (spare_nbytes).
 
-All train with AdamW, clip the global norm to 1 and keep the master state in fp32. An engine is imported by its builder
-only, so that one that is missing takes nothing else with it.
+`offload` puts the optimizer's state into host memory: streamed or processor say how zeroshard updates it, param adds
+the parameters; FSDP2 has its CPUOffloadPolicy, which moves parameters too, and DeepSpeed offload_optimizer.
+
+All train with AdamW, clip the global norm to 1 (unless `clip` says otherwise) and keep the master state in fp32. An
+engine is imported by its builder only, so that one that is missing takes nothing else with it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
@@ -65,6 +68,9 @@ class Setting:
         tuned: see the module's text.
         exact: start from the very values that the other engines start from, at the price of a whole model on each GPU.
         rate: learning rate.
+        offload: "none", or see the module's text.
+        host_share: the share of the state in host memory, for zeroshard.
+        clip: largest global norm; 0 is no clipping.
     """
 
     engine: str
@@ -77,6 +83,9 @@ class Setting:
     tuned: bool = False
     exact: bool = False
     rate: float = 1e-4
+    offload: str = "none"
+    host_share: float = 1.0
+    clip: float = CLIP
 
     @property
     def shape(self) -> Shape:
@@ -175,7 +184,8 @@ def build_ddp(setting: Setting) -> Trainer:
             _backward(ddp, micro_batches[:-1], len(micro_batches), autocast=setting.device.type)
         loss = _backward(ddp, micro_batches[-1:], len(micro_batches), autocast=setting.device.type)
         with record_function(OPTIMIZER):
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if setting.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss
@@ -207,6 +217,9 @@ def build_fsdp2(setting: Setting) -> Trainer:
         model.compile_blocks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     options: dict[str, Any] = {"mp_policy": policy}
+    away = setting.offload != "none"
+    if away:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device.type == "cuda")
     if setting.engine == "fsdp2-z2":
         options["reshard_after_forward"] = False
     if dist.get_world_size() == 1 or setting.device.type == "cpu":
@@ -220,7 +233,7 @@ def build_fsdp2(setting: Setting) -> Trainer:
     if setting.tuned:
         tune_fsdp2(model)
     if not setting.exact:
-        model.to_empty(device=setting.device)
+        model.to_empty(device="cpu" if away else setting.device)
         initialize(model)
     # On CPU fused AdamW does not know DTensors; foreach is the fastest there.
     optimizer = _adamw(model.parameters(), setting, fused=setting.device.type == "cuda")
@@ -228,10 +241,10 @@ def build_fsdp2(setting: Setting) -> Trainer:
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         loss = _backward(model, micro_batches, len(micro_batches))
         with record_function(OPTIMIZER):
-            if setting.tuned:
-                clip_local_(model.parameters(), CLIP)
-            else:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if setting.clip and setting.tuned:
+                clip_local_(model.parameters(), setting.clip)
+            elif setting.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss
@@ -285,7 +298,12 @@ def build_deepspeed(setting: Setting) -> Trainer:
         model.compile_blocks()
     if setting.tuned and setting.stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    optimizer = _adamw(model.parameters(), setting, fused=True)
+    if setting.offload == "none":
+        optimizer = _adamw(model.parameters(), setting, fused=True)
+    else:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=setting.rate, betas=BETAS, weight_decay=DECAY)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -305,12 +323,16 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setting.stage, "overlap_comm": True, "contiguous_gradients": True}
     if setting.stage < 3:
         zero.update(reduce_bucket_size=DEEPSPEED_BUCKET, allgather_bucket_size=DEEPSPEED_BUCKET)
+    if setting.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if setting.offload == "param":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": CLIP,
+        "gradient_clipping": setting.clip,
         "gradient_accumulation_steps": setting.accumulation,
         "train_micro_batch_size_per_gpu": setting.batch,
         "steps_per_print": 10**9,
@@ -333,13 +355,16 @@ def build_zeroshard(setting: Setting) -> Trainer:
     if setting.compiled:
         model.compile_blocks()
     policy = zeroshard.ExecutionPolicy(
-        clip_norm=CLIP,
+        clip_norm=setting.clip,
         accumulate=setting.accumulation > 1,
         overlap_step=True,
         spare_nbytes=ALL_MEMORY if setting.tuned else 0,
     )
     recipe = zeroshard.Recipe(
-        sharding=zeroshard.STAGES[setting.stage], precision=zeroshard.Precision(param="bf16"), policy=policy
+        sharding=zeroshard.STAGES[setting.stage],
+        precision=zeroshard.Precision(param="bf16"),
+        policy=policy,
+        offload=_zeroshard_offload(setting),
     )
     sharded, optimizer = zeroshard.shard(
         model, _adamw(model.parameters(), setting, fused=False), plan=recipe, device=setting.device
@@ -354,6 +379,15 @@ def build_zeroshard(setting: Setting) -> Trainer:
         return loss
 
     return Trainer(step, numel, zeroshard.peer_memory_nbytes(sharded), lambda: zeroshard.close(sharded))
+
+
+def _zeroshard_offload(setting: Setting) -> Any:
+    import zeroshard
+
+    if setting.offload == "none":
+        return None
+    update = zeroshard.HostUpdate.PROCESSOR if setting.offload == "processor" else zeroshard.HostUpdate.STREAMED
+    return zeroshard.Offload(setting.host_share, setting.offload == "param", update)
 
 
 ENGINES: dict[str, Callable[[Setting], Trainer]] = {

@@ -11,6 +11,7 @@ the peak of the timed steps, also on the worst rank. Tokens are random and the s
     host_s        seconds in which the host issues a step that starts on an empty queue, the smallest of the repetitions
     mfu           model flops per second over the card's dense bf16 peak; null for a card that is not in PEAKS
     allocated_gib, reserved_gib     peaks of torch's allocator; null without a GPU
+    host_gib                        peak of a process's host memory
     init_s, init_gib                to build model and engine until it could take a step, and what it then holds
 
 `--profile FILE` also writes a chrome trace of a few steady steps of rank 0 and prints its account (benchmarks.account).
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -36,7 +38,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.account import STEP, account, read_trace
-from benchmarks.engines import ENGINES, MicroBatch, NotInstalled, Setting, Trainer, build, load
+from benchmarks.engines import CLIP, ENGINES, MicroBatch, NotInstalled, Setting, Trainer, build, load
 from benchmarks.llama import SIZES, Shape
 
 GIB = 2**30
@@ -44,6 +46,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B
 """Dense bf16 peaks by a part of the card's name, in flop/s; the first that fits."""
 PROFILED_STEPS = 4
 CHECKED_STEPS = 2
+OFFLOADS = ("none", "streamed", "processor", "param")
 BATCHES = 4
 
 
@@ -68,6 +71,9 @@ def main() -> int:
         checkpointing=args.checkpointing,
         compiled=args.compile,
         tuned=args.tuned,
+        offload=args.offload,
+        host_share=args.host_share,
+        clip=args.clip,
     )
     try:
         result, failed = measure(setting, args)
@@ -121,6 +127,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
         **speed(timing, setting, args.length),
         "allocated_gib": slowest(memory(setting.device, torch.cuda.max_memory_allocated, trainer.outside)),
         "reserved_gib": slowest(memory(setting.device, torch.cuda.max_memory_reserved, trainer.outside)),
+        "host_gib": slowest(host_peak()),
         "init_s": round(slowest(init_s) or 0.0, 2),
         "init_gib": init_gib,
         "loss": round(timing.loss, 4),
@@ -268,6 +275,11 @@ def memory(device: torch.device, read: Callable[[], int], outside: int) -> float
     return round((read() + outside) / GIB, 3) if device.type == "cuda" else None
 
 
+def host_peak() -> float:
+    """The most memory that this process has had so far, in GiB."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2)
+
+
 def slowest(value: float | None) -> float | None:
     """The largest value of any rank. All ranks have one, or none has."""
     if value is None:
@@ -285,6 +297,9 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations, block by block")
     parser.add_argument("--compile", action="store_true", help="compile every block")
+    parser.add_argument("--offload", choices=OFFLOADS, default="none", help="optimizer's state in host memory")
+    parser.add_argument("--host-share", type=float, default=1.0, help="the share of it, for zeroshard")
+    parser.add_argument("--clip", type=float, default=CLIP, help="largest global norm; 0 is no clipping")
     parser.add_argument("--tuned", action="store_true", help="what a user who reads the engine's manual adds")
 
 
