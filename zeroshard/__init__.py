@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from zeroshard.engine.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
+    from zeroshard.optim.cpu_adam import CPUAdam
     from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb, ZeroOneAdam
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.offload import Offload
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CPUAdam": "zeroshard.optim.cpu_adam",
     "ExecutionPolicy": "zeroshard.plan.plan",
     "GatheredParameters": "zeroshard.engine.gathered",
     "Init": "zeroshard.sharding.deferred",
@@ -127,6 +129,7 @@ _HOME = {
 __all__ = [
     "PREEMPTED",
     "STAGES",
+    "CPUAdam",
     "ExecutionPolicy",
     "GatheredParameters",
     "HostUpdate",
