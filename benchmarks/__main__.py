@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_GPU = {
     "host_overhead": "a step with nearly nothing to compute, against FSDP2: what Python costs",
     "planner": "what the planner predicts beside what was measured, and beside published sizing rows",
+    "host_adam": "the optimizer's step on the host against torch's fused AdamW and the rate of memory",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }
 FOR_GPUS = {
@@ -30,6 +31,7 @@ def main() -> int:
         return 0
     if names == ["all"]:
         return max(run(name, sys.argv[2:]) for name in WITHOUT_GPU)
+    names = [name.replace("-", "_") for name in names]
     if names[0] not in {**WITHOUT_GPU, **FOR_GPUS}:
         print(f"there is no benchmark {names[0]!r}; python -m benchmarks lists them", file=sys.stderr)
         return 2

@@ -44,12 +44,22 @@ struct SquaresJob {
   std::int64_t numel;
 };
 
+// What memory gives, for benchmarks: a = b + scale * c, written past the caches; or, where `a` is null, b and c times
+// `scale` in place. 12 and 16 bytes an element; addresses are aligned to 64 bytes.
+struct StreamJob {
+  float *a, *b, *c;
+  float scale;
+  std::int64_t numel;
+};
+
 struct InstructionSet {
   const char* name;
   // Elements [begin, end); begin is a multiple of GROUP, end too unless it is numel.
   void (*step)(const Job& job, std::int64_t begin, std::int64_t end);
   // Blocks [begin, end).
   void (*squares)(const SquaresJob& job, std::int64_t begin, std::int64_t end);
+  // Elements [begin, end), multiples of GROUP.
+  void (*stream)(const StreamJob& job, std::int64_t begin, std::int64_t end);
 };
 
 }  // namespace zeroshard

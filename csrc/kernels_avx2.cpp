@@ -46,10 +46,12 @@ struct Avx2 {
   static void store(H* to, F a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrow(to, a));
   }
-  static void stream(float* to, F a) { _mm256_stream_ps(to, a); }
-  template <class H>
-  static void stream(H* to, F a) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to), narrow(to, a));
+  // A multiple of 32 bytes to an aligned place, past the caches.
+  static void stream(void* to, const void* from, std::size_t bytes) {
+    for (std::size_t at = 0; at < bytes; at += 32) {
+      const __m256i half = _mm256_load_si256(reinterpret_cast<const __m256i*>(static_cast<const char*>(from) + at));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<char*>(to) + at), half);
+    }
   }
   static void fence() { _mm_sfence(); }
 
@@ -64,6 +66,6 @@ struct Avx2 {
 
 }  // namespace
 
-extern const InstructionSet AVX2{"avx2", step<Avx2>, squares<Avx2>};
+extern const InstructionSet AVX2{"avx2", step<Avx2>, squares<Avx2>, stream<Avx2>};
 
 }  // namespace zeroshard

@@ -49,10 +49,12 @@ struct Avx512 {
   static void store(H* to, F a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to, a));
   }
-  static void stream(float* to, F a) { _mm512_stream_ps(to, a); }
-  template <class H>
-  static void stream(H* to, F a) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), narrow(to, a));
+  // A multiple of 64 bytes to an aligned place, past the caches.
+  static void stream(void* to, const void* from, std::size_t bytes) {
+    for (std::size_t at = 0; at < bytes; at += 64) {
+      const __m512i line = _mm512_load_si512(static_cast<const char*>(from) + at);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + at), line);
+    }
   }
   static void fence() { _mm_sfence(); }
 
@@ -67,6 +69,6 @@ struct Avx512 {
 
 }  // namespace
 
-extern const InstructionSet AVX512{"avx512", step<Avx512>, squares<Avx512>};
+extern const InstructionSet AVX512{"avx512", step<Avx512>, squares<Avx512>, stream<Avx512>};
 
 }  // namespace zeroshard

@@ -47,10 +47,7 @@ struct Neon {
     vst1_u16(reinterpret_cast<std::uint16_t*>(to), narrow(to, a));
   }
   // Whole lines that are written in one go are not read first on these processors; there is no store past the caches.
-  template <class T>
-  static void stream(T* to, F a) {
-    store(to, a);
-  }
+  static void stream(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
   static void fence() {}
 
   static D no_squares() { return vdupq_n_f64(0.0); }
@@ -64,6 +61,6 @@ struct Neon {
 
 }  // namespace
 
-extern const InstructionSet NEON{"neon", step<Neon>, squares<Neon>};
+extern const InstructionSet NEON{"neon", step<Neon>, squares<Neon>, stream<Neon>};
 
 }  // namespace zeroshard

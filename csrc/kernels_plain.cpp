@@ -69,10 +69,7 @@ struct Plain {
   static void store(double* to, D a) { *to = a; }
   static void store(bf16* to, F a) { *to = narrow_bf16(a); }
   static void store(fp16* to, F a) { *to = narrow_fp16(a); }
-  template <class T>
-  static void stream(T* to, F a) {
-    store(to, a);
-  }
+  static void stream(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
   static void fence() {}
 
   static D no_squares() { return 0.0; }
@@ -81,6 +78,6 @@ struct Plain {
 
 }  // namespace
 
-extern const InstructionSet PLAIN{"plain", step<Plain>, squares<Plain>};
+extern const InstructionSet PLAIN{"plain", step<Plain>, squares<Plain>, stream<Plain>};
 
 }  // namespace zeroshard

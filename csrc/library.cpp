@@ -87,6 +87,16 @@ void squares_piece(const void* call, std::int64_t begin, std::int64_t end) {
   squares.set->squares(squares.job, begin, end);
 }
 
+struct StreamCall {
+  const InstructionSet* set;
+  StreamJob job;
+};
+
+void stream_piece(const void* call, std::int64_t begin, std::int64_t end) {
+  const auto& stream = *static_cast<const StreamCall*>(call);
+  stream.set->stream(stream.job, begin, end);
+}
+
 bool finite_at(const void* grad, std::int32_t dtype, std::int64_t index) {
   switch (dtype) {
     case FLOAT32: return std::isfinite(static_cast<const float*>(grad)[index]);
@@ -99,7 +109,7 @@ bool finite_at(const void* grad, std::int32_t dtype, std::int64_t index) {
 }  // namespace zeroshard
 
 // Changes with the functions below; Python refuses another.
-ZEROSHARD_API std::int32_t zeroshard_host_version() { return 1; }
+ZEROSHARD_API std::int32_t zeroshard_host_version() { return 2; }
 
 // Name of an instruction set that this processor has, best first; null after the last.
 ZEROSHARD_API const char* zeroshard_host_set(std::int32_t number) {
@@ -151,5 +161,17 @@ ZEROSHARD_API std::int32_t zeroshard_host_squares(std::int32_t set, std::int32_t
       while (*first_bad < numel - 1 && finite_at(grad, dtype, *first_bad)) ++*first_bad;
     }
   }
+  return 0;
+}
+
+// A pass over memory with next to no arithmetic, see StreamJob; -1 for addresses or sizes that are not aligned.
+ZEROSHARD_API std::int32_t zeroshard_host_stream(std::int32_t set, std::int32_t threads, std::int64_t numel, float* a,
+                                                 float* b, float* c, float scale) {
+  using namespace zeroshard;
+  const StreamCall call{set_at(set), {a, b, c, scale, numel}};
+  const std::uintptr_t addresses =
+      reinterpret_cast<std::uintptr_t>(a) | reinterpret_cast<std::uintptr_t>(b) | reinterpret_cast<std::uintptr_t>(c);
+  if (call.set == nullptr || threads < 1 || numel < 0 || numel % GROUP != 0 || addresses % 64 != 0) return -1;
+  run_pieces(threads, numel, piece_of(numel, threads), stream_piece, &call);
   return 0;
 }

@@ -89,24 +89,30 @@ inline void ask_for(const T* from) {
   for (std::size_t offset = 0; offset < sizeof(T) * GROUP; offset += 64) __builtin_prefetch(start + offset, 0, 3);
 }
 
-// GROUP elements. `out` may be the gradient's memory if it has its dtype: each lane is read before it is written, and no
-// pointer may be declared free of aliases. `STREAM` writes `out` past the caches.
-template <class S, class R, class G, class M, class O, bool STREAM>
-inline void one_group(const R& rule, float* master, const G* grad, M* const* state, O* out) {
+// `count` groups. `out` may be the gradient's memory if it has its dtype: each lane is read before it is written, and no
+// pointer may be declared free of aliases. With `stream` it is written past the caches.
+template <class S, class R, class G, class M, class O>
+__attribute__((noinline)) void groups(const R& rule, float* master, const G* grad, M* const* state, O* out, bool stream,
+                                      std::int64_t count) {
   using F = typename S::F;
-  for (std::int64_t lane = 0; lane < GROUP; lane += S::WIDTH) {
-    F p = S::load(master + lane);
-    F values[R::STATES];
-    for (int k = 0; k < R::STATES; ++k) values[k] = S::load(state[k] + lane);
-    rule.update(S::load(grad + lane), p, values);
-    S::store(master + lane, p);
-    for (int k = 0; k < R::STATES; ++k) S::store(state[k] + lane, values[k]);
+  alignas(64) O line[GROUP];
+  for (std::int64_t low = 0; low < count * GROUP; low += GROUP) {
+    ask_for(master + low);
+    ask_for(grad + low);
+    for (int k = 0; k < R::STATES; ++k) ask_for(state[k] + low);
+#pragma GCC unroll 8
+    for (std::int64_t lane = 0; lane < GROUP; lane += S::WIDTH) {
+      F p = S::load(master + low + lane);
+      F values[R::STATES];
+      for (int k = 0; k < R::STATES; ++k) values[k] = S::load(state[k] + low + lane);
+      rule.update(S::load(grad + low + lane), p, values);
+      S::store(master + low + lane, p);
+      for (int k = 0; k < R::STATES; ++k) S::store(state[k] + low + lane, values[k]);
+      if constexpr (!std::is_same<O, nothing>::value) S::store((stream ? line : out + low) + lane, p);
+    }
     if constexpr (!std::is_same<O, nothing>::value) {
-      if constexpr (STREAM) {
-        S::stream(out + lane, p);
-      } else {
-        S::store(out + lane, p);
-      }
+      // Whole lines at once: halves of a line that leave for memory one by one cost a transfer each.
+      if (stream) S::stream(out + low, line, sizeof line);
     }
   }
 }
@@ -125,50 +131,35 @@ void last_group(const R& rule, float* master, const G* grad, M* const* state, O*
     std::memcpy(s[k], state[k], count * sizeof(M));
     rows[k] = s[k];
   }
-  one_group<S, R, G, M, O, false>(rule, p, g, rows, o);
+  groups<S, R, G, M, O>(rule, p, g, rows, o, false, 1);
   std::memcpy(master, p, count * sizeof(float));
   for (int k = 0; k < R::STATES; ++k) std::memcpy(state[k], s[k], count * sizeof(M));
   if constexpr (!std::is_same<O, nothing>::value) std::memcpy(out, o, count * sizeof(O));
 }
 
-template <class S, class R, class G, class M, class O, bool STREAM>
+template <class S, class R, class G, class M, class O>
 void sweep(const Job& job, std::int64_t begin, std::int64_t end) {
   const R rule(job.scalars);
-  float* master = job.master + begin;
-  const G* grad = static_cast<const G*>(job.grad) + begin;
-  O* out = job.out == nullptr ? nullptr : static_cast<O*>(job.out) + begin;
-  M* state[R::STATES];
-  for (int k = 0; k < R::STATES; ++k) state[k] = static_cast<M*>(job.state[k]) + begin;
-  const std::int64_t whole = (end - begin) / GROUP;
-  for (std::int64_t group = 0; group < whole; ++group) {
-    ask_for(master);
-    ask_for(grad);
-    for (int k = 0; k < R::STATES; ++k) ask_for(state[k]);
-    one_group<S, R, G, M, O, STREAM>(rule, master, grad, state, out);
-    master += GROUP;
-    grad += GROUP;
-    for (int k = 0; k < R::STATES; ++k) state[k] += GROUP;
-    if constexpr (!std::is_same<O, nothing>::value) out += GROUP;
+  const std::int64_t whole = (end - begin) / GROUP, last = begin + whole * GROUP;
+  const G* grad = static_cast<const G*>(job.grad);
+  O* out = static_cast<O*>(job.out);
+  M *state[R::STATES], *rest[R::STATES];
+  for (int k = 0; k < R::STATES; ++k) {
+    state[k] = static_cast<M*>(job.state[k]) + begin;
+    rest[k] = state[k] + whole * GROUP;
   }
-  if (const std::int64_t rest = end - begin - whole * GROUP; rest > 0) {
-    last_group<S, R, G, M, O>(rule, master, grad, state, out, rest);
-  }
-  if constexpr (STREAM) S::fence();
+  groups<S, R, G, M, O>(rule, job.master + begin, grad + begin, state, out + begin, job.stream, whole);
+  if (last < end) last_group<S, R, G, M, O>(rule, job.master + last, grad + last, rest, out + last, end - last);
+  if (job.stream) S::fence();
 }
 
 template <class S, class R, class G, class M>
 void by_out(const Job& job, std::int64_t begin, std::int64_t end) {
   switch (job.out_dtype) {
-    case NONE: return sweep<S, R, G, M, nothing, false>(job, begin, end);
-    case FLOAT32:
-      return job.stream ? sweep<S, R, G, M, float, true>(job, begin, end)
-                        : sweep<S, R, G, M, float, false>(job, begin, end);
-    case BFLOAT16:
-      return job.stream ? sweep<S, R, G, M, bf16, true>(job, begin, end)
-                        : sweep<S, R, G, M, bf16, false>(job, begin, end);
-    default:
-      return job.stream ? sweep<S, R, G, M, fp16, true>(job, begin, end)
-                        : sweep<S, R, G, M, fp16, false>(job, begin, end);
+    case NONE: return sweep<S, R, G, M, nothing>(job, begin, end);
+    case FLOAT32: return sweep<S, R, G, M, float>(job, begin, end);
+    case BFLOAT16: return sweep<S, R, G, M, bf16>(job, begin, end);
+    default: return sweep<S, R, G, M, fp16>(job, begin, end);
   }
 }
 
@@ -211,6 +202,7 @@ double block_squares(const G* grad, std::int64_t count) {
       std::memcpy(rest, from, (count - low) * sizeof(G));
       from = rest;
     }
+#pragma GCC unroll 8
     for (std::int64_t lane = 0; lane < GROUP; lane += S::WIDTH) {
       S::add_squares(sums + lane / HALF, S::load(from + lane));
     }
@@ -239,6 +231,27 @@ void squares(const SquaresJob& job, std::int64_t begin, std::int64_t end) {
     case BFLOAT16: return squares_of<S, bf16>(job, begin, end);
     default: return squares_of<S, fp16>(job, begin, end);
   }
+}
+
+template <class S>
+void stream(const StreamJob& job, std::int64_t begin, std::int64_t end) {
+  const typename S::F scale = S::all(job.scale);
+  alignas(64) float line[GROUP];
+  for (std::int64_t low = begin; low < end; low += GROUP) {
+    ask_for(job.b + low);
+    ask_for(job.c + low);
+    for (std::int64_t lane = 0; lane < GROUP; lane += S::WIDTH) {
+      float *b = job.b + low + lane, *c = job.c + low + lane;
+      if (job.a != nullptr) {
+        S::store(line + lane, S::add(S::load(b), S::mul(S::load(c), scale)));
+      } else {
+        S::store(b, S::mul(S::load(b), scale));
+        S::store(c, S::mul(S::load(c), scale));
+      }
+    }
+    if (job.a != nullptr) S::stream(job.a + low, line, sizeof line);
+  }
+  S::fence();
 }
 
 }  // namespace

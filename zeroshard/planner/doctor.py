@@ -1,6 +1,7 @@
 """`zeroshard doctor`: measures the machine, so that the planner need not assume.
 
-    always          host memory (an add over all threads), disk (write and read past the cache)
+    always          host memory (an add over all threads), disk (write and read past the cache), and which code would
+                    make an optimizer's step on the host
     with a GPU      device memory copy, PCIe both ways, sustained matrix products
     with several    all-gathers of 1 to 512 MiB, from which latency and rate are fitted
 
@@ -23,6 +24,7 @@ import torch
 import typer
 
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.host.choose import available_kernel
 from zeroshard.planner.calibration import Calibration
 from zeroshard.planner.fabric import measure_gathers
 from zeroshard.planner.hardware import find_gpu
@@ -60,6 +62,7 @@ def examine(folder: Path, disk_bytes: int) -> Calibration:
     rate = host_memory_rate()
     efficiency["host_memory_rate"] = rate
     measured["host memory"] = f"{rate / 1e9:.1f} GB/s (add, {torch.get_num_threads()} threads)"
+    measured["host optimizer"] = str(available_kernel())
     written, read, direct = disk_rates(folder, disk_bytes)
     efficiency["disk_rate"] = min(written, read)
     how = "past the cache" if direct else "through the cache: this file system has no direct I/O"

@@ -17,18 +17,24 @@ from zeroshard.optim.host.torch_twin import TorchTwin
 
 
 def host_kernel(threads: int | None = None) -> HostKernel:
-    """The kernel for this process.
+    """The kernel for this process, with a ZeroShardWarning if it is the twin.
 
     Args:
         threads: what it takes; torch's number (OMP_NUM_THREADS, which `zeroshard run` sets) if None.
     """
+    kernel = available_kernel(threads)
+    if isinstance(kernel.backend, TorchTwin):
+        warnings.warn(
+            "the optimizer's step on the host runs in PyTorch, about eight times slower than native code: "
+            f"{kernel.reason}",
+            ZeroShardWarning,
+            stacklevel=2,
+        )
+    return kernel
+
+
+def available_kernel(threads: int | None = None) -> HostKernel:
+    """The same without the warning, for reports: it prints as backend, threads and reason."""
     count = max(1, torch.get_num_threads() if threads is None else threads)
     library, reason = load_library()
-    if library is not None:
-        return HostKernel(NativeBackend(library), count, reason)
-    warnings.warn(
-        f"the optimizer's step on the host runs in PyTorch, several times slower than native code: {reason}",
-        ZeroShardWarning,
-        stacklevel=2,
-    )
-    return HostKernel(TorchTwin(), count, reason)
+    return HostKernel(TorchTwin() if library is None else NativeBackend(library), count, reason)

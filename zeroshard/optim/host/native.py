@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 
@@ -19,12 +18,12 @@ from zeroshard.optim.host.kernel import Squares
 from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
 
 LIBRARY = Path(__file__).with_name("libzeroshard_host.so")
-VERSION = 1
+VERSION = 2
 """What `zeroshard_host_version` must answer."""
 SQUARES_BLOCK = 16_384
 """Elements of which the library keeps one partial sum."""
 
-_SCALARS = 9
+_Scalars = ctypes.c_float * 9
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _ADAM, _LION, _ADAGRAD = range(3)
 _int32, _int64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -45,6 +44,7 @@ class NativeBackend:
         self._number = number
         self._step = library.zeroshard_host_step
         self._squares = library.zeroshard_host_squares
+        self._stream = library.zeroshard_host_stream
 
     def adam(
         self,
@@ -57,7 +57,7 @@ class NativeBackend:
         threads: int,
     ) -> None:
         """See HostKernel."""
-        self._run(_ADAM, astuple(scalars), master, grad, (exp_avg, exp_avg_sq), out, threads)
+        self._run(_ADAM, scalars.values, master, grad, (exp_avg, exp_avg_sq), out, threads)
 
     def lion(
         self,
@@ -69,7 +69,7 @@ class NativeBackend:
         threads: int,
     ) -> None:
         """See HostKernel."""
-        self._run(_LION, astuple(scalars), master, grad, (exp_avg,), out, threads)
+        self._run(_LION, scalars.values, master, grad, (exp_avg,), out, threads)
 
     def adagrad(
         self,
@@ -81,7 +81,7 @@ class NativeBackend:
         threads: int,
     ) -> None:
         """See HostKernel."""
-        self._run(_ADAGRAD, astuple(scalars), master, grad, (total,), out, threads)
+        self._run(_ADAGRAD, scalars.values, master, grad, (total,), out, threads)
 
     def squares(self, grad: torch.Tensor, threads: int) -> Squares:
         """See HostKernel."""
@@ -100,6 +100,21 @@ class NativeBackend:
         assert code == 0, "the library refused what was checked"
         return Squares(total.value, None if bad.value < 0 else bad.value)
 
+    def stream(self, a: torch.Tensor | None, b: torch.Tensor, c: torch.Tensor, scale: float, threads: int) -> None:
+        """A pass over memory with next to no arithmetic, to know what a step could reach at best.
+
+        a = b + scale * c past the caches, 12 bytes an element; where `a` is None, b and c times `scale`, 16 bytes.
+
+        Args:
+            a, b, c: float32 (n,), aligned to 64 bytes, n a multiple of 32. Raises UsageError for others.
+        """
+        tensors = [b, c] if a is None else [a, b, c]
+        if any(tensor.dtype != torch.float32 or tensor.shape != b.shape or b.dim() != 1 for tensor in tensors):
+            raise UsageError("stream takes flat float32 tensors of one size")
+        addresses = [None if a is None else a.data_ptr(), b.data_ptr(), c.data_ptr()]
+        if self._stream(self._number, threads, b.numel(), *addresses, scale) != 0:
+            raise UsageError("stream takes tensors that are aligned to 64 bytes and have a multiple of 32 elements")
+
     def _run(
         self,
         rule: int,
@@ -110,7 +125,7 @@ class NativeBackend:
         out: torch.Tensor | None,
         threads: int,
     ) -> None:
-        numbers = (ctypes.c_float * _SCALARS)(*(float(value) for value in scalars))
+        numbers = _Scalars(*scalars)
         code = self._step(
             self._number,
             rule,
@@ -145,10 +160,11 @@ def load_library(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
     library.zeroshard_host_set.argtypes = [_int32]
     library.zeroshard_host_set.restype = ctypes.c_char_p
     step, squares = library.zeroshard_host_step, library.zeroshard_host_squares
-    step.restype = squares.restype = _int32
+    step.restype = squares.restype = library.zeroshard_host_stream.restype = _int32
     tensors = [_address, _address, _int32, _address, _address, _int32, _address, _int32]
     step.argtypes = [_int32, _int32, _int32, _int64, ctypes.POINTER(ctypes.c_float), *tensors]
     squares.argtypes = [_int32, _int32, _int64, _address, _int32, _address, _address, _address]
+    library.zeroshard_host_stream.argtypes = [_int32, _int32, _int64, _address, _address, _address, ctypes.c_float]
     return library, "native code"
 
 

@@ -34,6 +34,12 @@ class AdamScalars:
     one_beta2: float
     decoupled: bool
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """In the order of `csrc/job.hpp`."""
+        moments = self.one_beta1, self.beta2, self.one_beta2
+        return (self.coefficient, self.decay, self.step_size, self.correction, self.eps, *moments, self.decoupled)
+
 
 @dataclass(frozen=True)
 class LionScalars:
@@ -47,6 +53,11 @@ class LionScalars:
     beta2: float
     one_beta2: float
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """In the order of `csrc/job.hpp`."""
+        return (self.coefficient, self.decay, self.lr, self.beta1, self.one_beta1, self.beta2, self.one_beta2)
+
 
 @dataclass(frozen=True)
 class AdagradScalars:
@@ -56,6 +67,11 @@ class AdagradScalars:
     decay: float
     rate: float
     eps: float
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """In the order of `csrc/job.hpp`."""
+        return (self.coefficient, self.decay, self.rate, self.eps)
 
 
 def adam_scalars(hyper: Mapping[str, Any], step: int, coefficient: float = 1.0) -> AdamScalars:
