@@ -157,6 +157,21 @@ def _text(value: Any) -> str:
     return value
 
 
+def _counts(value: Any) -> Any:
+    wanted = "a list of whole numbers of at least 1"
+    if not isinstance(value, list | tuple) or not value:
+        raise refuse(wanted, value)
+    if any(isinstance(item, bool) or not isinstance(item, int) or item < 1 for item in value):
+        raise refuse(wanted, value)
+    return tuple(value)
+
+
+def _elastic_version(value: Any) -> float:
+    if isinstance(value, bool) or value not in (0.1, 0.2):
+        raise refuse("0.1 or 0.2", value)
+    return float(value)
+
+
 def _print_interval(value: Any) -> Any:
     if value == math.inf and not isinstance(value, bool):
         return None
@@ -167,6 +182,8 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[int, whole(0)]
 Count = Annotated[int, whole(1)]
+Counts = Annotated["tuple[int, ...]", BeforeValidator(_counts)]
+ElasticVersion = Annotated[float, BeforeValidator(_elastic_version)]
 NonNegative = Annotated[float, real(0)]
 Share = Annotated[float, BeforeValidator(real_number(0, high=1))]
 Positive = Annotated[float, real(above=0)]

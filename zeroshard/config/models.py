@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from zeroshard.config.fields import (
     LARGEST,
     Count,
+    Counts,
     DtypeName,
+    ElasticVersion,
     Flag,
     HalfName,
     Names,
@@ -104,6 +106,18 @@ class CheckpointSection(Section):
     directory: Text | None = None
 
 
+class ElasticitySection(Section):
+    enabled: Flag = False
+    max_train_batch_size: Count = 2000
+    micro_batch_sizes: Counts = (2, 4, 6)
+    min_gpus: Count = 1
+    max_gpus: Count = 10000
+    prefer_larger_batch: Flag = True
+    ignore_non_elastic_batch_info: Flag = False
+    num_gpus_per_node: Count = 1
+    version: ElasticVersion = 0.2
+
+
 class ObeyedSections(Section):
     """Every obeyed key but the optimizer's and the scheduler's, which depend on their type."""
 
@@ -113,6 +127,7 @@ class ObeyedSections(Section):
     torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
+    elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
     communication_data_type: DtypeName | None = None
     gradient_clipping: NonNegative = 1.0
     prescale_gradients: Flag = False

@@ -22,6 +22,7 @@ from zeroshard.config.components import (
     resolve_type,
 )
 from zeroshard.config.document import Document, Source, read_document
+from zeroshard.config.elastic_config import elastic_triple
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
 from zeroshard.config.models import ObeyedSections, Section, ZeroSection
@@ -285,7 +286,10 @@ class _Resolver:
         given = {n: batch.Given(v, self._origin(n)) for n, v in numbers.items() if v is not None}
         if any(name in self._entries and name not in given for name in batch.NAMES):
             return BatchConfig(1, 1, 1)
-        result, origins = batch.resolve_batch(given, self._world_size, self._problems)
+        if sections.elasticity.enabled:
+            result, origins = elastic_triple(sections.elasticity, given, self._world_size, self._problems)
+        else:
+            result, origins = batch.resolve_batch(given, self._world_size, self._problems)
         for name, value in zip(batch.NAMES, (result.train, result.micro, result.accumulation), strict=True):
             rule = "auto: " if name in self._autos else ""
             self._record(name, value, f"{rule}{origins[name]}" if name in origins else None)

@@ -44,19 +44,39 @@ _QUIET_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """What this node runs of a job: the number of ranks is known by now. `directory` is temporary."""
+    """What this node runs of a job: the number of ranks is known by now. `directory` is temporary.
+
+    `restart` counts the starts before this one that the agent did not make itself.
+    """
 
     job: Job
     nproc: int
     directory: Path
+    restart: int = 0
 
     @property
     def host(self) -> str:
         return self.job.node_name or socket.gethostname()
 
 
-def launch(ranks: Ranks, voice: Voice) -> int:
-    """Run the job's ranks on this node; the exit status, 0 if all ranks ended well.
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of this node ended.
+
+    Attributes:
+        status: the exit status, 0 if all ended well.
+        failed: whether a rank failed; else they ended well, or were told to stop.
+        first_local_rank: which one failed first, if that is known; violent: whether a signal killed it.
+    """
+
+    status: int
+    failed: bool = False
+    first_local_rank: int | None = None
+    violent: bool = False
+
+
+def launch(ranks: Ranks, voice: Voice) -> Outcome:
+    """Run the job's ranks on this node until they have ended.
 
     SIGTERM asks ranks that can to save and end; the status is then PREEMPTED, and nothing is restarted.
 
@@ -84,12 +104,12 @@ def launch(ranks: Ranks, voice: Voice) -> int:
         death = watch.first()
         if death is not None and not watch.announced(death):
             voice.cause(report.announcement(death, ranks.host))  # the signal came before the agent had seen it
-        return voice.stopped(signal.Signals(int(stop.sigval)))
+        return Outcome(voice.stopped(signal.Signals(int(stop.sigval))))
     except (RendezvousError, dist.DistError) as error:
         raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
     finally:
         watch.end_leftovers()
-    return voice.preempted() if watch.preempted else voice.ended(0, [])
+    return Outcome(voice.preempted() if watch.preempted else voice.ended(0, []))
 
 
 @contextmanager
@@ -126,7 +146,7 @@ def _config(ranks: Ranks) -> LaunchConfig:
         max_restarts=job.max_restarts,
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
-        logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console),
+        logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console, ranks.restart),
     )
 
 
@@ -190,7 +210,7 @@ def _quiet_the_agent() -> None:
                 logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice) -> int:
+def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice) -> Outcome:
     exits = {rank: _exit(rank, failure, watch) for rank, failure in error.failures.items()}
     death = watch.first()
     if death is None or death.process.rank not in exits:
@@ -203,7 +223,8 @@ def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice
     cause = exits.pop(first)
     if not told:
         voice.cause(report.cause(cause, host))
-    return voice.ended(report.exit_status(cause.code), report.consequences(exits))
+    status = voice.ended(report.exit_status(cause.code), report.consequences(exits))
+    return Outcome(status, True, cause.process.local_rank, violent=cause.code < 0)
 
 
 def _exit(rank: int, failure: ProcessFailure, watch: RankWatch) -> report.Exit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,7 @@ def run(
     module: o.Module = False,
     no_python: o.NoPython = False,
     max_restarts: o.MaxRestarts = 0,
+    elastic: o.Elastic = None,
     hostfile: o.Hostfile = None,
     include: o.Include = None,
     exclude: o.Exclude = None,
@@ -89,6 +91,7 @@ def run(
         kind=_kind(module, no_python),
         rendezvous_timeout=rendezvous_timeout,
         max_restarts=max_restarts,
+        sizes=None if elastic is None else _allowed_sizes(elastic),
         log_dir=enable_each_rank_log or log_dir,
         console=Console.NONE if enable_each_rank_log else console,
         bind_cores=bind_cores or bind_core_list is not None,
@@ -159,6 +162,12 @@ def main() -> None:
     except ZeroShardError as error:
         print(f"zeroshard: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _allowed_sizes(config_file: Path) -> tuple[int, ...]:
+    from zeroshard.config.elastic_config import elastic_sizes
+
+    return elastic_sizes(config_file)
 
 
 def _kind(module: bool, no_python: bool) -> TargetKind:

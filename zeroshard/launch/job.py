@@ -37,6 +37,7 @@ class Job:
 
     `nproc` is a number of ranks, `auto`, `gpu` or `cpu`. `devices` are the GPUs to show to the ranks, by their numbers
     among those that the node shows to us; None for all. `node_name` is what the node is called in reports.
+    `sizes` are the numbers of ranks that there may be; None for the one that `nproc` says.
     `led` nodes are watched by a launcher at the other end of their standard streams; a node that `ends_with_input`
     takes the end of its standard input for the death of what started it.
     """
@@ -53,6 +54,7 @@ class Job:
     master_port: int | None = None
     rendezvous_timeout: int = 600
     max_restarts: int = 0
+    sizes: tuple[int, ...] | None = None
     log_dir: str | None = None
     console: Console = Console.ALL
     bind_cores: bool = False
@@ -72,6 +74,8 @@ class Job:
         if set(values) != known:
             raise UsageError("the launcher and this node run different versions of zeroshard; install the same on both")
         values["args"] = tuple(values["args"])
+        if values["sizes"] is not None:
+            values["sizes"] = tuple(values["sizes"])
         values["kind"] = TargetKind(values["kind"])
         values["console"] = Console(values["console"])
         if values["devices"] is not None:

@@ -18,12 +18,18 @@ from zeroshard.launch.job import Console
 
 
 class RankLogs(DefaultLogsSpecs):
-    """`directory` holds the agent's error files; `logs` is where output goes, None for the console alone."""
+    """`directory` holds the agent's error files; `logs` is where output goes, None for the console alone.
 
-    def __init__(self, directory: str, logs: Path | None = None, console: Console = Console.ALL) -> None:
+    `restart` counts the starts before the agent's first.
+    """
+
+    def __init__(
+        self, directory: str, logs: Path | None = None, console: Console = Console.ALL, restart: int = 0
+    ) -> None:
         super().__init__(log_dir=directory)
         self._logs = logs
         self._console = console
+        self._restart = restart
         if logs is not None:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
@@ -51,8 +57,8 @@ class RankLogs(DefaultLogsSpecs):
 
     def _file(self, env: dict[str, str], kind: str) -> Path:
         assert self._logs is not None
-        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        restart = "" if attempt == "0" else f".restart_{attempt}"
+        attempt = self._restart + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restart = f".restart_{attempt}" if attempt else ""
         return self._logs / f"rank_{env['RANK']}{restart}.{kind}"
 
 

@@ -24,7 +24,7 @@ from zeroshard.launch.binding import bind_ranks
 from zeroshard.launch.guard import guarded
 from zeroshard.launch.job import Job
 from zeroshard.launch.network import choose_interface
-from zeroshard.launch.resources import resolve_nproc, set_threads
+from zeroshard.launch.resources import gpu_count, resolve_nproc, set_threads
 from zeroshard.launch.voice import ToLauncher, ToUser, say
 
 # The launcher sends a beat every five seconds.
@@ -54,9 +54,17 @@ def start(job: Job, directory: str) -> int:
     if job.devices is not None:
         _show_devices(job.devices)
     ranks = resolve_nproc(job.nproc)
-    cores = bind_ranks(ranks, job.core_list, os.environ) if job.bind_cores else None
-    threads = cores or set_threads(ranks, os.environ)
-    say(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {threads}")
+
+    def prepare(count: int) -> str:
+        cores = bind_ranks(count, job.core_list, os.environ) if job.bind_cores else None
+        return cores or set_threads(count, os.environ)
+
+    if job.sizes is not None:
+        from zeroshard.launch.elastic import Places, run_elastic
+
+        places = Places.of_this_node(ranks, gpu_count())
+        return run_elastic(job, Path(directory), ToUser(), places, prepare)
+    say(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {prepare(ranks)}")
 
     from zeroshard.launch.agent import Ranks, launch
     from zeroshard.launch.line import joined
@@ -65,11 +73,11 @@ def start(job: Job, directory: str) -> int:
         choose_interface(job.master_addr, os.environ)
     node = Ranks(job, ranks, Path(directory))
     if job.led:
-        return launch(node, ToLauncher())
+        return launch(node, ToLauncher()).status
     if job.nnodes == 1:
-        return launch(node, ToUser())
+        return launch(node, ToUser()).status
     with joined(job) as line:
-        return launch(node, line)
+        return launch(node, line).status
 
 
 def _leave_input() -> None:

@@ -47,6 +47,17 @@ MaxRestarts = Annotated[
         rich_help_panel=_WHAT,
     ),
 ]
+Elastic = Annotated[
+    Path | None,
+    typer.Option(
+        "--elastic",
+        metavar="CONFIG",
+        help="The numbers of ranks that the elasticity section of this config allows: the largest for which there is "
+        "place is started, and a restart leaves out the place of a rank that was killed.",
+        show_default=False,
+        rich_help_panel=_WHAT,
+    ),
+]
 Hostfile = Annotated[
     Path | None,
     typer.Option(

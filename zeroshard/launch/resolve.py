@@ -108,8 +108,8 @@ def _local(job: Job, where: Where, chosen: Sequence[Host] | None) -> Job:
         master_addr=place.master_addr,
         master_port=place.master_port,
     )
-    if place.nnodes > 1 and job.max_restarts:
-        raise UsageError("--max-restarts with several nodes is not built yet; a failure ends the job")
+    if place.nnodes > 1 and (job.max_restarts or job.sizes):
+        raise UsageError("--max-restarts and --elastic with several nodes are not built yet; a failure ends the job")
     if chosen is None:
         return job
     return _on_host(job, chosen[place.node_rank if where.no_ssh else 0])
@@ -123,8 +123,8 @@ def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
     from zeroshard.launch.channels import open_channels
     from zeroshard.launch.remote import Node, RemoteJob
 
-    if job.max_restarts:
-        raise UsageError("--max-restarts with several hosts is not built yet; a failure ends the job")
+    if job.max_restarts or job.sizes:
+        raise UsageError("--max-restarts and --elastic with several hosts are not built yet; a failure ends the job")
     if where.given.node_rank is not None:
         raise UsageError("--node-rank goes with --no-ssh; with a hostfile the launcher numbers the nodes itself")
     if where.given.nproc is not None:
@@ -160,8 +160,8 @@ def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> No
         )
     if where.launcher is Launcher.OPENMPI and (chosen is None or where.hostfile is None):
         raise UsageError("--launcher openmpi needs a --hostfile")
-    if job.max_restarts:
-        raise UsageError("--max-restarts with several hosts is not built yet; a failure ends the job")
+    if job.max_restarts or job.sizes:
+        raise UsageError("--max-restarts and --elastic with several hosts are not built yet; a failure ends the job")
     variables = environment.exported(os.environ, where.exports, _env_files(where))
     command = starter_command(job, where, chosen, sorted(variables))
     sys.stdout.flush()
