@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -148,10 +149,13 @@ _LOOP = """
 """
 
 
-@pytest.mark.skipif(
-    not os.environ.get("ZEROSHARD_LAUNCH_TESTS"),
-    reason="long: ZEROSHARD_LAUNCH_TESTS=1; tests/launch/test_signals.py has the launcher's part",
+LONG = pytest.mark.skipif(
+    "ZEROSHARD_LAUNCH_TESTS" not in os.environ,
+    reason="long: ZEROSHARD_LAUNCH_TESTS=1; tests/launch has the launcher's part, with scripts that only speak to it",
 )
+
+
+@LONG
 def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save_and_restarts_nothing(tmp_path: Path) -> None:
     words = ["run", "--nproc", "2", "--max-restarts", "3", script(tmp_path, _LOOP)]
     launcher = start(tmp_path, *words, stderr=subprocess.PIPE)
@@ -166,6 +170,63 @@ def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save_and_restarts_nothin
     assert said.splitlines()[-1] == "zeroshard: the ranks were told to stop and have saved; status 75"
     shown = command(tmp_path, "checkpoint", "verify", "saved")
     assert shown.returncode == 0, shown.stderr
+
+
+_ELASTIC = """
+    import os, signal, sys, torch, torch.distributed as dist, zeroshard
+    from torch import nn
+    zeroshard.init_distributed()
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 4))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    engine, _, loader, _ = zeroshard.initialize(model=model, training_data=data, config="ds.json")
+    engine.resume(sys.argv[1])
+    total = torch.zeros(())
+    while engine.global_steps < 9:
+        for (x,) in loader:
+            loss = (engine(x) - x).square().mean()
+            total += loss.detach() / engine.gradient_accumulation_steps() / dist.get_world_size()
+            engine.backward(loss)
+            before = engine.global_steps
+            engine.step()
+            if engine.global_steps == before:
+                continue
+            dist.all_reduce(total)
+            os.write(1, f"{engine.global_steps} {float(total):.6f}\\n".encode() if os.environ["RANK"] == "0" else b"")
+            total.zero_()
+            if engine.global_steps % 2 == 0:
+                engine.save_checkpoint(sys.argv[1])
+            # Only the first life ends so.
+            if sys.argv[1] == "killed" and engine.global_steps == 5 and os.environ["RANK"] == "1":
+                if not os.path.exists("once"):
+                    open("once", "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if engine.global_steps == 9:
+                break
+    engine.destroy()
+    dist.destroy_process_group()
+"""
+
+
+@LONG
+@pytest.mark.parametrize("elastic", [True, False], ids=["with-fewer-ranks", "with-as-many"])
+def test_a_job_whose_rank_is_killed_restarts_and_goes_on_with_the_same_losses(tmp_path: Path, elastic: bool) -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        "elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "max_gpus": 4},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    name = script(tmp_path, _ELASTIC)
+    words = ["run", "--nproc", "2", "--max-restarts", "1", *(["--elastic", "ds.json"] if elastic else []), name]
+    killed, calm = command(tmp_path, *words, "killed"), command(tmp_path, *words, "calm")
+    assert (killed.returncode, calm.returncode) == (0, 0), killed.stderr + calm.stderr
+    assert "killed by signal SIGKILL" in killed.stderr
+    assert ("restart 1 of 1\nzeroshard: 1 rank on" in killed.stderr) == elastic
+    losses = [[line.split() for line in done.stdout.splitlines()] for done in (killed, calm)]
+    assert [step for step, _ in losses[0]] == [*"12345", *"56789"], "it goes on after the checkpoint of step 4"
+    expected = dict(losses[1])
+    assert all(float(loss) == pytest.approx(float(expected[step]), abs=2e-6) for step, loss in losses[0])
 
 
 def test_the_launcher_and_the_engine_mean_the_same_by_status_and_variable() -> None:

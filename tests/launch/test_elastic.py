@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.launcher import script, zeroshard
 from zeroshard.launch.agent import Outcome
-from zeroshard.launch.elastic import Places
+from zeroshard.launch.restarts import Places
 
 _CONFIG = {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "max_gpus": 4}}
 
@@ -28,7 +28,7 @@ def test_a_killed_rank_leaves_its_place_and_the_rest_go_on_in_an_allowed_number(
     assert done.returncode == 0, done.stderr
     assert "rank 3" in done.stderr
     assert "failed first: killed by signal SIGKILL" in done.stderr
-    assert "zeroshard: restart 1 of 2, with 2 ranks" in done.stderr
+    assert "zeroshard: restart 1 of 2\nzeroshard: 2 ranks on this node" in done.stderr
     assert sorted(path.name for path in (tmp_path / "logs").glob("*.restart_1.out")) == [
         "rank_0.restart_1.out",
         "rank_1.restart_1.out",

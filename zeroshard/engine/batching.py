@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardWarning
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,16 @@ class Batching:
         boundary = self.at_boundary
         self.since_step = 0 if boundary else self.since_step + 1
         return boundary
+
+    def compare(self, before: int | None) -> None:
+        """Warn where a run goes on with another batch than it had."""
+        if before not in (None, self.sizes.train):
+            warnings.warn(
+                f"the checkpoint was trained with {before} samples per step, this run takes {self.sizes.train}; with "
+                "train_batch_size and train_micro_batch_size_per_gpu in the config, or elasticity, it stays the same",
+                ZeroShardWarning,
+                stacklevel=4,
+            )
 
     def with_train(self, train: int) -> BatchSizes:
         """The triple for `train` samples per step, by another accumulation. Raises UsageError if it doesn't divide."""

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zeroshard.engine import checkpoints
 from zeroshard.engine.batching import Batching, BatchSizes
 from zeroshard.engine.handle import Handle, handle_of
-from zeroshard.engine.loader import Collate, LoaderOptions, make_loader
+from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
 from zeroshard.engine.native import close, stepper_of
 from zeroshard.engine.preemption import PREEMPTED, Preemption
 from zeroshard.engine.step_base import StepperBase
@@ -96,6 +96,7 @@ class Engine(nn.Module):
         self._batching = Batching(batch, handle_of(model).plan.dp)
         self._inside_no_sync = False
         self._outcome_open = False
+        self._data = DataPositions()
         self._on_sigterm: _OnSigterm | None = None
         if self._options.saving.directory is not None:
             self.save_on_sigterm(self._options.saving.directory)
@@ -147,6 +148,7 @@ class Engine(nn.Module):
             return
         self._close_outcome(stepper)
         self.global_steps += 1
+        self._data.mark()
         self._outcome_open = True
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -270,11 +272,14 @@ class Engine(nn.Module):
     ) -> DataLoader[Any]:
         """A loader that gives this rank its part of `dataset`, shuffled anew in each epoch for the route 'train'.
 
+        A run that goes on from a checkpoint reads on at the sample that would have come next, at any number of ranks;
+        not where the dataset is iterable or a sampler is given.
+
         Args:
             batch_size: samples of a batch; by default those of a micro-batch.
             pin_memory: load into pinned memory; without effect where there is no GPU.
         """
-        return make_loader(
+        loader = make_loader(
             dataset,
             self._batching.sizes.micro if batch_size is None else batch_size,
             self._options.loader,
@@ -284,6 +289,8 @@ class Engine(nn.Module):
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and self.device.type == "cuda",
         )
+        self._data.adopt(loader)
+        return loader
 
     @property
     def plan(self) -> Plan:
@@ -335,6 +342,8 @@ class Engine(nn.Module):
                 "global_steps": self.global_steps,
                 "skipped_steps": self.skipped_steps,
                 "accumulation": self._batching.sizes.accumulation,
+                "train_batch": self._batching.sizes.train,
+                "data": self._data.saved(),
             },
         )
         return True
@@ -452,6 +461,8 @@ class Engine(nn.Module):
         # With another accumulation the next micro-batch is the first of a step.
         self.micro_steps = counters["micro_steps"] if same else self.global_steps * accumulation
         self._batching.since_step = 0  # the gradients of a step that was not made are not saved
+        self._data.load(counters.get("data", []))
+        self._batching.compare(counters.get("train_batch"))
 
     def _settle(self, call: str) -> None:
         if self.optimizer is not None:

@@ -5,16 +5,20 @@
 
 torch's DistributedSampler repeats epoch 0 for ever unless the loop calls `set_epoch`; here each pass over the loader
 counts the epoch on, and `set_epoch` still sets it.
+
+All ranks' batches number 0 to k are the first samples of the epoch, whatever the number of ranks. So epoch and offset
+are all that a run has to know to go on, with any other number, at the sample that would have come next.
 """
 
 from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -45,13 +49,141 @@ class LoaderOptions:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where in its data a run is: `offset` samples of an epoch have been read, by all ranks together."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
 class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler in which each pass is the next epoch."""
+    """A DistributedSampler in which each pass is the next epoch, and the first one may begin within an epoch."""
+
+    offset = 0
+
+    def start_at(self, position: Position) -> None:
+        """Where the next pass begins."""
+        self.epoch, self.offset = position.epoch, position.offset
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass; from its beginning, unless that epoch is the one that was begun."""
+        if epoch != self.epoch:
+            self.offset = 0
+        super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        order = super().__iter__()
-        self.epoch += 1
+        order = iter(self._rest(self.offset)) if self.offset else super().__iter__()
+        self.epoch, self.offset = self.epoch + 1, 0
         return order
+
+    def _rest(self, offset: int) -> list[int]:
+        """This rank's samples of the rest of the epoch, divided as DistributedSampler divides a whole one."""
+        whole = self._order()
+        rest = whole[offset:]
+        missing = -len(rest) % self.num_replicas
+        if self.drop_last:
+            rest = rest[: len(rest) - len(rest) % self.num_replicas]
+        else:
+            rest += (whole * (missing // len(whole) + 1))[:missing]
+        return rest[self.rank :: self.num_replicas]
+
+    def _order(self) -> list[int]:
+        count = len(self.dataset)  # pyright: ignore[reportArgumentType]  (it has a length, or there is no sampler)
+        if not self.shuffle:
+            return list(range(count))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return torch.randperm(count, generator=generator).tolist()
+
+
+class TrainLoader(DataLoader[Any]):
+    """A DataLoader that knows where in its data it is, and can go on from there.
+
+    It draws from a generator of its own: torch's would take a number of the global one for each pass, and a run that
+    goes on amid an epoch begins one pass more.
+
+    Attributes:
+        samples: length of the dataset.
+        position: after the last batch that was given.
+    """
+
+    def __init__(self, data: Dataset[Any], batch_size: int, sampler: EpochSampler, **options: Any) -> None:
+        super().__init__(data, batch_size, sampler=sampler, generator=torch.Generator(), **options)
+        self._places = sampler
+        self._read_at_once = batch_size * sampler.num_replicas
+        self.samples = len(data)  # pyright: ignore[reportArgumentType]  (as above)
+        self.position = Position()
+
+    def go_on(self, position: Position) -> None:
+        """Begin the next pass there; where nothing is left of that epoch, with the next one."""
+        rest = self.samples - position.offset
+        if rest < (self._read_at_once if self.drop_last else 1):
+            position = Position(position.epoch + 1)
+        self.position = position
+        self._places.start_at(position)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        epoch, offset = self._places.epoch, self._places.offset
+        assert isinstance(self.generator, torch.Generator)
+        self.generator.manual_seed(self._places.seed + epoch)
+        for batch in super().__iter__():
+            offset += self._read_at_once
+            self.position = Position(epoch, offset)
+            yield batch
+        self.position = Position(epoch + 1)
+
+
+class DataPositions:
+    """The positions of an engine's training loaders as they were after its last step, in the order they were made.
+
+    The gradients of a step that is not finished are in no checkpoint, so a run that goes on reads its micro-batches
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._loaders: list[TrainLoader] = []
+        self._marks: list[Position] = []
+        self._saved: list[Mapping[str, int]] = []
+
+    def adopt(self, loader: DataLoader[Any]) -> None:
+        """Follow a new loader, if it is one that knows where it is."""
+        if isinstance(loader, TrainLoader):
+            self._loaders.append(loader)
+            self._marks.append(Position())
+            self._go_on(len(self._loaders) - 1)
+
+    def mark(self) -> None:
+        """A step is over."""
+        self._marks = [loader.position for loader in self._loaders]
+
+    def saved(self) -> list[dict[str, int]]:
+        """For the checkpoint."""
+        return [
+            {"epoch": mark.epoch, "offset": mark.offset, "samples": loader.samples}
+            for mark, loader in zip(self._marks, self._loaders, strict=True)
+        ]
+
+    def load(self, saved: Sequence[Mapping[str, int]]) -> None:
+        """Go on from a checkpoint's positions, also with loaders that are made later."""
+        self._saved = list(saved)
+        for number in range(len(self._loaders)):
+            self._go_on(number)
+
+    def _go_on(self, number: int) -> None:
+        if number >= len(self._saved):
+            return
+        saved, loader = self._saved[number], self._loaders[number]
+        if saved["samples"] != loader.samples:
+            warnings.warn(
+                f"the checkpoint was amid a dataset of {saved['samples']} samples, this one has {loader.samples}: it "
+                "is read from its beginning",
+                ZeroShardWarning,
+                stacklevel=2,
+            )
+            return
+        loader.go_on(Position(saved["epoch"], saved["offset"]))
+        self._marks[number] = loader.position
 
 
 def make_loader(
@@ -85,12 +217,12 @@ def make_loader(
     elif sampler is None:
         shuffle = route == Route.TRAIN.value
         sampler = EpochSampler(data, world, rank, shuffle=shuffle, seed=options.seed, drop_last=options.drop_last)
-    return DataLoader(
-        data,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        drop_last=options.drop_last,
-    )
+    given: dict[str, Any] = {
+        "collate_fn": collate_fn,
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "drop_last": options.drop_last,
+    }
+    if route == Route.TRAIN.value and isinstance(sampler, EpochSampler):
+        return TrainLoader(data, batch_size, sampler, **given)
+    return DataLoader(data, batch_size=batch_size, sampler=sampler, **given)

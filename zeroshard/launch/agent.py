@@ -46,7 +46,7 @@ _QUIET_SECONDS = 20.0
 class Ranks:
     """What this node runs of a job: the number of ranks is known by now. `directory` is temporary.
 
-    `restart` counts the starts before this one that the agent did not make itself.
+    `restart` counts the starts before this one.
     """
 
     job: Job
@@ -88,6 +88,7 @@ def launch(ranks: Ranks, voice: Voice) -> Outcome:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
     socket_path = ranks.directory / "watch"
     os.environ[runner.WATCH_VARIABLE] = str(socket_path)
+    os.environ[runner.RESTART_VARIABLE] = f"{ranks.restart} {job.max_restarts}"
     watch = RankWatch(
         socket_path,
         announce=lambda death: voice.cause(report.announcement(death, ranks.host)),
@@ -143,7 +144,7 @@ def _config(ranks: Ranks) -> LaunchConfig:
         rdzv_endpoint="localhost:0" if alone else _endpoint(job),
         rdzv_configs={} if alone else {"rank": job.node_rank, "timeout": job.rendezvous_timeout},
         local_addr="localhost" if job.nnodes == 1 else None,
-        max_restarts=job.max_restarts,
+        max_restarts=0,  # restarts.py makes them
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
         log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
         logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console, ranks.restart),

@@ -38,7 +38,14 @@ ALLOWED = (
     "LOGLEVEL",
 )
 # True of one node only, or set anew by each node's launcher.
-_NEVER = ("CUDA_VISIBLE_DEVICES", "ZEROSHARD_WATCH", "ZEROSHARD_JOB", "ZEROSHARD_CORES", "ZEROSHARD_LINE")
+_NEVER = (
+    "CUDA_VISIBLE_DEVICES",
+    "ZEROSHARD_WATCH",
+    "ZEROSHARD_JOB",
+    "ZEROSHARD_CORES",
+    "ZEROSHARD_LINE",
+    "ZEROSHARD_RESTART",
+)
 # Allowed by prefix, but what they hold by their names is for the launcher's user alone.
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 FILES = (".zeroshard_env", ".deepspeed_env")

@@ -20,7 +20,7 @@ from zeroshard.launch.job import Console
 class RankLogs(DefaultLogsSpecs):
     """`directory` holds the agent's error files; `logs` is where output goes, None for the console alone.
 
-    `restart` counts the starts before the agent's first.
+    `restart` counts the starts before this one.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class RankLogs(DefaultLogsSpecs):
 
     def _file(self, env: dict[str, str], kind: str) -> Path:
         assert self._logs is not None
-        attempt = self._restart + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        restart = f".restart_{attempt}" if attempt else ""
+        restart = f".restart_{self._restart}" if self._restart else ""
         return self._logs / f"rank_{env['RANK']}{restart}.{kind}"
 
 

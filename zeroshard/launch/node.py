@@ -59,11 +59,11 @@ def start(job: Job, directory: str) -> int:
         cores = bind_ranks(count, job.core_list, os.environ) if job.bind_cores else None
         return cores or set_threads(count, os.environ)
 
-    if job.sizes is not None:
-        from zeroshard.launch.elastic import Places, run_elastic
+    if job.sizes is not None or job.max_restarts:
+        from zeroshard.launch.restarts import Places, run_with_restarts
 
         places = Places.of_this_node(ranks, gpu_count())
-        return run_elastic(job, Path(directory), ToUser(), places, prepare)
+        return run_with_restarts(job, Path(directory), ToUser(), places, prepare)
     say(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {prepare(ranks)}")
 
     from zeroshard.launch.agent import Ranks, launch

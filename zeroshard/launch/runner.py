@@ -35,6 +35,7 @@ from types import TracebackType
 WATCH_VARIABLE = "ZEROSHARD_WATCH"
 CORES_VARIABLE = "ZEROSHARD_CORES"
 LINE_VARIABLE = "ZEROSHARD_LINE"
+RESTART_VARIABLE = "ZEROSHARD_RESTART"
 PREEMPTED = 75
 FATAL_STACKS = "fatal.txt"
 _PR_SET_PDEATHSIG = 1
@@ -101,6 +102,9 @@ def _bind() -> None:
 
 
 def _greet(error_file: Path) -> socket.socket:
+    # The agent, which does not restart, says 0 to both.
+    restarts = os.environ.pop(RESTART_VARIABLE).split()
+    os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     launcher.connect(os.environ.pop(WATCH_VARIABLE))
     # A forked data loader worker that outlives its rank would hold the connection open.

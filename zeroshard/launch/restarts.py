@@ -1,10 +1,13 @@
-"""Restarts with fewer ranks: what a node does under `zeroshard run --elastic CONFIG`.
+"""Restarts after a failure: with as many ranks, or under `zeroshard run --elastic CONFIG` with those that are left.
 
     4 places, 1 2 4 allowed --> 4 ranks --rank 2 is killed--> places 0 1 3 --> 2 ranks: they load, the batch stays
 
-A place is a GPU, or a share of the cores. One whose rank was killed by a signal is left out from the next start on, and
-one whose rank failed first twice running; a rank that failed once with an error may go on where it was. The agent's own
-restarts, which know one number of ranks, are for jobs without --elastic.
+With --elastic a place (a GPU, or a share of the cores) whose rank was killed by a signal is left out from the next
+start on, and one whose rank failed first twice running; a rank that failed once with an error may go on where it was.
+
+Each start is an agent with a rendezvous and a store of its own. The agent's own restarts were rejected: they know one
+number of ranks, and its store keeps what the ranks before have written, addresses of the dead included, so that gloo
+waits for them (torch 2.13).
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Places:
         return Places(self.count - 1, devices)
 
 
-def run_elastic(job: Job, directory: Path, voice: Voice, places: Places, prepare: Callable[[int], str]) -> int:
+def run_with_restarts(job: Job, directory: Path, voice: Voice, places: Places, prepare: Callable[[int], str]) -> int:
     """Start, and after failures start again, at most `job.max_restarts` times; the exit status.
 
     Args:
@@ -75,21 +78,22 @@ def run_elastic(job: Job, directory: Path, voice: Voice, places: Places, prepare
             os.environ.pop(_THREADS, None)
         if places.devices is not None:
             os.environ[_DEVICES] = ",".join(places.devices[:ranks])
-        say(f"zeroshard: {ranks} of up to {places.count} ranks, {prepare(ranks)}")
+        say(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {prepare(ranks)}")
         attempt = directory / str(restart)
         attempt.mkdir()
-        outcome = launch(Ranks(replace(job, max_restarts=0), ranks, attempt, restart), voice)
-        places = places.after(outcome)
+        outcome = launch(Ranks(job, ranks, attempt, restart), voice)
+        places = places if job.sizes is None else places.after(outcome)
         if not outcome.failed or restart == job.max_restarts:
             return outcome.status
         ranks = _allowed(job, places)
         if ranks is None:
             say(f"zeroshard: place for {places.count} ranks is left, and the config allows no number so small")
             return outcome.status
-        say(f"zeroshard: restart {restart + 1} of {job.max_restarts}, with {ranks} ranks")
+        say(f"zeroshard: restart {restart + 1} of {job.max_restarts}")
     raise AssertionError("unreachable")
 
 
 def _allowed(job: Job, places: Places) -> int | None:
-    assert job.sizes is not None
+    if job.sizes is None:
+        return places.count
     return max((size for size in job.sizes if size <= places.count), default=None)
