@@ -16,6 +16,8 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
+
 from tests.support.kill_loop import train
 from zeroshard.checkpoint.directory import find, whole
 from zeroshard.checkpoint.reader import CheckpointReader
@@ -77,6 +79,7 @@ def _kill_case(base: Path, ranks: int, chance: random.Random, log: Path, steps: 
     _end(processes)  # the others would find out by themselves, seconds later
 
 
+@pytest.mark.timeout(max(300, 60 * KILLS))
 def test_whoever_is_killed_whenever_the_newest_checkpoint_is_whole_and_the_run_goes_on_the_same(tmp_path: Path) -> None:
     ranks, chance = 2, random.Random(int(os.environ.get("ZEROSHARD_KILL_SEED", "1")))
     base, calm = tmp_path / "killed", tmp_path / "calm"

@@ -44,7 +44,7 @@ def train(rank: int, world_size: int, base: str, store: str, steps: int, pace: f
             loss = (engine(x) - x).square().mean()
             engine.backward(loss)
             engine.step()
-            log.write(f"{step} {float(loss).hex()}\n")
+            log.write(f"{step} {float(loss.detach()).hex()}\n")
             engine.save_checkpoint(base, background=step % 2 == 1)
         engine.destroy()
 

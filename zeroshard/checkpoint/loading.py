@@ -11,6 +11,7 @@ mostly in the cache. Rejected: to hold what was read, which is the size of the r
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class Target:
     Attributes:
         name: in the checkpoint.
         shape: of the whole tensor; must be that in the checkpoint.
-        write: given the first element and the values from there on: 1-D, on the CPU, in the checkpoint's dtype.
+        write: given the first element and the values from there on: 1-D, on the CPU, in the checkpoint's dtype. Their
+            memory is used again afterwards.
     """
 
     name: str
@@ -65,20 +67,27 @@ def has(reader: CheckpointReader, name: str) -> bool:
 
 def verify(reader: CheckpointReader, targets: Sequence[Target]) -> None:
     """Read all targets. Raises CheckpointError naming file and tensor of what is damaged."""
+    room = _room()
     for target in targets:
-        for _ in _chunks(reader, target):
+        for _ in _chunks(reader, target, room):
             pass
 
 
 def apply(reader: CheckpointReader, targets: Sequence[Target]) -> None:
     """Read all targets and write them where they belong."""
+    room = _room()
     for target in targets:
-        for low, values in _chunks(reader, target):
+        for low, values in _chunks(reader, target, room):
             target.write(low, values)
 
 
-def _chunks(reader: CheckpointReader, target: Target) -> Iterable[tuple[int, torch.Tensor]]:
+def _room() -> torch.Tensor:
+    """Memory for all chunks, not from malloc: what is allocated in between would keep it from being given back."""
+    return torch.frombuffer(mmap.mmap(-1, _CHUNK_NBYTES), dtype=torch.uint8)
+
+
+def _chunks(reader: CheckpointReader, target: Target, room: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
     saved = reader.tensor(target.name)
     step = _CHUNK_NBYTES // saved.dtype.itemsize
     for low in range(target.start, target.stop, step):
-        yield low, saved.read_flat(low, min(low + step, target.stop))
+        yield low, saved.read_flat(low, min(low + step, target.stop), room)

@@ -15,6 +15,7 @@ SIGBUS, and what it reads counts as this process's memory.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(self.folder)
         self._descriptors: dict[str, int] = {}
         self._checked: set[str] = set()
+        self._spare: memoryview | None = None
         for name, info in self.manifest.files.items():
             self._check_size(name, info.nbytes)
 
@@ -131,9 +133,9 @@ class CheckpointReader:
         return min((block + 1) * BLOCK, (part.stop - part.start) * info.dtype.itemsize)
 
     def _block(self, info: TensorInfo, part: Part, block: int, out: memoryview | None = None) -> memoryview:
-        """One block of a part, as it should be."""
+        """One block of a part, as it should be; without `out` in memory that the next call uses again."""
         length = self._block_end(info, part, block) - block * BLOCK
-        view = memoryview(bytearray(length)) if out is None else out
+        view = self._room(length) if out is None else out
         file, place = self.folder / part.file, part.begin + block * BLOCK
         descriptor = self._open(part.file)
         done = 0
@@ -151,6 +153,11 @@ class CheckpointReader:
                 f"(bytes {place} to {place + length} of the file)"
             )
         return view
+
+    def _room(self, length: int) -> memoryview:
+        if self._spare is None:
+            self._spare = memoryview(mmap.mmap(-1, BLOCK))
+        return self._spare[:length]
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:
@@ -194,12 +201,17 @@ class SavedTensor:
         """The whole tensor. Raises CheckpointError, as all reads do, naming file and tensor."""
         return self.read_flat(0, self.info.numel).reshape(self.shape)
 
-    def read_flat(self, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) in row-major order, 1-D, on the CPU. At most a block more at each end is read."""
+    def read_flat(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, 1-D, on the CPU. At most a block more at each end is read.
+
+        Args:
+            room: uint8 memory that is large enough, of which the result becomes a view.
+        """
         if not 0 <= start <= stop <= self.info.numel:
             raise UsageError(f"[{start}, {stop}) is no range of {self.info.name!r}, which has {self.info.numel}")
         itemsize = self.dtype.itemsize
-        raw = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+        nbytes = (stop - start) * itemsize
+        raw = torch.empty(nbytes, dtype=torch.uint8) if room is None else room[:nbytes]
         out = raw.numpy().data
         for part in self._parts:
             low, high = max(start, part.start), min(stop, part.stop)
