@@ -198,6 +198,8 @@ def test_a_save_on_one_rank_only_is_an_error_in_seconds_that_says_so(tmp_path: P
 
 def test_a_directory_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     run_ranks(1, _unwritable, str(tmp_path / "file"))
+    tmp_path.chmod(0o755)
+    run_ranks(1, _read_only, str(tmp_path / "read-only"))
 
 
 def test_a_full_disk_is_named_and_costs_nothing_that_was_there(tmp_path: Path) -> None:
@@ -221,6 +223,25 @@ def _full(rank: int, world_size: int, base: str) -> None:
         assert engine.load_checkpoint(base)[0] == f"{base}/first"
     engine.save_checkpoint(base, tag="second")
     assert engine.load_checkpoint(base)[0] == f"{base}/second"
+    engine.destroy()
+
+
+def _read_only(rank: int, world_size: int, base: str) -> None:
+    """A directory without the right to write: the checkpoint in it stays as it was, and loads."""
+    engine = _start(3)
+    engine.save_checkpoint(base, tag="first")
+    before = {path: path.stat().st_mtime_ns for path in Path(base).rglob("*")}
+    Path(base).chmod(0o555)
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may write anywhere
+    for tag, background in (("second", False), ("first", False), ("second", True)):
+        with pytest.raises(CheckpointError, match=rf"{base}/.*: Permission denied"):
+            engine.save_checkpoint(base, tag=tag, background=background)
+    assert engine.load_checkpoint(base)[0] == f"{base}/first"
+    if os.getuid() == 0:
+        os.seteuid(0)
+    Path(base).chmod(0o755)
+    assert {path: path.stat().st_mtime_ns for path in Path(base).rglob("*")} == before
     engine.destroy()
 
 
