@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task, square_loss
-from tests.support.training import Setting, assert_close, assert_same, build, train_reference, train_sharded
+from tests.support.training import Setting, assert_close, assert_same, build, shared_reference, train_sharded
 from tests.support.zoo import Stack
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
 from zeroshard.optim.clients import ELEMENTWISE
@@ -86,8 +86,9 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 def _every_optimizer(rank: int, world: int, names: tuple[str, ...], stages: tuple[int, ...]) -> None:
     for name in names:
         setting = Setting(steps=5, optimizer=grouped(name), schedule=halving)
-        reference = train_reference(TASK, setting, world, rank)
-        for stage in stages:
+        reference = shared_reference(TASK, setting, world)
+        # Over more than two ranks the stages take turns: the layout is the same for all optimizers.
+        for stage in stages if world <= 2 else stages[names.index(name) % len(stages) :][:1]:
             outcome = train_sharded(TASK, setting.at(stage), rank)
             what = f"{name} at stage {stage}"
             if world <= 2:
@@ -210,7 +211,7 @@ def _own_optimizer(rank: int, world: int) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return _SignSgd(model.parameters(), lr=1e-3)
 
-    reference = train_reference(TASK, Setting(optimizer=make), world)
+    reference = shared_reference(TASK, Setting(optimizer=make), world)
     for stage in (0, 3):
         model = build(TASK)
         with pytest.raises(PlanError, match="_SignSgd is not known"):
@@ -252,7 +253,7 @@ def _partial(rank: int, world: int) -> None:
         return torch.optim.AdamW([*model.blocks[0].parameters(), model.outer.weight], lr=1e-3, weight_decay=0.1)
 
     setting = Setting(optimizer=make)
-    reference = train_reference(TASK, setting, world)
+    reference = shared_reference(TASK, setting, world)
     for stage in (0, 1, 2, 3):
         assert_same(train_sharded(TASK, setting.at(stage), rank).parameters, reference.parameters, f"stage {stage}")
 

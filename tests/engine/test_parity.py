@@ -23,7 +23,7 @@ from tests.support.training import (
 )
 
 STAGES = (0, 1, 2, 3)
-CLIPPED = Setting(steps=20, clip=0.5)
+CLIPPED = Setting(steps=10, clip=0.5)
 
 
 def _every_stage(rank: int, world: int, setting: Setting) -> list[Outcome]:
@@ -72,7 +72,7 @@ def test_stages_are_bit_identical_with_clipping(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_accumulation_pairs_stages_and_matches_one_process(world: int) -> None:
-    setting = replace(CLIPPED, steps=8, micro=4)
+    setting = replace(CLIPPED, steps=5, micro=4)
     outcomes = _ranks_agree(run_ranks(world, _every_stage, setting))
     reference = train_reference(TRANSFORMER, setting, world)
     assert_same(outcomes[1].parameters, outcomes[0].parameters, "stage 1 against 0")
@@ -82,7 +82,7 @@ def test_accumulation_pairs_stages_and_matches_one_process(world: int) -> None:
 
 
 def test_stages_are_bit_identical_under_no_sync() -> None:
-    setting = replace(CLIPPED, steps=8, micro=4, no_sync=True)
+    setting = replace(CLIPPED, steps=5, micro=4, no_sync=True)
     outcomes = _ranks_agree(run_ranks(3, _every_stage, setting))
     for stage, outcome in zip(STAGES, outcomes, strict=True):
         assert_same(outcome.parameters, outcomes[0].parameters, f"stage {stage}")

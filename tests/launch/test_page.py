@@ -20,7 +20,7 @@ def _options() -> list[set[str]]:
     return [set(option.opts) for option in command.params if option.param_type_name == "option" and not option.hidden]
 
 
-def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
+def test_the_pages_script_runs_on_two_ranks_that_meet_without_a_port_being_named(tmp_path: Path) -> None:
     block = re.search(r"^```python\n(.*?)^```$", _PAGE, re.DOTALL | re.MULTILINE)
     assert block is not None
     script(tmp_path, block[1], "train.py")

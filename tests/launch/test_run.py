@@ -69,22 +69,6 @@ def test_a_module_runs_as_python_m_would_and_the_users_thread_count_stands(tmp_p
     assert seen["env"]["OMP_NUM_THREADS"] == "3"
 
 
-def test_ranks_meet_without_a_port_being_named(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        """
-        import os, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        assert value.item() == 2
-        dist.destroy_process_group()
-        """,
-    )
-    done = zeroshard(tmp_path, "run", "--nproc", "2", name)
-    assert done.returncode == 0, done.stderr
-
-
 def test_several_nodes_make_one_job(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))

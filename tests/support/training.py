@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -138,6 +139,17 @@ def train_reference(task: Task, setting: Setting, world: int, rank: int = 0) -> 
         _refresh(model, truth)
     outcome.parameters = {name: value.detach().clone() for name, value in truth.named_parameters()}
     return outcome
+
+
+def shared_reference(task: Task, setting: Setting, world: int) -> Outcome:
+    """`train_reference` on rank 0 alone, given to all ranks of the default process group; losses are those of rank 0.
+
+    The reference does the work of all ranks, so a copy of it on each would cost more than all that is compared to it.
+    """
+    held = [train_reference(task, setting, world) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held, src=0)
+    assert held[0] is not None
+    return held[0]
 
 
 def _take_gradients(model: nn.Module, total: dict[str, torch.Tensor], *, wide: bool) -> None:
