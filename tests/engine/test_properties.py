@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,8 +22,9 @@ from tests.support.models import Batch, Task
 from tests.support.training import Setting, assert_close, assert_same, shared_reference, train_sharded
 from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, Plan
+from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan
 from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.units import find_units
 
@@ -160,6 +161,16 @@ class Example:
         overrides: dict[str, Sharding] = {name: STAGES[rng.randrange(4)] for name in names if rng.random() < 0.7}
         return Recipe(STAGES[3], overrides, policy=policy, persistence_threshold=threshold)
 
+    def offloaded(self, world: int) -> Recipe:
+        """A stage with its state in host memory: a random share, random pieces, updated by either."""
+        rng = random.Random(self.seed + 9)
+        stage, everything = rng.randint(1, 3), rng.random() < 0.6
+        adam = isinstance(self.optimizer(self.build()), (torch.optim.Adam, torch.optim.AdamW))
+        update = HostUpdate.STREAMED if adam and rng.random() < 0.5 else HostUpdate.PROCESSOR
+        ratio = 1.0 if everything else rng.random()
+        param = stage == 3 and everything and rng.random() < 0.6
+        return replace(self.recipe(stage, world), offload=Offload(ratio, param, update, rng.choice((7, 64, 1 << 20))))
+
 
 def _check(rank: int, world: int, seed: int) -> None:
     example = Example.draw(seed)
@@ -180,6 +191,10 @@ def _check(rank: int, world: int, seed: int) -> None:
         halved = recipe.policy.predivide != 1.0
         if example.micro == 1 and stage < 4:
             assert_same(parameters, first.setdefault((halved, False), parameters), what + " against another stage")
+    recipe = example.offloaded(world)
+    parameters = train_sharded(task, setting.at(recipe), rank).parameters
+    # The host's and the device's kernels do not compute in torch's order.
+    assert_close(parameters, reference.parameters, 5e-3 if example.low else 1e-5, f"{example}, {recipe}")
 
 
 def _check_all(rank: int, world: int, seeds: list[int]) -> None:

@@ -73,6 +73,9 @@ class HostStateStepper(HostStepper):
         with torch.no_grad():
             for number in numbers:
                 self._piecewise.apply_region(number, coefficient, active, hyper)
+                region = self._piecewise.regions[number]
+                if "master" in region.on_host:
+                    region.refresh_untouched(active)
 
     def _hand_over(self, unit: Unit, update: Callable[[Sequence[_Arrival]], None]) -> None:
         """Let the worker update a unit, and the next forward wait for it."""

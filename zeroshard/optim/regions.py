@@ -85,3 +85,14 @@ class Region:
                 found.append(Run(low, high, hyper, step))
             previous = index
         return found
+
+    def refresh_untouched(self, active: Sequence[bool]) -> None:
+        """Write `param` from `master` where no update does: `param` may lie where the gradients were.
+
+        Args:
+            active: of all trainable parameters, whether each is updated.
+        """
+        for index, low, high in self.pieces:
+            touched = active[self.first_flag + index] and self.hyper[index] >= 0
+            if self.param is not None and not touched:
+                self.param[low:high].copy_(self.master[low:high])

@@ -16,7 +16,7 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.measure import held_bytes
 from tests.support.models import Batch, Task, square_loss
-from tests.support.offload import offloaded, on_device, recipe
+from tests.support.offload import offloaded, on_device, recipe, train
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
 from tests.support.zoo import Stack
 from zeroshard.engine.handle import handle_of
@@ -317,6 +317,38 @@ def test_a_plan_with_host_state_reads_back_and_is_checked() -> None:
         assert old in text
         with pytest.raises(PlanError, match=wrong):
             Plan.from_json(text.replace(old, new))
+
+
+class _Branches(nn.Module):
+    """Two branches of which each step uses one, so that the other gets no gradient on any rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+        self.out = nn.Linear(8, 3)
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turn += 1
+        return self.out(self.blocks[self.turn // 3 % 2](x))
+
+
+def _branches(rank: int, world: int) -> None:
+    task = Task(_Branches, lambda model, batch: model(batch.normal(3, 8)).float().square().mean())
+    for update in HostUpdate:
+        for dtype in (None, "bf16"):
+            plain = recipe(3, dtype, None if update is HostUpdate.PROCESSOR else "float32" if dtype else None)
+            setting = Setting(plan=plain, steps=8, optimizer=sgd if update is HostUpdate.PROCESSOR else adamw)
+            away = setting.at(offloaded(plain, update))
+            got = train(*shard_task(task, away), task, away, rank)
+            on = on_device if update is HostUpdate.STREAMED else shard_task
+            expected = train(*on(task, setting), task, setting, rank)
+            assert got.losses == expected.losses, (update, dtype)
+            assert_same(got.parameters, expected.parameters, f"{update} {dtype}")
+
+
+def test_parameters_without_a_gradient_stay_what_they_are() -> None:
+    run_ranks(2, _branches)
 
 
 def _engine(rank: int, world: int) -> None:
