@@ -8,7 +8,9 @@ from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.matrices import exchange_buffers
 from zeroshard.plan.offload import host_nbytes, stream_buffer_nbytes
 from zeroshard.plan.placement import StateKind, Tier
-from zeroshard.plan.plan import Plan
+from zeroshard.plan.plan import GroupPlan, Plan
+
+_ALIGNMENT = 64  # of the parts in the copy, as checkpoint/staging.py lays them
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,22 @@ def state_bytes(plan: Plan) -> StateBytes:
         host=host_nbytes(plan),
         step=exchange_buffers(plan),
     )
+
+
+def checkpoint_copy_nbytes(plan: Plan) -> int:
+    """Host memory that a save in the background takes for its copy, on the rank with the most.
+
+    That is the rank's part of the parameters, in fp32 where there is a master, and of the moments. The model's buffers
+    and the optimizer's step counts, some bytes for each parameter, come on top.
+    """
+    ranks = max((group.layout.shards for _, group in plan.groups()), default=1)
+    return max(sum(_saved_nbytes(group, rank) for _, group in plan.groups()) for rank in range(ranks))
+
+
+def _saved_nbytes(group: GroupPlan, rank: int) -> int:
+    """What a rank saves of a group, each parameter's part rounded up as in the copy."""
+    sizes = [4 if group.master is not None else itemsize(group.param.dtype)]
+    if group.moments is not None:
+        sizes += [itemsize(group.moments.dtype)] * group.moments.copies
+    pieces = group.layout.pieces(*group.layout.shard_range(rank)) if rank < group.layout.shards else ()
+    return sum(-(-(high - low) * size // _ALIGNMENT) * _ALIGNMENT for _, low, high in pieces for size in sizes)
