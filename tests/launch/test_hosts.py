@@ -177,6 +177,66 @@ def test_a_stop_signal_ends_all_hosts(hosts: TestHosts, tmp_path: Path, number: 
     assert hosts.left_running() == {}
 
 
+_SAVES = """
+    import os, signal, socket, sys, time
+    rank, asked = int(os.environ["RANK"]), []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    os.write(int(os.environ["ZEROSHARD_LINE"].split(":")[1]), b"saves\\n")
+    time.sleep(0.2)
+    print(f"rank {rank} runs", flush=True)
+    while not asked:
+        time.sleep(0.02)
+    # Longer than a launcher waits for ranks that do not save.
+    time.sleep(17 * rank)
+    sys.exit(int(os.environ.get("ZEROSHARD_TEST_STATUS", "75")) if rank else 75)
+"""
+
+
+def _saving(hosts: TestHosts, directory: Path, **environment: str) -> subprocess.Popen[str]:
+    script(directory, _SAVES)
+    words = ["run", "--hostfile", hosts.hostfile(directory), *hosts.ssh, "script.py"]
+    job = hosts.start(directory, *words, **environment)
+    assert job.stdout is not None
+    said = {job.stdout.readline().split(": ")[-1] for _ in range(2)}
+    assert said == {"rank 0 runs\n", "rank 1 runs\n"}, job.communicate()[1]
+    return job
+
+
+@extensive
+def test_hosts_whose_ranks_save_at_sigterm_are_waited_for_and_have_not_failed(hosts: TestHosts, tmp_path: Path) -> None:
+    job = _saving(hosts, tmp_path)
+    job.send_signal(signal.SIGTERM)
+    said = _words(job)
+    assert job.returncode == 75, said
+    assert said == [
+        "zeroshard: SIGTERM received: the ranks finish their step, save and end; a second one ends them at once",
+        "zeroshard: the ranks were told to stop and have saved; status 75",
+    ]
+    assert hosts.left_running() == {}
+
+
+@extensive
+def test_a_second_sigterm_ends_hosts_whose_ranks_save(hosts: TestHosts, tmp_path: Path) -> None:
+    job = _saving(hosts, tmp_path)
+    job.send_signal(signal.SIGTERM)
+    assert job.stderr is not None
+    while "save and end" not in job.stderr.readline():
+        pass
+    job.send_signal(signal.SIGTERM)
+    assert _words(job) == []
+    assert job.returncode == 128 + signal.SIGTERM
+    assert hosts.left_running() == {}
+
+
+@extensive
+def test_a_host_that_could_not_save_has_failed(hosts: TestHosts, tmp_path: Path) -> None:
+    job = _saving(hosts, tmp_path, ZEROSHARD_TEST_STATUS="3")
+    job.send_signal(signal.SIGTERM)
+    said = _words(job)
+    assert job.returncode != 75, said
+    assert hosts.left_running() == {}
+
+
 @extensive
 def test_a_second_ctrl_c_ends_ranks_that_ignore_the_first(hosts: TestHosts, tmp_path: Path) -> None:
     script(

@@ -202,7 +202,10 @@ class RemoteJob:
         code = node.channel.ended()
         if code is None and (node.left_at is None or now - node.left_at < _LINGER_SECONDS):
             return
+        saving = self._saving()
         before, node.state = node.state, State.ENDED
+        if saving and node.status != PREEMPTED:
+            self._interrupted(signal.SIGTERM)  # it could not save: the others would wait for it
         if node.status is None:
             if before in (State.CONNECTING, State.READY):
                 if self._stop is not None:
