@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launcher import script, zeroshard
+from zeroshard.errors import UsageError
 from zeroshard.launch.agent import Outcome
-from zeroshard.launch.restarts import Places
+from zeroshard.launch.job import Job
+from zeroshard.launch.restarts import Places, run_with_restarts
+from zeroshard.launch.voice import ToUser
 
 _CONFIG = {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "max_gpus": 4}}
 
@@ -36,12 +39,9 @@ def test_a_killed_rank_leaves_its_place_and_the_rest_go_on_in_an_allowed_number(
 
 
 def test_without_place_for_an_allowed_number_nothing_is_started(tmp_path: Path) -> None:
-    config = {"elasticity": {**_CONFIG["elasticity"], "min_gpus": 4}}
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    words = ["--nproc", "2", "--elastic", "ds.json", script(tmp_path, "print('started')")]
-    done = zeroshard(tmp_path, "run", *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "place for 2 ranks, the config allows 4" in done.stderr
+    job = Job("script.py", sizes=(4, 8))
+    with pytest.raises(UsageError, match="place for 2 ranks, the config allows 4, 8"):
+        run_with_restarts(job, tmp_path, ToUser(), Places(2), lambda ranks: "")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_ranks_that_save_at_a_signal_are_asked_once_and_are_not_restarted(tmp_pa
     assert said.splitlines()[-1] == "zeroshard: the ranks were told to stop and have saved; status 75"
 
 
+@pytest.mark.skipif("ZEROSHARD_LAUNCH_TESTS" not in os.environ, reason="long: ZEROSHARD_LAUNCH_TESTS=1")
 def test_a_second_signal_does_not_wait_for_ranks_that_save(tmp_path: Path) -> None:
     name = script(tmp_path, _SAVES.replace("SECONDS", "1000"))
     launcher = start(tmp_path, "run", "--nproc", "2", name, stderr=subprocess.PIPE)
