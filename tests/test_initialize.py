@@ -385,3 +385,17 @@ def test_a_skipped_step_moves_neither_parameters_nor_schedule() -> None:
     assert engine.was_step_applied()
     assert engine.get_lr() != rate
     engine.destroy()
+
+
+def test_hyper_parameters_that_together_are_too_large_are_one_error() -> None:
+    engine, _ = start({**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 2e38}}})
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(UsageError, match="hyper-parameter, or a product of some, is too large"):
+        engine.step()
+
+
+def test_a_module_kept_in_float32_whose_model_does_not_cast_is_explained() -> None:
+    kept = {"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["out"]}}
+    engine, _ = start({**CONFIG, **kept})
+    with pytest.raises(RuntimeError, match=r"same dtype(.|\n)*keep_in_fp32_modules(.|\n)*has to cast"):
+        loss_of(engine, 0)

@@ -40,10 +40,27 @@ SEEDS: list[dict[str, Any]] = [
 OBEYED = [key for key in key_table().with_status(Status.OBEYED) if not key.path.endswith(".*")]
 OTHERS = [key for key in key_table().keys.values() if key.status is not Status.OBEYED]
 
-NUMBERS = [0, 1, 2, 3, 8, 0.5, 1.0, 1e-3, 1e-8, 1.5, 1e9, 5e8, 64, 65536, 2**63 - 1, 1e30, -1, -0.5, 1e308]
+NUMBERS = [0, 1, 2, 3, 8, 0.5, 1.0, 1e-3, 1e-8, 1.5, 1e9, 5e8, 64, 65536, 2**63 - 1, 1e30, -1, -0.5, 3e38, 1e308]
 DTYPES = ["fp32", "fp16", "bf16", "bfloat16", "float16", "float32", "half", "int8", "fp8", "fp64", None]
 NAMES = [[], ["Linear"], ["0"], ["out"], ["blocks.0"], ["norm"], [""], ["nothing"], ["torch.nn.Linear"], ["Model"]]
-ODD = [None, True, False, "auto", "", "x", "1e-3", "cpu", [], {}, [1], [0.9, 0.99], {"a": 1}, float("nan"), 1e400, 10**40]
+ODD = [
+    None,
+    True,
+    False,
+    "auto",
+    "",
+    "x",
+    "1e-3",
+    "cpu",
+    [],
+    {},
+    [1],
+    [0.9, 0.99],
+    {"a": 1},
+    float("nan"),
+    1e400,
+    10**40,
+]
 BY_KIND: dict[str, list[Any]] = {
     "bool": [True, False],
     "int": [number for number in NUMBERS if number == int(number) and number < 1e30],

@@ -222,3 +222,10 @@ def test_the_scripts_own_optimizer_and_schedule_replace_the_configs_with_a_warni
         loaded = load_config(config, world_size=2, client_optimizer=True, client_scheduler=True)
     assert (loaded.optimizer, loaded.scheduler) == (None, None)
     assert [str(warning.message).split(" ")[0] for warning in warned] == ["optimizer", "scheduler"]
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
+def test_a_number_that_float32_can_not_hold_is_refused(name: str) -> None:
+    assert f"optimizer.params.{name} (config): must be a number of at least 0 that float32 can hold" in problem_of(
+        **optimizer("AdamW", **{name: 1e300})
+    )

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -19,7 +20,7 @@ import zeroshard
 from tests.config.mutated_runs import mutated_config
 from zeroshard.errors import ConfigError, NonFiniteError, PlanError, UsageError
 
-CONFIGS = int(os.environ.get("ZEROSHARD_CONFIGS", "300"))
+CONFIGS = int(os.environ.get("ZEROSHARD_CONFIGS", "200"))
 
 
 class Model(nn.Module):
@@ -37,7 +38,7 @@ class Model(nn.Module):
 
 
 def train(config: dict[str, Any]) -> str:
-    """How it ended: 'run', or the name of the error."""
+    """How it ended: 'run', or the name of the error. Config and plan are refused before the engine is there."""
     model = Model()
     engine = None
     try:
@@ -48,16 +49,19 @@ def train(config: dict[str, Any]) -> str:
                 engine.backward(loss)
                 engine.step()
         return "run"
-    except (ConfigError, PlanError, UsageError) as error:
-        assert engine is None, f"refused only after initialize: {error}"
-        assert str(error).strip()
+    except (ConfigError, PlanError) as error:
+        return type(error).__name__ if engine is None else f"refused too late: {error}"
+    except (UsageError, NonFiniteError) as error:
         return type(error).__name__
-    except NonFiniteError:
-        return "NonFiniteError"
+    except RuntimeError as error:
+        if "zeroshard: some modules were kept in float32" not in str(error):
+            raise
+        return "explained"
     finally:
         zeroshard.close(model)
 
 
+@pytest.mark.timeout(300 + CONFIGS)
 def test_a_mutated_config_trains_or_is_refused_in_one_error() -> None:
     ends: collections.Counter[str] = collections.Counter()
     faults: dict[str, list[str]] = collections.defaultdict(list)
@@ -73,5 +77,6 @@ def test_a_mutated_config_trains_or_is_refused_in_one_error() -> None:
                 faults[kind].append(f"config {number}: {config}")
     print(dict(ends))
     assert not faults, "\n\n".join(f"{len(found)} x {kind}\n  {found[0]}" for kind, found in faults.items())
+    assert not [end for end in ends if "too late" in end]
     assert ends["run"] > CONFIGS / 5
     assert ends["ConfigError"] > CONFIGS / 20

@@ -16,6 +16,8 @@ from pydantic_core import PydanticCustomError
 from zeroshard.config.problems import show
 
 LARGEST = 2**63 - 1
+LARGEST_REAL = 3e38
+"""What float32 can hold, rounded down: torch refuses to compute with more, long after the config was read."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -82,6 +84,8 @@ def real_number(
         )
         if not math.isfinite(number) or not inside:
             raise refuse(wanted, value)
+        if abs(number) > LARGEST_REAL:
+            raise refuse(f"{wanted} that float32 can hold", value)
         return number
 
     return check

@@ -42,7 +42,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         after = _outside_of_compiled_code(_after(runtime, unit.index))
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
-    handles.append(model.register_forward_hook(_explain_failure, always_call=True))
+    handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             handles.append(module.register_state_dict_pre_hook(_before_saving(runtime)))
@@ -133,22 +133,39 @@ def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None
     return hook
 
 
-def _explain_failure(_module: nn.Module, _args: Any, output: Any) -> None:
-    """Say in a size mismatch against an empty tensor that the parameter may be sharded just then.
+def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], None]:
+    """Say in a size mismatch against an empty tensor that the parameter may be sharded just then, and in a mismatch of
+    dtypes that some modules were kept in float32.
 
-    torch calls this while it handles the exception of a forward; nothing else sees it before the user does.
+    torch calls the hook while it handles the exception of a forward; nothing else sees it before the user does.
     """
-    error = sys.exc_info()[1]
-    if output is None and isinstance(error, (RuntimeError, IndexError)) and _mentions_nothing(str(error)):
-        error.args = (
-            f"{error}\nzeroshard: a parameter that is read outside of its unit's forward is empty. Name the module "
-            "that reads it as the unit (shard(..., units=[...])), or read it inside zeroshard.GatheredParameters",
-        )
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if output is not None or not isinstance(error, (RuntimeError, IndexError)) or "zeroshard" in str(error):
+            return
+        if _mentions_nothing(str(error)):
+            error.args = (
+                f"{error}\nzeroshard: a parameter that is read outside of its unit's forward is empty. Name the module "
+                "that reads it as the unit (shard(..., units=[...])), or read it inside zeroshard.GatheredParameters",
+            )
+        elif several_dtypes and "dtype" in str(error):
+            error.args = (
+                f"{error}\nzeroshard: some modules were kept in float32 beside others in lower precision "
+                "(data_types.keep_in_fp32_modules in the config, keep_fp32 in the recipe, or the model's own list). "
+                "The model has to cast where one hands over to the other. Cast in its forward, or keep none",
+            )
+
+    return hook
 
 
 def _mentions_nothing(message: str) -> bool:
     """Whether a message of torch speaks of a dim of size 0."""
-    return re.search(r"(?<![\d.])0(?![\d.])", message) is not None and "zeroshard" not in message
+    return re.search(r"(?<![\d.])0(?![\d.])", message) is not None
+
+
+def _has_several_dtypes(runtime: Runtime) -> bool:
+    return len({group.plan.param.dtype for unit in runtime.units for group in unit.groups}) > 1
 
 
 def _cast_inputs(

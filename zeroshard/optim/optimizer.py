@@ -59,7 +59,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
         self._check_groups()
-        self._handler.step(self)
+        try:
+            self._handler.step(self)
+        except RuntimeError as error:
+            if "without overflow" not in str(error):
+                raise
+            raise UsageError(f"a hyper-parameter, or a product of some, is too large to step with: {error}") from error
         if self._client is not None:
             # A torch scheduler that was built over the client's optimizer looks there whether a step came before its
             # own, and warns of a wrong order otherwise.
