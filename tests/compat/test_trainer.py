@@ -111,8 +111,7 @@ def _accelerate_at_stage_3(rank: int, world: int, base: str) -> None:
 
     def start(plugin: DeepSpeedPlugin | None) -> tuple[Any, ...]:
         options: dict[str, Any] = {"cpu": True} if plugin is None else {"deepspeed_plugin": plugin}
-        # Before there is an Accelerator: afterwards it would be built sharded, by other draws.
-        model = tiny.model("gpt2")
+        model = tiny.model("gpt2")  # with an Accelerator it would be built sharded, by other random numbers
         accelerator = Accelerator(gradient_accumulation_steps=2, kwargs_handlers=[gloo], **options)
         loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
