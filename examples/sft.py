@@ -4,8 +4,8 @@
         --dataset_name yahma/alpaca-cleaned --output_dir ./llama3-8b-sft --bf16 true --num_train_epochs 3 \
         --per_device_train_batch_size 1 --learning_rate 2e-5 --warmup_ratio 0.03 --lr_scheduler_type cosine
 
-There is no word of zeroshard below: Trainer finds it under the name deepspeed (docs/huggingface.md). `--dataset_name` is
-a file (JSON, JSON lines, or text with a sample per paragraph) or, with the package `datasets`, a data set of the hub.
+There is no word of zeroshard below: Trainer finds it under the name deepspeed (docs/huggingface.md). `--dataset_name`
+is a file (JSON, JSON lines, or text with a sample per paragraph) or, with the package `datasets`, a name on the hub.
 Columns: instruction, input and output; or prompt and completion; or text. The loss is that of the answer alone.
 """
 

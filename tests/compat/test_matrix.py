@@ -220,28 +220,11 @@ def test_builds_sharded_and_evaluates_alone(tmp_path: Path) -> None:
     run_ranks(2, _everything_else, str(tmp_path), timeout=300.0)
 
 
-SEED_COMMAND = [
-    "--bf16",
-    "true",
-    "--num_train_epochs",
-    "1",
-    "--per_device_train_batch_size",
-    "1",
-    "--learning_rate",
-    "2e-5",
-    "--warmup_ratio",
-    "0.03",
-    "--lr_scheduler_type",
-    "cosine",
-    "--logging_steps",
-    "2",
-    "--save_strategy",
-    "steps",
-    "--save_steps",
-    "4",
-    "--use_cpu",
-    "true",
-]
+USUAL = (
+    *("--bf16", "true", "--num_train_epochs", "1", "--per_device_train_batch_size", "1", "--learning_rate", "2e-5"),
+    *("--warmup_ratio", "0.03", "--lr_scheduler_type", "cosine", "--logging_steps", "2"),
+    *("--save_strategy", "steps", "--save_steps", "4", "--use_cpu", "true"),
+)
 
 
 def test_the_example_takes_the_usual_command_line_and_its_checkpoint_becomes_fp32_weights(tmp_path: Path) -> None:
@@ -262,7 +245,7 @@ def test_the_example_takes_the_usual_command_line_and_its_checkpoint_becomes_fp3
     command = [sys.executable, "-m", "deepspeed.launcher", "--num_gpus=2", str(root / "examples" / "sft.py")]
     command += ["--deepspeed", "ds.json", "--model_name_or_path", "./model", "--dataset_name", "rows.json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    subprocess.run([*command, "--output_dir", "out", *SEED_COMMAND], cwd=tmp_path, env=environment, check=True)
+    subprocess.run([*command, "--output_dir", "out", *USUAL], cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     folder = tmp_path / "out" / "checkpoint-8"
     subprocess.run([sys.executable, "zero_to_fp32.py", ".", "fp32"], cwd=folder, env=environment, check=True)
