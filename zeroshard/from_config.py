@@ -35,6 +35,7 @@ from zeroshard.sharding.marks import (
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
+from zeroshard.sharding.units import refuse_uninitialized
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -196,6 +197,7 @@ def _shard(
     scaler: LossScaler | None,
     device: torch.device,
 ) -> ShardedOptimizer | None:
+    refuse_uninitialized(model)
     trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     source = _source(config, client, trained, names)

@@ -26,6 +26,7 @@ from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.plan import Plan
 
 _ATTRIBUTE = "_zeroshard_handle"
+_CLOSED = "_zeroshard_closed"
 _LOGGER = logging.getLogger("zeroshard")
 
 
@@ -53,6 +54,7 @@ class Handle:
     Attributes:
         last: statistics of the last step, None before the first.
         saver: what saves its checkpoints, None before the first save or load.
+        closed: whether `close` was called.
     """
 
     runtime: Runtime
@@ -61,6 +63,7 @@ class Handle:
     hooks: list[RemovableHandle]
     last: Statistics | None = None
     saver: Saver | None = None
+    closed: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -93,6 +96,11 @@ class Handle:
             "zeroshard.full_state_dict(model) into a model that is not sharded"
         )
 
+    def check_open(self) -> None:
+        """Raises UsageError after `close`."""
+        if self.closed:
+            raise _closed(self.runtime.model)
+
     def close(self) -> None:
         """Take the hooks off the model, stop the watchdog, destroy the communicators; the parameters stay sharded."""
         if self.saver is not None:
@@ -100,7 +108,9 @@ class Handle:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.closed = True
         self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
+        self.runtime.model.__dict__[_CLOSED] = True
         idle = self._settle()
         self.comm.watchdog.close()
         if idle:
@@ -125,6 +135,7 @@ def attach(model: nn.Module, handle: Handle) -> None:
     if _ATTRIBUTE in model.__dict__:
         raise UsageError("this model is sharded already; build a new one, or call zeroshard.close(model) first")
     model.__dict__[_ATTRIBUTE] = handle
+    model.__dict__.pop(_CLOSED, None)
     weakref.finalize(model, handle.comm.watchdog.close)
 
 
@@ -138,6 +149,15 @@ def find_handle(model: nn.Module) -> Handle | None:
 def handle_of(model: nn.Module) -> Handle:
     """The model's handle. Raises UsageError when the model is not sharded."""
     found = find_handle(model)
+    if found is None and _CLOSED in model.__dict__:
+        raise _closed(model)
     if found is None:
         raise UsageError(f"{type(model).__name__} is not sharded: pass the module that zeroshard.shard() returned")
     return found
+
+
+def _closed(model: nn.Module) -> UsageError:
+    return UsageError(
+        f"{type(model).__name__} was closed (zeroshard.close(), engine.destroy()) and is not sharded by a running "
+        "engine any more: read, save and step before that, and build a new model to train on"
+    )

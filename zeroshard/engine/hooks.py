@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -45,8 +45,8 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
-            handles.append(module.register_state_dict_pre_hook(_before_saving(runtime)))
-            handles.append(module.register_load_state_dict_pre_hook(_before_loading(runtime)))
+            handles.append(module.register_state_dict_pre_hook(_Hook(_before_saving(runtime))))
+            handles.append(module.register_load_state_dict_pre_hook(_Hook(_before_loading(runtime))))
     return handles
 
 
@@ -81,11 +81,26 @@ def _refuse_empty(runtime: Runtime, module: nn.Module, what: str, cure: str) -> 
                     raise UsageError(f"{what}: parameter {segment.name!r} is sharded and empty here; {cure}")
 
 
-Hook = TypeVar("Hook", bound=Callable[..., None])
+class _Hook:
+    """A hook that is not copied: a copy of a module, or of a part of it, would run on the shards of the original."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Pickle and copy come here. Raises UsageError."""
+        raise UsageError(
+            "a sharded model, or a part of one, can't be copied or pickled (copy.deepcopy, torch.save(model)): its "
+            "shards and communicators belong to it alone. Use zeroshard.full_state_dict(model) for its weights, which "
+            "a model that is not sharded loads, and zeroshard.save(model, directory) to go on training"
+        )
 
 
-def _outside_of_compiled_code(hook: Hook) -> Hook:
-    return cast(Hook, torch.compiler.disable(hook))
+def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
+    return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook)))
 
 
 def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:

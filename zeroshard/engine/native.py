@@ -46,7 +46,7 @@ from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
 from zeroshard.plan.offload import stream_buffer_nbytes
 from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import HostUpdate, Plan, peer_problem
-from zeroshard.sharding.units import find_units
+from zeroshard.sharding.units import find_units, refuse_uninitialized
 
 _STEPPER = "_zeroshard_stepper"
 _OPTIMIZER = "_zeroshard_optimizer"
@@ -112,6 +112,7 @@ def shard(
     Raises:
         PlanError, UsageError: what can't be put together, and how to mend it.
     """
+    refuse_uninitialized(model)
     source = None
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)

@@ -11,7 +11,7 @@ only, never configs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +71,7 @@ class Runtime:
         self._boundary: bool | None = None
         self._seen_order: list[int] | None = []
         self._backward_running = False
+        self._collects = True
         self._owed: deque[int] = deque()
         self._end = 0
         self._set_plan(plan)
@@ -113,6 +114,7 @@ class Runtime:
             return
         call = self._tracker.end_call(index)
         if call is not None and torch.is_grad_enabled():
+            self._refuse_no_tensor(index, output)
             self._watch(index, output, *call)
         if index == self._root:
             self._end_pass()
@@ -134,6 +136,17 @@ class Runtime:
             self._inside = None
         if mine and not failed:
             self.post_forward(self._root, output)
+
+    def _refuse_no_tensor(self, index: int, output: object) -> None:
+        """Raises UsageError: nothing would tell when the backward needs the unit's parameters."""
+        unit = self.units[index]
+        needed = index != self._root and unit.plan.sharded and any(True for _ in unit.trainable)
+        if needed and next(tensors_in(output), None) is None:
+            raise UsageError(
+                f"unit {unit.label!r} returned no tensor (a {type(output).__name__}), so its backward can't be seen, "
+                "and its parameters would not be there: return what the loss is made of (tensors, or tuples, lists, "
+                "mappings, objects of them), or run the model under torch.no_grad()"
+            )
 
     def _begin_pass(self) -> None:
         self.streams.follow_caller()
@@ -199,13 +212,17 @@ class Runtime:
                 "use stage 2, or a recipe whose overrides keep the units concerned whole"
             )
         self._backward_running = True
+        self._collects = accumulates(
+            parameter for unit in self.units for group in unit.trainable for parameter in group.parameters
+        )
         self.streams.follow_caller()
         self._tracker.end_pass()
         self._backward.rewind()
         self._owed.clear()
         self.inspection.take_over()
         self.gradients.notice_dropped()
-        self.gradients.discard_leftovers()
+        if self._collects:
+            self.gradients.discard_leftovers()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _pay(self) -> None:
@@ -214,7 +231,8 @@ class Runtime:
             unit = self.units[self._owed.popleft()]
             whole = self._boundary if self._boundary is not None else not self.plan.policy.accumulate
             reduce = not (self._no_sync or self.keeps_local)
-            self.gradients.finish_unit(unit, reduce_whole=whole and reduce, reduce_sharded=reduce)
+            if self._collects:
+                self.gradients.finish_unit(unit, reduce_whole=whole and reduce, reduce_sharded=reduce)
             if unit.index != self._root:
                 self.parameters.release(unit.index)
 
@@ -224,7 +242,7 @@ class Runtime:
         self._backward.run_to_end()
         self._backward_running = False
         self._tracker.end_backward()
-        for unit in self.units:
+        for unit in self.units if self._collects else ():
             for group in unit.trainable:
                 for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
                     if parameter.grad is not None:
@@ -347,6 +365,21 @@ class Runtime:
 def in_backward() -> bool:
     """Whether this thread is running an autograd graph just now (a recomputation runs modules inside of one)."""
     return _graph_task() != -1
+
+
+def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
+
+    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # torch's answer for a leaf that autograd.grad was asked for
+                return False
+    return False
 
 
 def _graph_task() -> int:

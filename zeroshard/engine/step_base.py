@@ -75,6 +75,10 @@ class StepperBase(ABC):
         self._table = GroupTable(handle)
         self.groups: Sequence[Mapping[str, Any]] = ()
 
+    def check_open(self) -> None:
+        """Raises UsageError when the model was closed."""
+        self.handle.check_open()
+
     @property
     def state_buffers(self) -> Sequence[torch.Tensor]:
         """Device memory through which state in host memory passes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -26,6 +26,8 @@ class StepHandler(Protocol):
 
     @property
     def overflowed(self) -> bool: ...
+
+    def check_open(self) -> None: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -58,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One update from the gradients of the backwards since the last step."""
         if closure is not None:
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
+        self._handler.check_open()
         self._check_groups()
         try:
             self._handler.step(self)
@@ -91,6 +94,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError(
             "optimizer.load_state_dict(): the state is sharded and would not be loaded; "
             "engine.load_checkpoint(directory) loads it"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        """Refused, for pickle and copy: both would take the shards and communicators along. Raises UsageError."""
+        raise UsageError(
+            "a sharded optimizer can't be copied or pickled (torch.save, copy.deepcopy): its state belongs to this "
+            "rank; engine.save_checkpoint(directory) or zeroshard.save(model, directory) saves it"
         )
 
     def _check_groups(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zeroshard.errors import PlanError
 from zeroshard.sharding.loose import whole_numel, whole_shape
@@ -52,6 +53,17 @@ class UnitSpec:
     aliases: tuple[tuple[str, str], ...] = ()
 
 
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Raises PlanError for lazy modules whose parameters have no shape yet: where they lie can't be planned."""
+    for path, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in own):
+            raise PlanError(
+                f"{path or 'the model'} ({type(module).__name__}) is lazy and has no parameters yet: run the model "
+                "once on a batch before it is sharded, or name the sizes (nn.Linear instead of nn.LazyLinear)"
+            )
+
+
 def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[UnitSpec]:
     """The units of `model` in module-tree order, the root first.
 
@@ -61,6 +73,7 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     Raises:
         PlanError: a selected path does not exist, is repeated, lies inside another, or is a list of modules.
     """
+    refuse_uninitialized(model)
     names = _check_selected(model, selected) if selected is not None else _found(model)
     owner: dict[int, set[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
