@@ -232,7 +232,14 @@ def _accumulates(rank: int, world: int) -> None:
 
 
 def _engine_answers(rank: int, world: int) -> None:
-    raw = {**CONFIG, "optimizer": ADAMW, "steps_per_print": math.inf, "zero_allow_untested_optimizer": True}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 30}  # the head alone stays gathered
+    raw = {
+        **CONFIG,
+        "zero_optimization": zero,
+        "optimizer": ADAMW,
+        "steps_per_print": math.inf,
+        "zero_allow_untested_optimizer": True,
+    }
     wrapped = Wrapper(_net())
     engine, optimizer, loader, scheduler = _start(wrapped, raw)
     assert isinstance(engine, nn.Module)
@@ -245,6 +252,8 @@ def _engine_answers(rank: int, world: int) -> None:
     assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
     assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
     assert optimizer.overflow is False
+    for parameter in optimizer.parameter_offload.module.named_parameters():
+        assert parameter[1].ds_active_sub_modules == set()  # of small parameters that stay gathered, too
     # The list that a scheduler writes to is the one that the step reads.
     before = _whole(wrapped)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -261,7 +270,7 @@ def _engine_answers(rank: int, world: int) -> None:
     with torch.no_grad():
         assert torch.equal(engine(x), wrapped(x))
         assert torch.equal(engine(x), wrapped.inner(x))
-        assert all(parameter.numel() == 0 for parameter in wrapped.inner.head.parameters())
+        assert all(parameter.numel() == 0 for parameter in wrapped.inner.blocks.parameters())
         with pytest.raises(RuntimeError):
             wrapped.inner(torch.randn(2, 5))
         assert torch.equal(engine(x), wrapped.inner(x))

@@ -220,6 +220,55 @@ def test_builds_sharded_and_evaluates_alone(tmp_path: Path) -> None:
     run_ranks(2, _everything_else, str(tmp_path), timeout=300.0)
 
 
+def _trl_losses(kind: str, stage: int | None, base: str) -> list[float]:
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    texts = tiny.SENTENCES
+    columns = {
+        "SFT": {"text": texts},
+        "DPO": {"prompt": texts, "chosen": texts[::-1], "rejected": [*texts[3:], *texts[:3]]},
+        "GRPO": {"prompt": texts},
+    }
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "report_to": []}
+    settings |= {"use_cpu": True, "bf16": False, "save_strategy": "no", "gradient_checkpointing": False}
+    settings |= {"learning_rate": 1e-2, "deepspeed": None if stage is None else tiny.ds_config(stage)}
+    settings |= {"num_generations": 2, "max_completion_length": 8} if kind == "GRPO" else {}
+    arguments = getattr(trl, f"{kind}Config")(str(Path(base, f"{kind}-{stage}")), **settings)
+    more: dict[str, Any] = {}
+    if kind == "GRPO":
+        more["reward_funcs"] = lambda completions, **_: [float(len(set(text))) for text in completions]
+    model = AutoModelForCausalLM.from_pretrained(Path(base, "llama"), dtype="float32")
+    if kind == "DPO":
+        more["ref_model"] = AutoModelForCausalLM.from_pretrained(Path(base, "llama"), dtype="float32")
+    run = getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=arguments,
+        processing_class=tiny.tokenizer(),
+        train_dataset=Dataset.from_dict(columns[kind]),
+        **more,
+    )
+    run.train()
+    tiny.forget()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def _trl(rank: int, world: int, base: str) -> None:
+    if rank == 0:
+        tiny.model().save_pretrained(Path(base, "llama"))
+    dist.barrier()
+    for kind in ("SFT", "DPO", "GRPO"):
+        expected = _trl_losses(kind, None, base)
+        for stage in (2, 3):
+            assert _trl_losses(kind, stage, base) == pytest.approx(expected, abs=1e-5), (kind, stage)
+
+
+def test_trl_trains_as_under_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    run_ranks(2, _trl, str(tmp_path), timeout=400.0)
+
+
 USUAL = (
     *("--bf16", "true", "--num_train_epochs", "1", "--per_device_train_batch_size", "1", "--learning_rate", "2e-5"),
     *("--warmup_ratio", "0.03", "--lr_scheduler_type", "cosine", "--logging_steps", "2"),

@@ -14,6 +14,7 @@ from deepspeed import _config
 from deepspeed._parameters import describe
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
 from zeroshard.engine.handle import find_handle
 from zeroshard.engine.native import find_optimizer
@@ -75,6 +76,9 @@ def initialize(
             mesh_param=mesh_param,
         )
     engine.adopt_config(raw)
-    describe(engine.module.parameters())
+    stage_3 = engine.zero_optimization_stage() == 3
+    describe(engine.module.parameters(), resident=stage_3)
+    if engine.optimizer is not None and stage_3:
+        engine.optimizer.__dict__["parameter_offload"] = ParameterOffload(engine.module)
     logger.info("DeepSpeed info: version=%s, zeroshard %s under DeepSpeed's name", VERSION, zeroshard.__version__)
     return (engine, *others)  # type: ignore[return-value]

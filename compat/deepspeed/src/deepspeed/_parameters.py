@@ -50,10 +50,14 @@ class _Status:
         return repr(self.now())
 
 
-def describe(parameters: Iterable[nn.Parameter]) -> None:
-    """Put the attributes on parameters that are sharded, loosely or by an engine; others are left as they are."""
+def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False) -> None:
+    """Put the attributes on parameters that are sharded, loosely or by an engine; others are left as they are.
+
+    Args:
+        resident: and on those of an engine that stay whole.
+    """
     for parameter in parameters:
-        found = _sharded(parameter)
+        found = _sharded(parameter, resident)
         if found is None:
             continue
         shape, ranks = found
@@ -71,12 +75,12 @@ def describe(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def _sharded(parameter: torch.Tensor) -> tuple[torch.Size, int] | None:
+def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int] | None:
     """Shape and number of shards of a parameter that is sharded."""
     loose, place = loose_of(parameter), place_of(parameter)
     if loose is not None:
         return torch.Size(loose.shape), loose.ranks
-    if place is None or place[2].plan.param.axis is None:
+    if place is None or not (resident or place[2].plan.param.axis):
         return None
     layout = place[2].plan.layout
     return torch.Size(layout.segments[place[3]].shape), layout.shards
