@@ -16,12 +16,14 @@ from benchmarks.engines import ENGINES, NotInstalled, Setting, build
 from benchmarks.llama import SIZES, Llama
 from benchmarks.ranks import ROOT
 from benchmarks.ranks import run_ranks as launch
+from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 
 SMALL = ["--size", "tiny", "--length", "16", "--batch", "1", "--steps", "1", "--warmup", "1", "--repetitions", "1"]
 CPU = torch.device("cpu")
 
 
+@only_with_all_cases
 def test_compare_measures_floor_and_zeroshard_and_puts_one_beside_the_other() -> None:
     args = compare.parse(["--run", "floor", "--run", "zeroshard3", "--nproc", "2", "--commit", "abc", *SMALL])
     outcomes = compare.run(compare.requests_of(args), args, Console(quiet=True))

@@ -29,7 +29,7 @@ from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.units import find_units
 
 WIDTHS = (1, 2, 3, 7, 13, 16, 31)
-EXAMPLES = int(os.environ.get("ZEROSHARD_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("ZEROSHARD_EXAMPLES", "6"))
 """For two ranks; half of it for one, three and four."""
 
 

@@ -115,7 +115,10 @@ def test_a_filter_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
         ),
         (["--hostfile", "good", "--nproc", "2"], "--nproc: with a hostfile its slots say how many ranks"),
         (["--hostfile", "good", "--node_rank", "1"], "--node-rank goes with --no-ssh"),
-        (["--hostfile", "good", "--max-restarts", "1"], "--max-restarts with several hosts is not built yet"),
+        (
+            ["--hostfile", "good", "--max-restarts", "1"],
+            "--max-restarts and --elastic with several hosts are not built yet",
+        ),
         (["--hostfile", "good", "--rendezvous", "slurm"], "--rendezvous slurm is for nodes started one by one"),
         (["--nproc", "2", "--num_gpus", "2"], "--nproc and --num-gpus both say how many ranks; give one"),
         (["-m", "--no-python"], "--module and --no-python can't be combined"),

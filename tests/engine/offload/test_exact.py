@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.support.cases import sample
 from tests.support.distributed import run_ranks
 from tests.support.models import Task, square_loss
 from tests.support.offload import offloaded, on_device, recipe, train
@@ -36,7 +37,7 @@ CASES = [
 
 
 def _by_processor(rank: int, world: int) -> None:
-    for stage, micro, ratio, param_too in CASES:
+    for stage, micro, ratio, param_too in sample(CASES):
         for param in (None, "bf16"):
             plain = recipe(stage, param)
             setting = Setting(plan=plain, steps=3, micro=micro, clip=0.5)
@@ -85,7 +86,7 @@ def test_so_do_the_other_element_wise_optimizers() -> None:
 
 
 def _streamed(rank: int, world: int) -> None:
-    for stage, micro, ratio, param_too in CASES:
+    for stage, micro, ratio, param_too in sample(CASES):
         for param, master in ((None, None), ("bf16", "float32"), ("bf16", "int16")):
             plain = recipe(stage, param, master)
             setting = Setting(plan=plain, steps=3, micro=micro)
