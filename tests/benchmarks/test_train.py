@@ -53,6 +53,7 @@ def _losses(rank: int, world_size: int, engines: tuple[tuple[str, bool], ...]) -
     return found
 
 
+@only_with_all_cases
 def test_engines_start_from_the_same_weights_and_train_alike() -> None:
     engines = (("ddp", False), ("fsdp2", True), ("zeroshard3", False))
     reference, *others = run_ranks(2, _losses, engines)[0]

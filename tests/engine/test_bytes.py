@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.support.cases import sample
+from tests.support.cases import only_with_all_cases, sample
 from tests.support.distributed import run_ranks
 from tests.support.measure import forget_sent, held_bytes, live_bytes, sent
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -158,7 +158,7 @@ def _check_memory(rank: int, world_size: int, found: list[_Case]) -> int:
     return checked
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=only_with_all_cases)])
 def test_every_rank_holds_what_the_plan_says_and_not_a_byte_more(world_size: int) -> None:
     found = sample([*STATES, *OTHERS]) if world_size == 2 else STATES[::4]
     assert run_ranks(world_size, _check_memory, found) == [4 * len(found)] * world_size
@@ -214,7 +214,7 @@ def _check_traffic(rank: int, world_size: int, found: list[_Case]) -> int:
     return checked
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=only_with_all_cases)])
 def test_the_process_groups_are_given_what_the_plan_says(world_size: int) -> None:
     found = sample(TRAFFIC) if world_size == 2 else TRAFFIC[::4]
     assert run_ranks(world_size, _check_traffic, found) == [4 * len(found)] * world_size

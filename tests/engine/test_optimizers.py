@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_close, assert_same, build, shared_reference, train_sharded
@@ -109,6 +110,7 @@ def test_one_rank_equals_unsharded_bit_for_bit() -> None:
     run_ranks(1, _every_optimizer, NAMES, (0, 3))
 
 
+@only_with_all_cases
 def test_three_ranks_equal_unsharded() -> None:
     run_ranks(3, _every_optimizer, NAMES, (1, 3))
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task
 from tests.support.training import Setting, assert_close, assert_same, shared_reference, train_sharded
@@ -202,7 +203,7 @@ def _check_all(rank: int, world: int, seeds: list[int]) -> None:
         _check(rank, world, seed)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(more, marks=only_with_all_cases) for more in (3, 4))])
 def test_random_models_train_as_unsharded(world: int) -> None:
     count = EXAMPLES if world == 2 else EXAMPLES // 2
     run_ranks(world, _check_all, [1000 * world + index for index in range(count)], timeout=200)
