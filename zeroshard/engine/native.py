@@ -164,14 +164,13 @@ def attach_optimizer(model: nn.Module, source: Source, stepper: StepperBase) -> 
 def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
     """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
     update = handle.plan.policy.host_update
-    if update is HostUpdate.PROCESSOR and source.on_host is None:
-        raise PlanError(
-            f"offload: {source.name} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, RMSprop or "
-            "SGD, or keep the state on the device"
-        )
     site = make_site(handle, source.groups)
     if update is HostUpdate.PROCESSOR:
-        assert source.on_host is not None
+        if source.on_host is None:
+            raise PlanError(
+                f"offload: {source.name} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, RMSprop "
+                "or SGD, or keep the state on the device"
+            )
         return HostStateStepper(handle, source.on_host(site), scaler)
     if update is HostUpdate.STREAMED:
         return _streamed_stepper(handle, source, site, scaler)

@@ -46,8 +46,3 @@ class PendingUpdates:
     def units(self) -> list[int]:
         """The units whose updates nobody has finished, in the order in which they began."""
         return list(self._finish)
-
-    def forget(self) -> None:
-        """Leave what is under way, after an error."""
-        self._finish.clear()
-        self._read.clear()
