@@ -18,6 +18,7 @@ FOR_GPUS = {
     "compare": "speed and memory of all engines on a model of Llama's shape, beside the floor; presets",
     "train": "one measurement of it: one engine, one setting; traces and checks for synchronizing calls",
     "account": "where the time of a step went, from a trace that train has written",
+    "timeline": "a picture of a step from such a trace: what ran on which stream",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }
 

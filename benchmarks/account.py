@@ -123,19 +123,11 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account | None:
         ValueError: fewer than two steps, so that no window can be closed.
     """
     spans = [event for event in events if event.get("ph") == "X"]
-    steps = sorted(
-        _interval(event) for event in spans if event["name"] == STEP and event.get("cat") == "user_annotation"
-    )
-    if len(steps) < 2:
-        raise ValueError(f"the trace has {len(steps)} annotations {STEP!r}; an account needs two or more")
-    works = _works(spans)
-    if not works:
+    works, steps = _works(spans), _steps(spans)
+    found = _window(works, steps)
+    if found is None:
         return None
-    # The last step has no successor to end its window, and the first ones start on an empty queue and a cold profiler.
-    step = steps[-2]
-    begin, end = _first_compute(works, step), _first_compute(works, steps[-1])
-    if begin is None or end is None:
-        return None
+    step, (begin, end) = steps[-2], found
     window = [(max(w.start, begin), min(w.end, end), w.kind) for w in works if w.start < end and w.end > begin]
     by_class = {name: _length(_union((a, b) for a, b, kind in window if kind == name)) for name in CLASSES}
     busy = _length(_union((a, b) for a, b, _ in window))
@@ -153,6 +145,26 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account | None:
         waiting=_length(_union(_interval(event) for event in waits)) / 1000,
         synchronizing=dict(Counter(event["name"] for event in waits)),
     )
+
+
+def step_window(spans: Sequence[Mapping[str, Any]]) -> Interval | None:
+    """Begin and end on the GPU, in microseconds, of the step that `account` is about; None without work on a GPU."""
+    return _window(_works(spans), _steps(spans))
+
+
+def _steps(spans: Sequence[Mapping[str, Any]]) -> list[Interval]:
+    steps = sorted(
+        _interval(event) for event in spans if event["name"] == STEP and event.get("cat") == "user_annotation"
+    )
+    if len(steps) < 2:
+        raise ValueError(f"the trace has {len(steps)} annotations {STEP!r}; an account needs two or more")
+    return steps
+
+
+def _window(works: Sequence[_Work], steps: Sequence[Interval]) -> Interval | None:
+    # The last step has no successor to end its window, and the first ones start on an empty queue and a cold profiler.
+    begin, end = _first_compute(works, steps[-2]), _first_compute(works, steps[-1])
+    return None if begin is None or end is None else (begin, end)
 
 
 def kernel_class(name: str, category: str = "kernel") -> str:

@@ -54,6 +54,7 @@ class _Job:
     timeout: float
     env: Mapping[str, str]
     payload: bytes
+    backend: str
 
     @property
     def stacks(self) -> Path:
@@ -80,8 +81,9 @@ def run_ranks(
     *args: object,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    backend: str = "gloo",
 ) -> list[T]:
-    """Call `fn(rank, world_size, *args)` in `world_size` processes that share a gloo group; results in rank order.
+    """Call `fn(rank, world_size, *args)` in `world_size` processes that share a group; results in rank order.
 
     `fn` is a module-level function; it, its arguments and its result are pickled. Each process has one thread, the
     default process group and torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), then `env` on top.
@@ -90,7 +92,9 @@ def run_ranks(
     """
     payload = _dump(fn, args)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        jobs = [_Job(rank, world_size, directory, timeout, dict(env or {}), payload) for rank in range(world_size)]
+        jobs = [
+            _Job(rank, world_size, directory, timeout, dict(env or {}), payload, backend) for rank in range(world_size)
+        ]
         ranks: list[_Rank] = []
         try:
             for job in jobs:
@@ -227,7 +231,7 @@ def _call(job: _Job) -> bytes:
     os.environ.update(job.env)
     fn, args = pickle.loads(job.payload)
     dist.init_process_group(
-        "gloo",
+        job.backend,
         store=dist.FileStore(f"{job.directory}/store", job.world_size),
         rank=job.rank,
         world_size=job.world_size,

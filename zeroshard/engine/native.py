@@ -36,6 +36,7 @@ from zeroshard.engine.streamed_stepper import StreamedStepper
 from zeroshard.engine.streams import Streams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.clients import client_source
+from zeroshard.optim.host.choose import processor_keeps_up
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.regions import Region
@@ -241,10 +242,14 @@ def make_plan(
 
 
 def _with_update(recipe: Recipe, source: Source | None, device: torch.device) -> Recipe:
-    """Who updates state in host memory, where the recipe leaves that open: the GPU if it has a kernel for it."""
+    """Who updates state in host memory, where the recipe leaves that open.
+
+    The GPU if it has a kernel for it and the processors are few; see `processor_keeps_up`.
+    """
     if recipe.offload is None or recipe.offload.update is not None:
         return recipe
     streamed = device.type == "cuda" and source is not None and source.on_device is not None
+    streamed = streamed and not (source is not None and source.on_host is not None and processor_keeps_up())
     update = HostUpdate.STREAMED if streamed else HostUpdate.PROCESSOR
     return dataclasses.replace(recipe, offload=dataclasses.replace(recipe.offload, update=update))
 

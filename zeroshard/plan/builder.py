@@ -229,7 +229,7 @@ def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> Un
 
 
 def _master_dtype(dtype: str, precision: Precision) -> str:
-    kept = precision.master or "float32"
+    kept = "float32" if precision.master in (None, "fp32") else precision.master
     if kept not in ("float32", "int16"):
         raise PlanError(f"master weights in {kept}: use 'float32', or 'int16' (the remainder beside bfloat16)")
     return kept if dtype == "bfloat16" else "float32"

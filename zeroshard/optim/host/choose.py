@@ -15,6 +15,10 @@ from zeroshard.optim.host.kernel import HostKernel
 from zeroshard.optim.host.native import NativeBackend, load_library
 from zeroshard.optim.host.torch_twin import TorchTwin
 
+ENOUGH_THREADS = 12
+"""Threads of a rank from which native code updates state sooner than a link carries it to a GPU and back: one moves
+about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/0015)."""
+
 
 def host_kernel(threads: int | None = None) -> HostKernel:
     """The kernel for this process, with a ZeroShardWarning if it is the twin.
@@ -38,3 +42,13 @@ def available_kernel(threads: int | None = None) -> HostKernel:
     count = max(1, torch.get_num_threads() if threads is None else threads)
     library, reason = load_library()
     return HostKernel(TorchTwin() if library is None else NativeBackend(library), count, reason)
+
+
+def processor_keeps_up() -> bool:
+    """Whether this rank's processors update state in host memory faster than a GPU to which it has to be carried.
+
+    Told from what is installed and how many threads the rank has, never by the clock: whoever updates decides on
+    roundings, and a run that goes on must go on in the same way.
+    """
+    library, _ = load_library()
+    return library is not None and torch.get_num_threads() >= ENOUGH_THREADS

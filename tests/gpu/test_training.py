@@ -1,0 +1,161 @@
+"""On GPUs, with NCCL, peer copies and Triton kernels: bits depend neither on the stage nor on where state rests.
+
+Run by `pytest tests/gpu` on a machine with GPUs; everything here is skipped elsewhere, where the same promises are
+tested over gloo. The model is large enough that copies, kernels and collectives really run beside each other.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import zeroshard
+from benchmarks.llama import Llama, Shape
+from tests.support.distributed import run_ranks
+from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.offload import Offload
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+BACKEND = "cpu:gloo,cuda:nccl"
+SHAPE = Shape(dim=1024, layers=6, heads=16, kv_heads=4, ffn=2816, vocabulary=4096)
+BATCH, LENGTH, STEPS = 2, 256, 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train the same model."""
+
+    stage: int = 3
+    micro: int = 1
+    offload: Offload | None = None
+    master: str | None = None
+    clip: float = 0.5
+    overlap: bool = True
+    peer_copies: bool | None = None
+    drain: bool = False
+    """Finish each step before the next forward."""
+
+    def recipe(self) -> Recipe:
+        policy = ExecutionPolicy(clip_norm=self.clip, accumulate=self.micro > 1, overlap_step=self.overlap)
+        precision = Precision(param="bf16", master=self.master)
+        return Recipe(
+            sharding=STAGES[self.stage],
+            precision=precision,
+            policy=policy,
+            offload=self.offload,
+            peer_copies=self.peer_copies,
+        )
+
+
+@dataclass
+class Result:
+    """What a training gave on a rank; parameters as float32, all in one, in order of their names."""
+
+    losses: list[float]
+    parameters: torch.Tensor
+
+
+def _train(case: Case, rank: int) -> Result:
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    with zeroshard.Init(device=device):
+        model = Llama(SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    model, optimizer = zeroshard.shard(model, optimizer, plan=case.recipe(), device=device)
+    generator = torch.Generator().manual_seed(rank)
+    # The processor can only begin when it knows the norm; all else must never wait for the device.
+    waits = case.offload is not None and case.offload.update is HostUpdate.PROCESSOR
+    losses: list[torch.Tensor] = []
+    for step in range(STEPS):
+        rows = [torch.randint(SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(case.micro)]
+        batches = [row.to(device) for row in rows]
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 and not waits else "default")
+        loss = torch.zeros(())
+        for ids in batches:
+            loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+            (loss / case.micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if case.drain:
+            zeroshard.drain(model)
+        torch.cuda.set_sync_debug_mode("default")
+        losses.append(loss.detach())
+    whole = [value.detach().float().flatten().cpu() for _, value in zeroshard.iterate_full_parameters(model)]
+    zeroshard.close(model)
+    return Result([float(loss) for loss in losses], torch.cat(whole))
+
+
+def _on_gpu(rank: int) -> None:
+    torch.cuda.set_device(rank)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // GPUS))
+
+
+def _same(got: Result, expected: Result, what: object) -> None:
+    assert got.losses == expected.losses, f"{what}: {got.losses} against {expected.losses}"
+    assert torch.equal(got.parameters, expected.parameters), what
+
+
+def _stages(rank: int, world: int) -> None:
+    _on_gpu(rank)
+    for micro, stages in ((1, (1, 2)), (2, (2,))):  # stage 1 sums micro-batches before ranks: other roundings in bf16
+        expected = _train(Case(3, micro), rank)
+        for stage in stages:
+            _same(_train(Case(stage, micro), rank), expected, f"stage {stage}, {micro} micro-batches")
+        _same(_train(Case(3, micro, overlap=False), rank), expected, "nothing overlaps the step")
+        assert expected.losses[-1] != expected.losses[0]
+
+
+@pytest.mark.parametrize("world", sorted({1, GPUS}))
+def test_stages_give_the_same_bits(world: int) -> None:
+    run_ranks(world, _stages, backend=BACKEND, timeout=180)
+
+
+STREAMED = Offload(1.0, update=HostUpdate.STREAMED, stream_numel=1 << 18)
+
+
+def _streamed(rank: int, world: int) -> None:
+    _on_gpu(rank)
+    for stage, micro in ((3, 1), (3, 2), (2, 1), (1, 2)):
+        case = Case(stage, micro)
+        expected = _train(case, rank)
+        for offload in (STREAMED, replace(STREAMED, ratio=0.5), replace(STREAMED, pin_memory=False)):
+            _same(_train(replace(case, offload=offload), rank), expected, f"{case}, {offload}")
+    for micro in (1, 2):  # parameters on the host are gathered by NCCL, whose sums round once more
+        case = Case(3, micro, peer_copies=False)
+        offload = replace(STREAMED, param=True)
+        _same(_train(replace(case, offload=offload), rank), _train(case, rank), f"{case}, {offload}")
+
+
+@pytest.mark.parametrize("world", sorted({1, GPUS}))
+def test_state_that_passes_through_the_gpu_gives_the_bits_of_state_that_stays(world: int) -> None:
+    run_ranks(world, _streamed, backend=BACKEND, timeout=240)
+
+
+def _by_processor(rank: int, world: int) -> None:
+    _on_gpu(rank)
+    offload = Offload(1.0, update=HostUpdate.PROCESSOR)
+    for stage, micro, param in ((3, 1, False), (2, 1, False), (3, 2, False), (3, 1, True), (3, 2, True)):
+        case = Case(stage, micro, master="float32", peer_copies=False if param else None)
+        on_device = _train(case, rank)
+        beside = _train(replace(case, offload=replace(offload, param=param)), rank)
+        what = f"stage {stage}, {micro} micro-batches, parameters too: {param}"
+        # Processor and GPU round quotients and roots in different places, and Adam makes whole steps of tiny gradients.
+        assert beside.losses == pytest.approx(on_device.losses, rel=1e-3), what
+        assert float((beside.parameters - on_device.parameters).abs().mean()) < 2e-5, what
+        for one in (replace(offload, param=param, pin_memory=False), replace(offload, param=param)):
+            drained = _train(replace(case, offload=one, drain=True), rank)
+            _same(drained, beside, f"{what}, nothing overlapped, pinned: {one.pin_memory}")
+        if not param:
+            half = _train(replace(case, offload=replace(offload, ratio=0.5)), rank)
+            assert half.losses == pytest.approx(on_device.losses, rel=1e-3), what
+
+
+@pytest.mark.parametrize("world", sorted({1, GPUS}))
+def test_state_that_the_processor_updates_stays_near_that_on_the_gpu(world: int) -> None:
+    run_ranks(world, _by_processor, backend=BACKEND, timeout=240)
