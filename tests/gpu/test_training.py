@@ -61,7 +61,7 @@ class Result:
     parameters: torch.Tensor
 
 
-def _train(case: Case, rank: int) -> Result:
+def _train(case: Case, rank: int, steps: int = STEPS) -> Result:
     device = torch.device("cuda", rank)
     torch.manual_seed(0)
     with zeroshard.Init(device=device):
@@ -72,7 +72,7 @@ def _train(case: Case, rank: int) -> Result:
     # The processor can only begin when it knows the norm; all else must never wait for the device.
     waits = case.offload is not None and case.offload.update is HostUpdate.PROCESSOR
     losses: list[torch.Tensor] = []
-    for step in range(STEPS):
+    for step in range(steps):
         rows = [torch.randint(SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(case.micro)]
         batches = [row.to(device) for row in rows]
         torch.cuda.set_sync_debug_mode("error" if step >= 2 and not waits else "default")
@@ -142,12 +142,14 @@ def _by_processor(rank: int, world: int) -> None:
     offload = Offload(1.0, update=HostUpdate.PROCESSOR)
     for stage, micro, param in ((3, 1, False), (2, 1, False), (3, 2, False), (3, 1, True), (3, 2, True)):
         case = Case(stage, micro, master="float32", peer_copies=False if param else None)
-        on_device = _train(case, rank)
-        beside = _train(replace(case, offload=replace(offload, param=param)), rank)
+        away = replace(case, offload=replace(offload, param=param))
         what = f"stage {stage}, {micro} micro-batches, parameters too: {param}"
-        # Processor and GPU round quotients and roots in different places, and Adam makes whole steps of tiny gradients.
+        # One step apart they differ in roundings alone; later Adam makes whole steps of the tiniest gradients.
+        here, there = (_train(one, rank, steps=1).parameters for one in (case, away))
+        assert torch.allclose(there, here, rtol=2**-7, atol=1e-6), what
+        assert float((there != here).float().mean()) < 0.01, what
+        on_device, beside = _train(case, rank), _train(away, rank)
         assert beside.losses == pytest.approx(on_device.losses, rel=1e-3), what
-        assert float((beside.parameters - on_device.parameters).abs().mean()) < 2e-5, what
         for one in (replace(offload, param=param, pin_memory=False), replace(offload, param=param)):
             drained = _train(replace(case, offload=one, drain=True), rank)
             _same(drained, beside, f"{what}, nothing overlapped, pinned: {one.pin_memory}")
