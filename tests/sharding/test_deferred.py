@@ -136,6 +136,19 @@ def test_no_more_than_two_of_the_largest_tensor_are_alive_at_once(build: Callabl
     assert materialize(model, None, drop).peak_bytes <= 2 * largest
 
 
+def test_nothing_of_a_draw_outlives_the_context() -> None:
+    """On a GPU it would take as much as the largest parameter, until Python collects cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Init(device="cpu"):
+            nn.Linear(512, 512)
+        storages = [found for found in gc.get_objects() if type(found) is torch.UntypedStorage]
+        assert all(found.device.type == "meta" or found.nbytes() < 512 * 512 for found in storages)
+    finally:
+        gc.enable()
+
+
 def test_the_process_never_holds_the_model() -> None:
     """96 MiB of fp32, cast to bf16 in the constructor: building and streaming it adds less than a third of that."""
     program = """

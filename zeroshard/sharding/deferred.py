@@ -248,6 +248,7 @@ def _start_recording(stack: ExitStack, tape: Tape) -> None:
         for parameter, mark in born.values():
             mark.version = parameter._version
 
+    stack.callback(recorder.replay.let_go)
     stack.callback(seal)
     stack.enter_context(recorder)
     stack.enter_context(recorder.calls)

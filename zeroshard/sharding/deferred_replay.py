@@ -95,6 +95,12 @@ class Replay:
             del world[min(targets)]
         self.free(world, list(world))
 
+    def let_go(self) -> None:
+        """Give back the buffer of the draws; nothing will be drawn any more."""
+        # Modes and hooks hold each other: without this it would stay, as large as the largest parameter, until Python
+        # happens to collect cycles.
+        self._scratch = torch.UntypedStorage(0, device=self.tape.device)
+
     def step(self, op: TapeOp, world: dict[int, torch.UntypedStorage]) -> None:
         """Run one operation from its recorded generator state; `world` gains what it makes."""
         generator = self._restore(op.rng) if op.rng is not None else None
