@@ -1,6 +1,7 @@
 """The memory of one step: state from the plan, activations from the trace, put together moment by moment.
 
     at each segment's worst moment    resting state + slots + what the trace holds + sharded gradients landed so far
+                                      + the gradients that are still being copied to peers
     at the optimizer step             resting state + slots + all gradients
 
 The peak is the largest of these sums, not the sum of the largest parts: with checkpointing gradients grow while
@@ -9,13 +10,15 @@ activations shrink, and the peak is at either end. Nothing here is a formula for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import buffer_host_nbytes, stream_buffer_nbytes
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.plan import GroupPlan, Plan
+from zeroshard.planner.allocator import rounding
 from zeroshard.planner.ledger import Purpose
 from zeroshard.planner.trace import Phase, Segment, Trace
 
@@ -26,17 +29,18 @@ KINDS = (
     "moments",
     "slots",
     "workspaces",
+    "rounding",
     "activations",
     "logits and loss",
     "backward",
     "local gradients",
     "inputs",
 )
-"""What device memory goes to. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'local gradients' are
-whole gradients of a unit on their way to a slot."""
+"""What device memory goes to. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'rounding' is what the
+allocator adds to what rests; 'local gradients' are whole gradients of a unit on their way to a slot or to peers."""
 
-CUBLAS_WORKSPACE = 32 * 2**20
-"""Bytes on Hopper and newer (a quarter of it before)."""
+CUBLAS_WORKSPACE = 2 * 32 * 2**20
+"""Bytes on Hopper and newer (a quarter of it before): one for the thread of the forward, one for that of autograd."""
 UPDATE_TABLE, NORM_TABLE, SEGMENT_ROW = 12 / 512, 40 / 16384, 64
 """Bytes per updated element, per summed element and per parameter, of the tables that the step's kernels walk by."""
 
@@ -96,18 +100,25 @@ class StepMemory:
 def step_memory(plan: Plan, traced: Trace) -> StepMemory:
     """The memory of one rank under `plan`, which must be made of the units that were traced."""
     tiers = tier_bytes(plan)
-    resting = {**dict(tiers.device), "slots": slots_nbytes(plan), "workspaces": workspace_nbytes(plan)}
-    landed, started = 0, False
+    resting = {
+        **dict(tiers.device),
+        "slots": slots_nbytes(plan),
+        "workspaces": workspace_nbytes(plan),
+        "rounding": sum(map(rounding, _allocations(plan))),
+    }
+    landed, sending, started = dict.fromkeys(("gradients", "rounding"), 0), 0, False
     moments: list[Moment] = []
     complete = iter(traced.complete)
     for segment in traced.segments:
         if segment.phase is Phase.BACKWARD:
-            landed += sum(transient_nbytes(plan, unit) for unit in next(complete))
-        moments.append(_moment(_label(plan, segment, started), resting, segment, landed))
+            for unit in next(complete):
+                _add(landed, _landing(plan, unit))
+                sending = _sent_nbytes(plan, unit, sending)
+        nbytes = {name: segment.peak[purpose] for purpose, name in _OF_PURPOSE.items()}
+        nbytes["local gradients"] += sending
+        moments.append(Moment(_label(plan, segment, started), _added(resting, landed, nbytes)))
         started = started or segment.phase is Phase.BACKWARD
-    everything = sum(transient_nbytes(plan, unit) for unit in range(len(plan.units)))
-    step = dict(resting)
-    step["gradients"] = step.get("gradients", 0) + everything
+    step = _added(resting, *(_landing(plan, unit) for unit in range(len(plan.units))), {"local gradients": sending})
     step["workspaces"] += state_bytes(plan).step
     moments.append(Moment("optimizer step", step))
     return StepMemory(tuple(moments), tiers)
@@ -170,9 +181,48 @@ def _label(plan: Plan, segment: Segment, started: bool) -> str:
     return f"{segment.phase.value} of {unit.label if segment.unit else 'the root'}"
 
 
-def _moment(label: str, resting: Mapping[str, int], segment: Segment, landed: int) -> Moment:
-    nbytes = dict(resting)
-    nbytes["gradients"] = nbytes.get("gradients", 0) + landed
-    for purpose, name in _OF_PURPOSE.items():
-        nbytes[name] = segment.peak[purpose]
-    return Moment(label, nbytes)
+def _allocations(plan: Plan) -> Iterator[int]:
+    """Sizes of the tensors that rest in memory of torch's allocator: not what peers reach, nor what is on the host."""
+    peers = plan.policy.peer_copies
+    for _, group in plan.groups():
+        for kind in _OF_STATE:
+            placement = group.placement(kind)
+            if placement is None or placement.tier is not Tier.DEVICE or _is_transient(kind, placement):
+                continue
+            if kind is not StateKind.PARAM or not (peers and group.travels):
+                yield from [group.nbytes(kind) // placement.copies] * placement.copies
+    yield from plan.gather_slots.nbytes
+    yield from () if peers else plan.reduce_slots.nbytes
+    yield from stream_buffer_nbytes(plan)
+
+
+def _landing(plan: Plan, unit: int) -> dict[str, int]:
+    """What the reduced gradients of a unit add until the step."""
+    sizes = [_transient(group) for group in plan.units[unit].groups]
+    return {"gradients": sum(sizes), "rounding": sum(map(rounding, sizes))}
+
+
+def _sent_nbytes(plan: Plan, unit: int, before: int) -> int:
+    """Bytes of gradients that stay alive because peers may still be copying them, after a unit has been reduced.
+
+    They are given back when the next group is reduced (`engine.peer_reduce`).
+    """
+    travelling = [group for group in plan.units[unit].groups if group.needs_reduce_slot and group.wire_nbytes]
+    if not plan.policy.peer_copies or not travelling:
+        return before
+    last = travelling[-1]
+    if last.grad is None or last.grad.axis is None:
+        return 0  # whole gradients are sent from where they rest
+    return last.layout.parameter_numel * itemsize(last.param.dtype)
+
+
+def _added(*parts: Mapping[str, int]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        _add(total, part)
+    return total
+
+
+def _add(total: dict[str, int], part: Mapping[str, int]) -> None:
+    for name, nbytes in part.items():
+        total[name] = total.get(name, 0) + nbytes

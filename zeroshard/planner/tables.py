@@ -24,7 +24,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "moments": ("moments",),
     "activ.": ("activations", "backward", "inputs"),
     "logits": ("logits and loss",),
-    "slots": ("slots", "workspaces"),
+    "slots": ("slots", "workspaces", "rounding"),
 }
 """Columns of device memory, and the kinds that each adds up."""
 

@@ -250,6 +250,8 @@ class _Tracer:
                 for parameter in parameters:
                     parameter.grad = None
         self._ready = tuple(found)
+        if found:
+            self._ledger.start_segment()  # what they took was seen by the segment before; nothing has run since
 
 
 def _is_block(model: nn.Module, unit: UnitSpec) -> bool:
