@@ -2,8 +2,12 @@
 
     python -m benchmarks planner                    about a minute
     python -m benchmarks planner --published        published rows too: some minutes
+    python -m benchmarks planner --measure          measure on this machine's GPUs: some minutes; --json FILE keeps all
+    python -m benchmarks planner --measure --size tiny --length 64 --nproc 2         try that without a GPU
 
-Measured rows are in `zeroshard/planner/data/measured.tsv`; a row that has not been measured says so.
+Measured rows are in `zeroshard/planner/data/measured.tsv`; a row that has not been measured says so. `--measure` starts
+one group of processes for all rows. It predicts with the rates of an H100 unless `--calibration` gives those that
+`zeroshard doctor --save FILE` measured, and ends with 1 where memory is off by more than 3 % or time by more than 10 %.
 """
 
 from __future__ import annotations
@@ -11,15 +15,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
+from pathlib import Path
 
-import torch
-from torch import nn
-
-from benchmarks.llama import SIZES, Llama
-from zeroshard.plan.builder import Precision, Recipe
-from zeroshard.plan.plan import ExecutionPolicy
+from benchmarks.llama import SIZES
+from benchmarks.planner_cases import CASES, RECIPE, Case, case_of, predict, workload
+from benchmarks.planner_measure import Options, measure
 from zeroshard.planner.advice import impossible_memory, impossible_rate
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.cost import kernels_seconds
@@ -27,46 +27,36 @@ from zeroshard.planner.hardware import GIB, parse_cluster, read_table
 from zeroshard.planner.measured import MEASURED, Measured
 from zeroshard.planner.memory import CUBLAS_WORKSPACE, transient_nbytes
 from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.sources import ModelSource, sized_source
+from zeroshard.planner.sources import sized_source
 from zeroshard.planner.tiers import Offload
 from zeroshard.planner.trace import total_kernels
 from zeroshard.planner.workload import Workload
 
 CLUSTER = "2xH100-80GB"
-ALL_MEMORY = 2**60
-RECIPE = Recipe(
-    precision=Precision("bfloat16"),
-    policy=ExecutionPolicy(clip_norm=1.0, overlap_step=True, prefetch=1, cast_inputs="bfloat16"),
-)
-"""As the benchmarks train: bf16, AdamW, clipped."""
-
-
-def source(size: str, *, checkpointing: bool) -> ModelSource:
-    """The benchmarks' model, with its own checkpointing."""
-
-    def batch(_: nn.Module, samples: int, length: int) -> dict[str, torch.Tensor]:
-        return {name: torch.empty(samples, length, dtype=torch.int64) for name in ("ids", "targets")}
-
-    return ModelSource(size, lambda: Llama(SIZES[size], checkpointing=checkpointing), batch)
-
-
-@cache
-def workload(size: str, samples: int, length: int, checkpointing: bool) -> Workload:
-    return Workload(source(size, checkpointing=checkpointing), samples, length)
+LENGTH = 2048
 
 
 def row(found: Measured) -> Row:
     """The planner's row of a measured one."""
-    work = workload(found.model, found.samples, found.length, found.checkpointing)
-    policy = replace(RECIPE.policy, spare_nbytes=ALL_MEMORY if found.tuned else 0)
-    recipe, stage = replace(RECIPE, policy=policy), found.stage or 0
-    return make_row(work, recipe, Setting(stage, Offload.NONE, Checkpointing.OFF), parse_cluster(CLUSTER))
+    return predict(case_of(found), found.length, parse_cluster(CLUSTER))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", action="store_true", help="published sizing rows beside ours")
+    parser.add_argument("--measure", action="store_true", help="measure on this machine, and predict beside")
+    parser.add_argument("--size", choices=SIZES, help="of the model; without it 1b and then 7b")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=4, help="steps that are timed, between two syncs")
+    parser.add_argument("--nproc", type=int, default=0, help="ranks; without it all GPUs")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds in all")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="what zeroshard doctor --save wrote")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     args = parser.parse_args()
+    if args.measure:
+        return measure(
+            Options(args.size, args.length, args.steps, args.nproc, args.budget, args.calibration, args.json)
+        )
     print("\n".join(measured_table()))
     if args.published:
         print()
@@ -81,15 +71,10 @@ def measured_table() -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for found in MEASURED:
         yield _floor(found) if found.stage is None else _engine(found)
-    seen = {(m.model, m.stage, m.samples, m.checkpointing) for m in MEASURED}
-    for size in ("1b", "7b"):
-        for stage in (1, 2, 3):
-            for samples in (1, 4):
-                for checkpointing in (False, True):
-                    if (size, stage, samples, checkpointing) not in seen:
-                        yield _engine(
-                            Measured(size, stage, samples, 2048, checkpointing, False, None, None, None, "", "")
-                        )
+    seen = {case_of(found) for found in MEASURED if found.stage is not None}
+    for case in CASES:
+        if case not in seen:
+            yield _unmeasured(case)
 
 
 def _floor(found: Measured) -> str:
@@ -114,6 +99,13 @@ def _engine(found: Measured) -> str:
         _pair((allocated + made.slack) / GIB, found.reserved_gib, 2),
     )
     return f"| {found.label} | {' | '.join(cells)} |"
+
+
+def _unmeasured(case: Case) -> str:
+    made = predict(case, LENGTH, parse_cluster(CLUSTER))
+    allocated = made.memory.peak.total
+    figures = ((made.time.seconds, 4), (allocated / GIB, 2), ((allocated + made.slack) / GIB, 2))
+    return f"| {case.label(LENGTH)} | {' | '.join(_pair(value, None, digits) for value, digits in figures)} |"
 
 
 def _pair(predicted: float, measured: float | None, digits: int) -> str:

@@ -87,7 +87,7 @@ def open_host_memory(plan: Plan, device: torch.device) -> HostMemory | None:
     groups = sum(group.state_on_host for _, group in plan.groups())
     nbytes = host_nbytes(plan) + groups * _LARGEST_PIECES * ALIGNMENT
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_host_memory(nbytes, ranks, _available())
+    check_host_memory(nbytes, ranks, available_bytes())
     pinned = device.type == "cuda" and plan.policy.pin_memory
     return HostMemory(nbytes, pinned=pinned)
 
@@ -107,7 +107,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _available() -> int | None:
+def available_bytes() -> int | None:
     """Bytes of host memory that can be taken now: the machine's or the container's, whichever is less."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():

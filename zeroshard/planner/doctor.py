@@ -134,7 +134,7 @@ def _device(name: str, efficiency: dict[str, float], measured: dict[str, str]) -
     measured["PCIe"] = f"{up / 1e9:.1f} GB/s up, {down / 1e9:.1f} down, pinned"
     measured["matrix products"] = f"{products / 1e12:,.0f} TFLOP/s sustained, {PRODUCT} cubed, bf16"
     try:
-        gpu = find_gpu(name.replace(" HBM3", "").replace(" HBM3e", ""))
+        gpu = find_gpu(name)
     except PlanError as error:
         measured["profile"] = f"none: {error}"
         return ""

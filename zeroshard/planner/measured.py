@@ -14,6 +14,7 @@ class Measured:
     Attributes:
         model: a size of the GPU benchmarks' model.
         tuned: all units may stay gathered from forward to backward.
+        offload: none, or how state in host memory is updated (streamed, processor), or param: parameters there too.
         commit, where: of which code, and where it is written down.
     """
 
@@ -23,6 +24,7 @@ class Measured:
     length: int
     checkpointing: bool
     tuned: bool
+    offload: str
     seconds: float | None
     allocated_gib: float | None
     reserved_gib: float | None
@@ -37,6 +39,7 @@ class Measured:
             f"{self.samples} x {self.length}",
         ]
         parts += ["checkpointing"] * self.checkpointing + ["all kept gathered"] * self.tuned
+        parts += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(parts)
 
 
@@ -52,6 +55,7 @@ MEASURED = tuple(
         length=int(row["length"]),
         checkpointing=row["checkpointing"] == "yes",
         tuned=row["tuned"] == "yes",
+        offload=row["offload"],
         seconds=_number(row["seconds"]),
         allocated_gib=_number(row["allocated_gib"]),
         reserved_gib=_number(row["reserved_gib"]),

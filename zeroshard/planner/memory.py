@@ -106,8 +106,9 @@ def step_memory(plan: Plan, traced: Trace) -> StepMemory:
         "workspaces": workspace_nbytes(plan),
         "rounding": sum(map(rounding, _allocations(plan))),
     }
-    landed, sending, started = dict.fromkeys(("gradients", "rounding"), 0), 0, False
+    landed: dict[str, int] = {}
     moments: list[Moment] = []
+    sending, started = 0, False
     complete = iter(traced.complete)
     for segment in traced.segments:
         if segment.phase is Phase.BACKWARD:

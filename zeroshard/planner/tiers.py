@@ -46,13 +46,18 @@ def allowed(offload: Offload, stage: int) -> bool:
 
 
 def gpu_recipe(recipe: Recipe, offload: Offload) -> Recipe:
-    """The recipe that the engine would take on GPUs for this offload, with what it leaves open decided."""
+    """The recipe that the engine would take on GPUs for this offload, with what it leaves open decided.
+
+    What the recipe's own offload says of the share and of the way of updating is kept where the row offloads at all.
+    """
     kernel = recipe.moments == 2  # Adam's: it takes split master weights, and streamed state
-    if offload is not Offload.NONE:
-        update = HostUpdate.STREAMED if kernel else HostUpdate.PROCESSOR
-        host = HostState(param=offload.parameters is Tier.HOST, update=update)
-        recipe = replace(recipe, offload=host)
-    return for_gpu(recipe, split_master=kernel)
+    if offload is Offload.NONE:
+        return for_gpu(replace(recipe, offload=None), split_master=kernel)
+    asked = recipe.offload or HostState()
+    update = asked.update or (HostUpdate.STREAMED if kernel else HostUpdate.PROCESSOR)
+    away = offload.parameters is Tier.HOST
+    host = replace(asked, ratio=1.0 if away else asked.ratio, param=away, update=update)
+    return for_gpu(replace(recipe, offload=host), split_master=kernel and update is HostUpdate.STREAMED)
 
 
 def with_files(plan: Plan, offload: Offload) -> Plan:

@@ -1,0 +1,102 @@
+"""The configurations by which the planner is judged, as the planner sees them: its row of the benchmarks' own model.
+
+Rejected: describing each case by a config. The benchmarks train through recipes, and a config in between could differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from benchmarks.llama import SIZES, Llama
+from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.offload import Offload as HostState
+from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
+from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.hardware import Cluster
+from zeroshard.planner.measured import Measured
+from zeroshard.planner.rows import Row, Setting, make_row
+from zeroshard.planner.sources import ModelSource
+from zeroshard.planner.tiers import Offload
+from zeroshard.planner.workload import Workload
+
+ALL_MEMORY = 2**60
+RECIPE = Recipe(
+    precision=Precision("bfloat16"),
+    policy=ExecutionPolicy(clip_norm=1.0, overlap_step=True, prefetch=1, cast_inputs="bfloat16"),
+)
+"""As the benchmarks train: bf16, AdamW, clipped."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `offload` is that of benchmarks.engines: none, streamed, processor or param."""
+
+    size: str
+    stage: int
+    samples: int
+    checkpointing: bool = False
+    offload: str = "none"
+    tuned: bool = False
+
+    def label(self, length: int) -> str:
+        parts = [self.size, f"stage {self.stage}", f"{self.samples} x {length}"]
+        parts += ["checkpointing"] * self.checkpointing + ["all kept gathered"] * self.tuned
+        return ", ".join([*parts, *([f"offload {self.offload}"] if self.offload != "none" else [])])
+
+
+CASES = (
+    Case("1b", 3, 4),
+    Case("1b", 2, 4),
+    Case("1b", 1, 4),
+    Case("1b", 3, 1),
+    Case("1b", 2, 1),
+    Case("1b", 1, 1),
+    Case("1b", 3, 4, checkpointing=True),
+    Case("1b", 1, 1, checkpointing=True),
+    Case("1b", 3, 4, tuned=True),
+    Case("1b", 2, 4, offload="streamed"),
+    Case("1b", 2, 4, offload="processor"),
+    Case("1b", 3, 4, offload="param"),
+    Case("7b", 3, 4, checkpointing=True),
+    Case("7b", 2, 4, checkpointing=True),
+    Case("7b", 1, 4, checkpointing=True),
+    Case("7b", 3, 1),
+    Case("7b", 2, 1),
+    Case("7b", 3, 1, checkpointing=True),
+    Case("7b", 3, 4, checkpointing=True, offload="streamed"),
+    Case("7b", 3, 4, checkpointing=True, offload="param"),
+)
+"""What one command measures, the quickest first; what does not fit a machine is left out by what the planner says."""
+
+
+def source(size: str, *, checkpointing: bool) -> ModelSource:
+    """The benchmarks' model, with its own checkpointing."""
+
+    def batch(_: nn.Module, samples: int, length: int) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(samples, length, dtype=torch.int64) for name in ("ids", "targets")}
+
+    return ModelSource(size, lambda: Llama(SIZES[size], checkpointing=checkpointing), batch)
+
+
+@cache
+def workload(size: str, samples: int, length: int, checkpointing: bool) -> Workload:
+    return Workload(source(size, checkpointing=checkpointing), samples, length)
+
+
+def predict(case: Case, length: int, cluster: Cluster) -> Row:
+    """The planner's row of a case."""
+    policy = replace(RECIPE.policy, spare_nbytes=ALL_MEMORY if case.tuned else 0)
+    offload = Offload.NONE if case.offload == "none" else Offload.CPU_PARAM if case.offload == "param" else Offload.CPU
+    update = HostUpdate.PROCESSOR if case.offload == "processor" else HostUpdate.STREAMED
+    recipe = replace(RECIPE, policy=policy, offload=HostState(update=update))
+    work = workload(case.size, case.samples, length, case.checkpointing)
+    return make_row(work, recipe, Setting(case.stage, offload, Checkpointing.OFF), cluster)
+
+
+def case_of(found: Measured) -> Case:
+    """The case of a measured row; that of the floor stands for its model."""
+    return Case(found.model, found.stage or 0, found.samples, found.checkpointing, found.offload, found.tuned)
