@@ -19,6 +19,8 @@ FOR_GPUS = {
     "train": "one measurement of it: one engine, one setting; traces and checks for synchronizing calls",
     "account": "where the time of a step went, from a trace that train has written",
     "timeline": "a picture of a step from such a trace: what ran on which stream",
+    "trainer": "Hugging Face's Trainer on zeroshard, DeepSpeed and FSDP2: one script, seconds and memory",
+    "trainer_row": "one row of it: one engine in the plainest script",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }
 

@@ -26,7 +26,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -97,8 +97,18 @@ class Outcome:
     log: str = field(default="", repr=False)
 
 
-def run(requests: Sequence[str], args: argparse.Namespace, say: Console) -> list[Outcome]:
-    """Measure each of `requests` ("engine --option ..."), as long as the budget lasts."""
+def run(
+    requests: Sequence[str],
+    args: argparse.Namespace,
+    say: Console,
+    *,
+    module: str = "benchmarks.train",
+    environment: Callable[[str], Mapping[str, str]] | None = None,
+) -> list[Outcome]:
+    """Measure each of `requests` ("engine --option ...") by `module`, as long as the budget lasts.
+
+    `environment` says which variables the ranks of an engine get beside those of this process.
+    """
     deadline = time.monotonic() + args.budget
     outcomes: list[Outcome] = []
     for request in requests:
@@ -107,7 +117,9 @@ def run(requests: Sequence[str], args: argparse.Namespace, say: Console) -> list
             outcomes.append(Outcome(request, error="left out: no time left in the budget"))
             continue
         arguments = ["--engine", *shlex.split(request), *args.options]
-        done = run_ranks("benchmarks.train", arguments, nproc=args.nproc, timeout=min(args.timeout, left))
+        more = {} if environment is None else environment(request.split()[0])
+        seconds = min(args.timeout, left)
+        done = run_ranks(module, arguments, nproc=args.nproc, timeout=seconds, environment=more)
         outcome = Outcome(request, _last_json(done.output), done.error, round(done.seconds, 1), done.log)
         if outcome.row is not None and "step_s" not in outcome.row:
             outcome.error, outcome.row = outcome.row.get("error", "no figure"), None
@@ -155,15 +167,15 @@ def cells(outcome: Outcome) -> list[str]:
         return [engine, " ".join(options), outcome.error or "no result", *[""] * (len(MARKDOWN) - 3)]
     engine = row["engine"] + (" tuned" if row["tuned"] else "")
     numbers = [
-        _number(row["step_s"], 4),
-        _number(row["ratio"], 3),
-        _number(row["tokens_s"], 0),
+        number(row["step_s"], 4),
+        number(row["ratio"], 3),
+        number(row["tokens_s"], 0),
         "" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
-        _number(row["allocated_gib"], 2),
-        _number(row["reserved_gib"], 2),
-        _number(row["host_gib"], 1),
-        _number(row["init_s"], 1),
-        _number(row["host_s"], 4),
+        number(row["allocated_gib"], 2),
+        number(row["reserved_gib"], 2),
+        number(row["host_gib"], 1),
+        number(row["init_s"], 1),
+        number(row["host_s"], 4),
     ]
     return [engine, _describe(row), *numbers]
 
@@ -177,11 +189,13 @@ def _describe(row: dict[str, Any]) -> str:
     return ", ".join([*parts, "compiled" if row["compiled"] else "eager"])
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def provenance(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def provenance(
+    args: argparse.Namespace, outcomes: Sequence[Outcome], name: str = "benchmarks.compare"
+) -> dict[str, Any]:
     """Commit, torch, card, date and command: without them a figure can't be checked."""
     row = next((outcome.row for outcome in outcomes if outcome.row is not None), {})
     return {
@@ -190,7 +204,7 @@ def provenance(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> dict[st
         "card": row.get("card", ""),
         "world": args.nproc,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", name, *sys.argv[1:]]),
     }
 
 
