@@ -41,10 +41,21 @@ if TYPE_CHECKING:
     from zeroshard.engine.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.optim.cpu_adam import CPUAdam
-    from zeroshard.optim.named import Lamb, Lion, MuonAdamW, OneBitAdam, OneBitLamb, ZeroOneAdam
+    from zeroshard.optim.named import (
+        Adam4bit,
+        Adam8bit,
+        AdamW4bit,
+        AdamW8bit,
+        Lamb,
+        Lion,
+        MuonAdamW,
+        OneBitAdam,
+        OneBitLamb,
+        ZeroOneAdam,
+    )
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.offload import Offload
-    from zeroshard.plan.placement import STAGES, Sharding
+    from zeroshard.plan.placement import STAGES, Blocks, Sharding
     from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan
     from zeroshard.sharding.activations import checkpoint_activations
     from zeroshard.sharding.deferred import Init
@@ -63,6 +74,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Adam4bit": "zeroshard.optim.named",
+    "Adam8bit": "zeroshard.optim.named",
+    "AdamW4bit": "zeroshard.optim.named",
+    "AdamW8bit": "zeroshard.optim.named",
+    "Blocks": "zeroshard.plan.placement",
     "CPUAdam": "zeroshard.optim.cpu_adam",
     "ExecutionPolicy": "zeroshard.plan.plan",
     "GatheredParameters": "zeroshard.engine.gathered",
@@ -129,6 +145,11 @@ _HOME = {
 __all__ = [
     "PREEMPTED",
     "STAGES",
+    "Adam4bit",
+    "Adam8bit",
+    "AdamW4bit",
+    "AdamW8bit",
+    "Blocks",
     "CPUAdam",
     "ExecutionPolicy",
     "GatheredParameters",

@@ -80,7 +80,7 @@ def test_sgd_takes_its_own_parameters() -> None:
         (
             {"optimizer": {"type": 3}},
             "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, "
-            "not 3",
+            "Adam8bit, AdamW8bit, Adam4bit, AdamW4bit, not 3",
         ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing, but optimizer.params.lr"),
         ({"optimizer": {"params": {}}}, "optimizer.type (config): is missing, but params is there; name the type"),

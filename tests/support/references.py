@@ -108,3 +108,33 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class PlainLowBit(_Plain):
+    """Adam (decoupled decay or not) whose moments are rounded to `zeros` tensors after each update.
+
+    Parameters of fewer than 4096 elements, or no whole number of blocks, keep them in float32 (arXiv:2110.02861).
+    """
+
+    def __init__(self, params: Any, *, zeros: Any, block: int, decoupled: bool, **defaults: Any) -> None:
+        super().__init__(params, **defaults)
+        self._zeros, self._block, self._decoupled = zeros, block, decoupled
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        if p.numel() < 4096 or p.numel() % self._block:
+            self._adam(p, g, state, hyper)
+            return
+        if "first" not in state:
+            state["first"] = self._zeros((p.numel(),), True, self._block)
+            state["second"] = self._zeros((p.numel(),), False, self._block)
+        held = {"step": state["step"], "m": state["first"].dequantize(), "v": state["second"].dequantize()}
+        held = {key: value.view(p.shape) if key != "step" else value for key, value in held.items()}
+        self._adam(p, g, held, hyper)
+        state["first"].copy_(held["m"].view(-1))
+        state["second"].copy_(held["v"].view(-1))
+
+    def _adam(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        if self._decoupled:
+            _adamw(p, g, state, hyper)
+        else:
+            _adamw(p, g.add(p, alpha=hyper["weight_decay"]), state, {**hyper, "weight_decay": 0.0})

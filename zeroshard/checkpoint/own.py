@@ -65,7 +65,7 @@ def _contents(reader: CheckpointReader) -> Contents:
         tensor = reader.tensor(name)
         state = moments.get(name, {})
         step = state.pop(_STEP, None)
-        own = {key: value for key, value in state.items() if value.shape == tensor.shape}
+        own = {key: value for key, value in state.items() if value.shape == tensor.shape and _is_moment(value)}
         parameters[name] = Parameter(
             name,
             tensor,
@@ -91,8 +91,20 @@ def _contents(reader: CheckpointReader) -> Contents:
         scheduler_type=None if scheduler is None else scheduler["type"],
         complete=state.get("frozen") is not False,
         client_state=unpack(state["client_state"]),
-        left_out=(f"buffers that {ranks} ranks had other values of; rank 0's are taken",) if ranks else (),
+        left_out=tuple(_left_out(ranks, moments)),
     )
+
+
+def _left_out(ranks: int, state: Mapping[str, Mapping[str, Lazy]]) -> Iterator[str]:
+    if ranks:
+        yield f"buffers that {ranks} ranks had other values of; rank 0's are taken"
+    if any(key.endswith("_codes") for kept in state.values() for key in kept):
+        yield "moments in 8 or 4 bits, which only the same optimizer of zeroshard reads; weights are taken"
+
+
+def _is_moment(value: Lazy) -> bool:
+    """Whether a state has a number for each element; codes of 8-bit moments have the shape of one that has."""
+    return value.dtype.is_floating_point
 
 
 def _group(saved: Mapping[str, Any]) -> Group:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from zeroshard.config.fields import Count, Flag, NonNegative, exactly, one_of, real, refuse
+from zeroshard.config.fields import Count, Flag, NonNegative, exactly, one_of, real, refuse, whole_number
 from zeroshard.config.models import Section
 
 _Decay = Annotated[float, real(0, below=1)]
@@ -38,6 +38,16 @@ Betas = Annotated[tuple[_Decay, _Decay], BeforeValidator(_pair)]
 _NoAmsgrad = Annotated[bool, exactly(False, "amsgrad is not built yet")]
 
 
+def _even(value: Any) -> Any:
+    size = whole_number(2)(value)
+    if size % 2:
+        raise refuse("an even number", value)
+    return size
+
+
+_BlockSize = Annotated[int, BeforeValidator(_even)]
+
+
 class AdamParams(Section):
     """Adam; with `adam_w_mode` (the default) the decay is decoupled, so that this is AdamW."""
 
@@ -57,6 +67,40 @@ class AdamWParams(AdamParams):
     adam_w_mode: Annotated[
         bool, exactly(True, "AdamW always decouples the decay; for the other kind write type Adam")
     ] = True
+
+
+class _LowBitParams(Section):
+    """What Adam with moments in few bits has; by torchao, which is installed with `zeroshard[torchao]`."""
+
+    lr: NonNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    amsgrad: _NoAmsgrad = False
+    block_size: _BlockSize = 256
+
+
+class Adam8bitParams(_LowBitParams):
+    """Adam with coupled decay and 8-bit moments, as torchao.optim.Adam8bit; `block_size` elements share a scale."""
+
+
+class AdamW8bitParams(_LowBitParams):
+    """AdamW with 8-bit moments, as torchao.optim.AdamW8bit; `block_size` elements share a scale."""
+
+    weight_decay: NonNegative = 1e-2
+
+
+class Adam4bitParams(_LowBitParams):
+    """Adam with coupled decay and 4-bit moments, as torchao.optim.Adam4bit; `block_size` elements share a scale."""
+
+    block_size: _BlockSize = 128
+
+
+class AdamW4bitParams(_LowBitParams):
+    """AdamW with 4-bit moments, as torchao.optim.AdamW4bit; `block_size` elements share a scale."""
+
+    weight_decay: NonNegative = 1e-2
+    block_size: _BlockSize = 128
 
 
 class SgdParams(Section):
@@ -196,7 +240,13 @@ OPTIMIZERS: Mapping[str, type[Section]] = {
     "OneBitAdam": OneBitAdamParams,
     "OneBitLamb": OneBitLambParams,
     "ZeroOneAdam": ZeroOneAdamParams,
+    "Adam8bit": Adam8bitParams,
+    "AdamW8bit": AdamW8bitParams,
+    "Adam4bit": Adam4bitParams,
+    "AdamW4bit": AdamW4bitParams,
 }
+LOW_BIT: Mapping[str, int] = {"Adam8bit": 8, "AdamW8bit": 8, "Adam4bit": 4, "AdamW4bit": 4}
+"""Those that keep moments in few bits, and how many."""
 ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 """Those that never average gradients after their warm-up: each rank keeps them whole, and nothing clips them."""
 OPTIMIZER_ALIASES: Mapping[str, str] = {

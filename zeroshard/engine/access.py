@@ -23,6 +23,7 @@ from zeroshard.engine.native import stepper_of
 from zeroshard.engine.runtime import in_backward
 from zeroshard.engine.storage import Group, Unit
 from zeroshard.errors import UsageError
+from zeroshard.optim.saved_state import PackedState, StatePart
 from zeroshard.optim.split import join
 from zeroshard.sharding.layout import Segment
 
@@ -138,13 +139,13 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     """
     spot = _spot(param)
     part = _state(spot, optim_state_key)
-    return None if part is None else spot.assemble(part).view(spot.segment.shape)
+    return None if part is None else spot.assemble(part.read()).view(spot.segment.shape)
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """One state of the optimizer for the elements that this rank updates, flat; called by all ranks."""
     part = _state(_spot(param), optim_state_key)
-    return None if part is None else part.clone()
+    return None if part is None else part.read().clone()
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
@@ -157,7 +158,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     part = _existing_state(spot, optim_state_key)
     whole = spot.from_rank_0(value, "safe_set_full_optimizer_state")
     with torch.no_grad():
-        part.copy_(whole.reshape(-1)[spot.of_whole])
+        part.write(whole.reshape(-1)[spot.of_whole])
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
@@ -165,7 +166,7 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
     spot = _spot(param)
     part = _existing_state(spot, optim_state_key)
     with torch.no_grad():
-        part.copy_(spot.local_value(value, "safe_set_local_optimizer_state"))
+        part.write(spot.local_value(value, "safe_set_local_optimizer_state"))
 
 
 @dataclass(frozen=True)
@@ -331,29 +332,42 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
     stepper.gradients_changed()
 
 
-def _state(spot: _Spot, key: str) -> torch.Tensor | None:
+def _state(spot: _Spot, key: str) -> PackedState | None:
     """This rank's part of a state, agreed on by all ranks: those without an element of it can't know it."""
     update = stepper_of(spot.handle.runtime.model).update
-    part: torch.Tensor | None = None
+    part: PackedState | None = None
     names: tuple[str, ...] = ()
     code = _NONE
     if spot.group.plan.trainable:
         region = _region_number(spot)
         parts = list(update.state_parts())
-        known = update.state_keys(region)
+        known = update.value_keys(region)
         names = known if known is not None else tuple(dict.fromkeys(name for one in parts for name in one.elements))
         mine = (one for one in parts if (one.region, one.index) == (region, spot.index))
-        part = next((one.elements.get(key) for one in mine), None)
-        code = _HERE if part is not None and part.numel() else _UNKNOWN if names and key not in names else _NONE
+        part = next((_values(one, key) for one in mine), None)
+        code = _HERE if part is not None else _UNKNOWN if names and key not in names else _NONE
     code = spot.agree(code)
     if code == _UNKNOWN:
         raise UsageError(f"the optimizer has no state {key!r}; it has {', '.join(names) or 'none here'}")
     if code == _NONE:
         return None
-    return part if part is not None else torch.empty(0, device=spot.handle.device)
+    return part if part is not None else _plain(torch.empty(0, device=spot.handle.device))
 
 
-def _existing_state(spot: _Spot, key: str) -> torch.Tensor:
+def _values(part: StatePart, key: str) -> PackedState | None:
+    """What a part has of a state."""
+    elements = part.elements.get(key)
+    return part.packed.get(key) if elements is None else _plain(elements)
+
+
+def _plain(elements: torch.Tensor) -> PackedState:
+    def write(values: torch.Tensor) -> None:
+        elements.copy_(values)
+
+    return PackedState(lambda: elements, write, {})
+
+
+def _existing_state(spot: _Spot, key: str) -> PackedState:
     part = _state(spot, key)
     if part is None:
         raise UsageError(

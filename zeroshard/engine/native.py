@@ -166,6 +166,7 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
     """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
     update = handle.plan.policy.host_update
     site = make_site(handle, source.groups)
+    _check_blocks(site, source)
     if update is HostUpdate.PROCESSOR:
         if source.on_host is None:
             raise PlanError(
@@ -184,6 +185,16 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
     if source.compressed is not None:
         return CompressedStepper(handle, source.compressed(site), scaler)
     return HostStepper(handle, source.update(site), scaler)
+
+
+def _check_blocks(site: Site, source: Source) -> None:
+    """Raises PlanError for a plan in whose memory the optimizer's moments don't lie; `low_bit` checks the contrary."""
+    for region in site.regions:
+        if region.blocks is not None and source.blocks is None:
+            raise PlanError(
+                f"the plan keeps moments of {region.label} in {region.blocks.bits} bits, but {source.name} has them in "
+                "float32; make the plan without Recipe(blocks=...), or use an optimizer such as AdamW8bit"
+            )
 
 
 def _streamed_stepper(handle: Handle, source: Source, site: Site, scaler: LossScaler | None) -> StreamedStepper:
@@ -225,7 +236,8 @@ def make_plan(
     if source is not None:
         changes["parameter_sums"], changes["parameter_maxima"] = source.parameter_sums, source.parameter_maxima
         compressed = source.compressed is not None
-        plan = dataclasses.replace(plan, matrices=_names(model, source.matrices), compressed=compressed)
+        matrices = _names(model, source.matrices)
+        plan = dataclasses.replace(plan, matrices=matrices, compressed=compressed, blocks=source.blocks)
         _check_compressed(dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, **changes)), source.name)
     recipe = dataclasses.replace(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
@@ -302,6 +314,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
                     axis=unit.plan.axis,
                     divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
+                    blocks=None if group.plan.moments is None else group.plan.moments.blocks,
                     owners=group.plan.owners,
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                     memory=host.zeros if host is not None and group.plan.state_on_host else None,

@@ -26,7 +26,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.handle import Handle
 from zeroshard.engine.storage import Group, Unit
-from zeroshard.optim.saved_state import SavedState, StatePart
+from zeroshard.optim.saved_state import PackedState, SavedState, StatePart
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.layout import Segment
@@ -182,8 +182,32 @@ def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
                 key=key,
             )
             yield Piece(info, start, end, partial(_state_values, values, begin))
+        for key, packed in part.packed.items():
+            yield from _packed_pieces(segment, key, packed, start, end, begin)
         if start == 0:
             yield from _scalar_pieces(segment.name, part)
+
+
+def _packed_pieces(
+    segment: Segment, key: str, packed: PackedState, start: int, end: int, begin: int
+) -> Iterator[Piece]:
+    """What elements [start, end) of a state tensor are kept in; their memory begins at element `begin`."""
+    for name, stored in packed.stored.items():
+        of, per = f"{key}_{name}", stored.per
+        info = TensorInfo(
+            state_name(segment.name, of),
+            TensorKind.OPTIMIZER,
+            stored.values.dtype,
+            _saved_shape(segment, per),
+            of=segment.name,
+            key=of,
+        )
+        yield Piece(info, start // per, end // per, partial(_state_values, stored.values, begin // per))
+
+
+def _saved_shape(segment: Segment, per: int) -> tuple[int, ...]:
+    """The shape of a saved tensor with one value for each `per` elements."""
+    return tuple(segment.shape) if per == 1 else (segment.numel // per,)
 
 
 def _scalar_pieces(parameter: str, part: StatePart) -> Iterator[Piece]:
@@ -330,8 +354,10 @@ class StateLoad:
                 part.scalars[key] = reader.tensor(info.name).read()
                 continue
             part.dtypes[key] = info.dtype
-            write = partial(_write_state, part, key, held[0])
-            self.targets.append(Target(info.name, tuple(segment.shape), *held, write))
+            per = self._update.elements_per_value(part.region, key)
+            low, high = (position // per for position in held)
+            write = partial(_write_state, part, key, low)
+            self.targets.append(Target(info.name, _saved_shape(segment, per), low, high, write))
 
     def open(self) -> None:
         """Forget the optimizer's state and make room for what is to come. The first change of a load."""

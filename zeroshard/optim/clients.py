@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.low_bit import KINDS, low_bit_source
 from zeroshard.optim.muon_source import muon_source
 from zeroshard.optim.named import SourcedOptimizer
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, PLAIN_SGD, SGD, Rule, rmsprop_rule
@@ -83,6 +84,8 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
         for group in groups:
             group["use_muon"] = True
         return muon_source(groups, kind.__name__, optimizer)
+    if kind.__module__.startswith("torchao."):
+        return _torchao_source(optimizer)
     moments = check_elementwise(optimizer, allow_untested=allow_untested)
     defaults = optimizer.defaults
     return Source(
@@ -93,6 +96,21 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
         lambda site: TorchUpdate(kind, defaults, site.regions, groups),
         client=optimizer,
     )
+
+
+def _torchao_source(optimizer: torch.optim.Optimizer) -> Source:
+    """What one of torchao's optimizers keeps in blocks, in blocks that lie within ranks. Raises PlanError."""
+    name, options = type(optimizer).__name__, vars(optimizer)
+    if name not in KINDS:
+        raise PlanError(
+            f"optimizer {name} of torchao has no sharded form here; use {', '.join(KINDS)}, of torchao or of zeroshard"
+        )
+    if options["bf16_stochastic_round"]:
+        raise PlanError(
+            f"{name}(bf16_stochastic_round=True): stochastic rounding stands in for master weights, which a sharded "
+            "model in bfloat16 has; leave it out"
+        )
+    return low_bit_source(name, optimizer.param_groups, {}, int(options["block_size"]), optimizer)
 
 
 def _stepped(state: Mapping[str, Any]) -> bool:
@@ -135,11 +153,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool)
     for base, reason in WHOLE.items():
         if isinstance(optimizer, base):
             raise PlanError(f"optimizer {kind.__name__} can't run on sharded state: {reason}")
-    if kind.__module__.startswith("torchao."):
-        raise PlanError(
-            f"optimizer {kind.__name__} of torchao keeps its moments in blocks that would straddle ranks; this is not "
-            "built yet. Use AdamW, or Lion or Muon for less state"
-        )
     if not allow_untested:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise PlanError(

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from zeroshard.optim.lamb import lamb_source
+from zeroshard.optim.low_bit import KINDS, low_bit_source
 from zeroshard.optim.muon_source import muon_source, split_groups
 from zeroshard.optim.onebit.source import onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
@@ -39,6 +40,10 @@ def configured_source(
     if kind == "ZeroOneAdam":
         policy = Policy(**{name: params[name] for name in _POLICY})
         return zero_one_source(as_groups(parameters), _without(params, *_POLICY, *_ONE_BIT_INERT), policy)
+    if kind in KINDS:
+        return low_bit_source(
+            kind, as_groups(parameters), _without(params, "block_size", "amsgrad"), params["block_size"]
+        )
     if kind == "Muon":
         return _muon(params, parameters, names)
     return rule_source(_rule(kind, params), parameters, _without(params, "adam_w_mode", "torch_adam", "amsgrad"))

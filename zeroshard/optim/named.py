@@ -16,6 +16,7 @@ import torch
 
 from zeroshard.errors import UsageError
 from zeroshard.optim.lamb import lamb_source
+from zeroshard.optim.low_bit import KINDS, low_bit_source
 from zeroshard.optim.muon_source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
 from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
@@ -67,6 +68,59 @@ class Lion(_RuleOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+
+class _LowBitAdam(SourcedOptimizer):
+    """Adam with moments in few bits, by torchao; see `zeroshard.optim.low_bit`.
+
+    Args:
+        params: parameters or parameter groups.
+        block_size: elements that share a scale. A parameter whose size it does not divide, or with fewer than 4096
+            elements, keeps float32 moments.
+    """
+
+    kind: str
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        *,
+        block_size: int | None = None,
+    ) -> None:
+        self._block_size = block_size
+        decay = KINDS[self.kind].decay if weight_decay is None else weight_decay
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay})
+
+    def source(self) -> Source:
+        return low_bit_source(self.kind, self.param_groups, self.defaults, self._block_size, self)
+
+
+class Adam8bit(_LowBitAdam):
+    """Adam with coupled decay (0 by default) and 8-bit moments, as torchao.optim.Adam8bit."""
+
+    kind = "Adam8bit"
+
+
+class AdamW8bit(_LowBitAdam):
+    """AdamW (decay 0.01 by default) with 8-bit moments, as torchao.optim.AdamW8bit."""
+
+    kind = "AdamW8bit"
+
+
+class Adam4bit(_LowBitAdam):
+    """Adam with coupled decay (0 by default) and 4-bit moments, as torchao.optim.Adam4bit."""
+
+    kind = "Adam4bit"
+
+
+class AdamW4bit(_LowBitAdam):
+    """AdamW (decay 0.01 by default) with 4-bit moments, as torchao.optim.AdamW4bit."""
+
+    kind = "AdamW4bit"
 
 
 class Lamb(SourcedOptimizer):

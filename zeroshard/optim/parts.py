@@ -55,6 +55,16 @@ class _Parts(SavedState, Generic[Update]):
         part, place = self._part_of(region)
         return part.update.state_keys(place)
 
+    def value_keys(self, region: int) -> tuple[str, ...] | None:
+        """See SavedState."""
+        part, place = self._part_of(region)
+        return part.update.value_keys(place)
+
+    def elements_per_value(self, region: int, key: str) -> int:
+        """See SavedState."""
+        part, place = self._part_of(region)
+        return part.update.elements_per_value(place, key)
+
     def state_parts(self) -> Iterator[StatePart]:
         """See SavedState."""
         for part in self._parts:

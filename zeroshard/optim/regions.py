@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.plan.placement import Blocks
 from zeroshard.sharding.layout import FlatLayout
 
 
@@ -42,6 +43,7 @@ class Region:
         memory: gives zeros for the update's state where that does not rest beside `master`.
         on_host: which of 'master', 'param' and 'grad' rest in host memory.
         whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
+        blocks: how the plan keeps the moments in few bits; None where it does not.
         owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
     """
 
@@ -55,6 +57,7 @@ class Region:
     hyper: Sequence[int]
     axis: str = "dp"
     divided: bool = False
+    blocks: Blocks | None = None
     owners: Sequence[int] = ()
     whole_grad: Callable[[], torch.Tensor] | None = None
     memory: Callable[[int, torch.dtype], torch.Tensor] | None = None

@@ -7,8 +7,8 @@ parameter is: the number of its updates above all.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,29 @@ STEP = "step"
 
 
 @dataclass(frozen=True)
+class StoredValues:
+    """A saved tensor that has one value for each `per` elements of the parameter; flat."""
+
+    values: torch.Tensor
+    per: int
+
+
+@dataclass(frozen=True)
+class PackedState:
+    """A state tensor that is kept in another form than one float32 value for each element.
+
+    Attributes:
+        read: gives its elements as new float32 values.
+        write: gives all its elements new values.
+        stored: what it is kept in; saved as the state's name, an underscore and the name here.
+    """
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], None]
+    stored: Mapping[str, StoredValues]
+
+
+@dataclass(frozen=True)
 class StatePart:
     """The state of one parameter's elements in one region.
 
@@ -28,6 +51,7 @@ class StatePart:
         low, high: the elements, counted from the begin of the region.
         elements: flat views of `high - low` values each.
         scalars: 0-dim tensors on the CPU.
+        packed: state tensors that are not kept as elements.
     """
 
     region: int
@@ -36,14 +60,23 @@ class StatePart:
     high: int
     elements: Mapping[str, torch.Tensor]
     scalars: Mapping[str, torch.Tensor]
+    packed: Mapping[str, PackedState] = field(default_factory=dict)
 
 
 class SavedState(Protocol):
     """An optimizer's state on this rank. Region numbers are those of all trainable groups in plan order."""
 
     def state_keys(self, region: int) -> tuple[str, ...] | None:
-        """Names of the state tensors that each parameter of a region has; None where only the state itself tells."""
+        """Names of the tensors saved for each parameter of a region; None where only the state itself tells."""
         ...
+
+    def value_keys(self, region: int) -> tuple[str, ...] | None:
+        """Names of the state tensors themselves: others than the saved ones where those are kept in another form."""
+        return self.state_keys(region)
+
+    def elements_per_value(self, region: int, key: str) -> int:
+        """Of how many elements of a parameter the saved tensor `key` has one value; 1 has the parameter's shape."""
+        return 1
 
     def state_parts(self) -> Iterator[StatePart]:
         """The state of all parameters that have some."""

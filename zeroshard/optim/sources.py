@@ -21,6 +21,7 @@ from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.site import Site
 from zeroshard.optim.streamed_adam import StreamedAdam
 from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, PiecewiseUpdate, UpdateMethod
+from zeroshard.plan.placement import Blocks
 
 ParamGroups = list[dict[str, Any]]
 
@@ -37,6 +38,7 @@ class Source:
         on_host: makes one by which the processor updates state in host memory; None where there is none.
         streamed: makes the one of `on_device` for state that passes through buffers of the device (buffers, elements).
         split_master: whether that one takes master weights as the remainder beside bfloat16 parameters.
+        blocks: how it keeps moments in few bits, for the parameters that suit; None where it does not.
         matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
         compressed: makes the update that averages momentum in compressed form; `update` is not used then.
         parameter_sums: float64 values per parameter that a step sums over the ranks.
@@ -53,6 +55,7 @@ class Source:
     on_host: Callable[[Site], PiecewiseUpdate] | None = None
     streamed: Callable[[Site, Sequence[torch.Tensor], int], StreamedAdam] | None = None
     split_master: bool = False
+    blocks: Blocks | None = None
     matrices: frozenset[int] = frozenset()
     parameter_sums: int = 0
     parameter_maxima: int = 0

@@ -146,13 +146,7 @@ class FlatUpdate(FlatState):
 
     def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
         """See PiecewiseUpdate."""
-        for number, group in enumerate(hyper):
-            late = [key for key in UNRULY if group.get(key)]
-            if late:
-                raise UsageError(
-                    f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a "
-                    f"{self._rule.name} that lacks it; set it before shard()"
-                )
+        refuse_unruly(self._rule.name, hyper)
 
     def apply_region(
         self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
@@ -297,6 +291,17 @@ class TorchUpdate(SavedState):
                 self._inner.state[part] = {**{name: value.clone() for name, value in scalars.items()}, **elements}
                 return elements
         return {}
+
+
+def refuse_unruly(name: str, hyper: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UsageError where a group has since been given an option that our rules don't have."""
+    for number, group in enumerate(hyper):
+        late = [key for key in UNRULY if group.get(key)]
+        if late:
+            raise UsageError(
+                f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a "
+                f"{name} that lacks it; set it before shard()"
+            )
 
 
 def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:

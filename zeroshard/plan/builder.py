@@ -14,7 +14,7 @@ from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import dtype_name, itemsize
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
-from zeroshard.plan.placement import STAGES, Placement, Residency, Sharding
+from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
 from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan, peer_problem
 from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.slots import SlotPlan, assign_slots
@@ -56,6 +56,8 @@ class Recipe:
         precision: dtypes.
         policy: how a step runs; its `prefetch` is an upper bound that the element budgets below may lower.
         moments: optimizer state tensors per parameter (Adam 2, SGD with momentum 1).
+        blocks: moments are kept in few bits, for parameters that suit (`Blocks.suit`); those are flat groups of their
+            own, in which no block straddles ranks. None keeps all in float32.
         matrices: parameters that the optimizer updates as whole matrices, with one state tensor each (Muon). They are
             flat groups of their own, since their moments are other ones.
         compressed: the optimizer averages momentum in compressed form; see GroupPlan.
@@ -73,6 +75,7 @@ class Recipe:
     precision: Precision = Precision()
     policy: ExecutionPolicy = field(default_factory=ExecutionPolicy)
     moments: int = 2
+    blocks: Blocks | None = None
     matrices: tuple[str, ...] = ()
     compressed: bool = False
     persistence_threshold: int = 0
@@ -216,14 +219,20 @@ def _numel(parameter: ParameterSpec) -> int:
 
 
 def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> UnitPlan:
-    members: dict[tuple[str, bool, bool], list[ParameterSpec]] = {}
+    members: dict[tuple[str, bool, bool, Blocks | None], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
         matrix = parameter.trainable and parameter.name in recipe.matrices
-        key = (_compute_dtype(parameter, recipe.precision), parameter.trainable, matrix)
+        suits = recipe.blocks is not None and parameter.trainable and recipe.blocks.suit(_numel(parameter))
+        key = (
+            _compute_dtype(parameter, recipe.precision),
+            parameter.trainable,
+            matrix,
+            recipe.blocks if suits else None,
+        )
         members.setdefault(key, []).append(parameter)
     groups = tuple(
-        _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments)
-        for (dtype, trainable, matrix), parameters in members.items()
+        _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments, blocks)
+        for (dtype, trainable, matrix, blocks), parameters in members.items()
     )
     return UnitPlan(unit.name, row.axis, groups, unit.aliases)
 
@@ -257,9 +266,13 @@ def _group_plan(
     shards: int,
     recipe: Recipe,
     copies: int,
+    blocks: Blocks | None,
 ) -> GroupPlan:
     layout = flat_layout(
-        ((parameter.name, parameter.shape) for parameter in parameters), shards=shards, itemsize=itemsize(dtype)
+        ((parameter.name, parameter.shape) for parameter in parameters),
+        shards=shards,
+        itemsize=itemsize(dtype),
+        block=1 if blocks is None else blocks.size,
     )
     residency = Residency.AROUND_USE if row.param else Residency.RESIDENT
     param = Placement(row.placed(row.param), dtype, residency=residency)
@@ -274,7 +287,7 @@ def _group_plan(
     state_axis = row.placed(row.state)
     needs_slot = row.grad or kept != wire
     master = Placement(state_axis, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
-    moments = Placement(state_axis, "float32", copies=copies) if copies else None
+    moments = Placement(state_axis, "float32", copies=copies, blocks=blocks) if copies else None
     return GroupPlan(
         layout,
         trainable,

@@ -78,7 +78,13 @@ def checkpoint_copy_nbytes(plan: Plan) -> int:
 def _saved_nbytes(group: GroupPlan, rank: int) -> int:
     """What a rank saves of a group, each parameter's part rounded up as in the copy."""
     sizes = [4 if group.master is not None else itemsize(group.param.dtype)]
-    if group.moments is not None:
+    blocks = None if group.moments is None else group.moments.blocks
+    if group.moments is not None and blocks is None:
         sizes += [itemsize(group.moments.dtype)] * group.moments.copies
-    pieces = group.layout.pieces(*group.layout.shard_range(rank)) if rank < group.layout.shards else ()
-    return sum(-(-(high - low) * size // _ALIGNMENT) * _ALIGNMENT for _, low, high in pieces for size in sizes)
+    found = 0
+    for _, low, high in group.layout.pieces(*group.layout.shard_range(rank)) if rank < group.layout.shards else ():
+        parts = [(high - low) * size for size in sizes]
+        if group.moments is not None and blocks is not None:
+            parts += [blocks.code_nbytes(high - low), blocks.scale_nbytes(high - low)] * group.moments.copies
+        found += sum(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in parts)
+    return found

@@ -114,6 +114,8 @@ def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupP
     if group.owners or group.compressed:
         what = "whole matrices" if group.owners else "compressed momentum"
         raise PlanError(f"offload: the state of optimizers that work on {what} stays on the device; use Adam or AdamW")
+    if group.moments is not None and group.moments.blocks is not None:
+        raise PlanError("offload: moments in 8 or 4 bits stay on the device; use Adam or AdamW for state on the host")
     grad = group.grad
     lands = grad.axis is not None and grad.dtype == group.wire and not group.staged
     if lands:

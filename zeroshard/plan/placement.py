@@ -14,6 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from zeroshard.errors import PlanError
+from zeroshard.plan.dtypes import itemsize
+
+MIN_BLOCKED_NUMEL = 4096
+"""Parameters with fewer elements keep float32 state (Dettmers et al. 2021, arXiv:2110.02861, section 2)."""
+
 
 class StateKind(str, Enum):
     """What a byte of training state is for."""
@@ -46,13 +52,43 @@ class Residency(str, Enum):
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """State in few bits: codes, and a float32 scale for each block of neighbouring elements of a parameter.
+
+    Attributes:
+        bits: of one code, 8 or 4.
+        size: elements of a block; whole bytes of codes.
+    """
+
+    bits: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise PlanError(f"blocks of {self.bits}-bit codes: 8 and 4 bits are there")
+        if self.size < 2 or self.size % 2:
+            raise PlanError(f"block_size {self.size}: an even number of at least 2 is needed")
+
+    def suit(self, numel: int) -> bool:
+        """Whether a parameter of `numel` elements is kept in blocks; small ones and odd ones stay in float32."""
+        return numel >= MIN_BLOCKED_NUMEL and numel % self.size == 0
+
+    def code_nbytes(self, numel: int) -> int:
+        return numel * self.bits // 8
+
+    def scale_nbytes(self, numel: int) -> int:
+        return numel // self.size * 4
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one kind of state of one flat group lives.
 
     Attributes:
         axis: mesh axis over which the state is divided ('dp' or 'shard'); None when every rank holds all of it.
-        dtype: name of the dtype in which it is stored.
+        dtype: name of the dtype in which it is stored, or which it is read as where it is in blocks.
         copies: how many tensors of this kind there are per parameter (Adam's moments: 2).
+        blocks: how it is stored in fewer bits; None where it is not.
     """
 
     axis: str | None
@@ -60,6 +96,13 @@ class Placement:
     tier: Tier = Tier.DEVICE
     residency: Residency = Residency.RESIDENT
     copies: int = 1
+    blocks: Blocks | None = None
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the state of `numel` elements, all copies."""
+        if self.blocks is None:
+            return numel * itemsize(self.dtype) * self.copies
+        return (self.blocks.code_nbytes(numel) + self.blocks.scale_nbytes(numel)) * self.copies
 
 
 @dataclass(frozen=True)

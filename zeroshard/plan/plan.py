@@ -143,7 +143,7 @@ class GroupPlan:
         placement = self.placement(kind)
         if placement is None:
             return 0
-        found = self.numel_per_rank(placement) * itemsize(placement.dtype) * placement.copies
+        found = placement.nbytes(self.numel_per_rank(placement))
         if self.compressed and kind is StateKind.MOMENTS:
             found += (2 * self.layout.numel + self.layout.shard_numel) * itemsize(placement.dtype)
         return found
@@ -324,6 +324,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
                 raise PlanError(f"{where}.{kind.value}.axis must be null or the unit's axis {unit.axis!r}")
             if placement.copies < 1:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
+            _check_blocks(group.layout, kind, placement, f"{where}.{kind.value}")
         _check_tiers(plan.policy, group, where)
         if group.trainable:
             _check_dtype(group.wire, f"{where}.wire")
@@ -333,6 +334,18 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.owners names a rank that the axis {unit.axis!r} does not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
+
+
+def _check_blocks(layout: FlatLayout, kind: StateKind, placement: Placement, path: str) -> None:
+    """Blocks are for moments, and no block may straddle parameters or ranks."""
+    if placement.blocks is None:
+        return
+    size = placement.blocks.size
+    if kind is not StateKind.MOMENTS or placement.tier is not Tier.DEVICE:
+        raise PlanError(f"{path}.blocks: only moments on the device are kept in blocks")
+    borders = [layout.shard_numel, *(border for segment in layout.segments for border in (segment.offset, segment.end))]
+    if any(border % size for border in borders):
+        raise PlanError(f"{path}.blocks.size {size} does not divide where parameters and shards begin and end")
 
 
 def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:

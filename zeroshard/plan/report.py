@@ -31,7 +31,7 @@ def data_parallel_bytes(plan: Plan) -> StateBytes:
         if group.master is not None:
             master += numel * itemsize(group.master.dtype)
         if group.moments is not None:
-            moments += numel * itemsize(group.moments.dtype) * group.moments.copies
+            moments += group.moments.nbytes(numel)
     return StateBytes(param, grad, master, moments, 0, 0, 0)
 
 

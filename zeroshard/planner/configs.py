@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.config import Config
+from zeroshard.config.optimizers import LOW_BIT
 from zeroshard.config.resolve import resolve
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.plan.builder import Recipe
+from zeroshard.plan.placement import Blocks
 from zeroshard.planner.hardware import Cluster, Gpu
 from zeroshard.planner.rows import Setting
 from zeroshard.planner.tiers import Offload
@@ -133,6 +135,7 @@ def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] 
         refused = _first(error)
         config = _config(without_offload(document), world)
     recipe = replace(recipe_of(config, keep_fp32), moments=_moments(config), compressed=_kind(config) in ONE_BIT)
+    recipe = replace(recipe, blocks=_blocks(config))
     if _kind(config) not in SPLIT_MASTERS:
         recipe = replace(recipe, precision=replace(recipe.precision, master="float32"))
     return Meaning(recipe, config.batch.micro, config.batch.accumulation, config.zero.stage, refused)
@@ -183,6 +186,13 @@ def _number(value: Any) -> int | None:
 def _kind(config: Config) -> str:
     """The optimizer; the script's own is taken to be AdamW."""
     return "AdamW" if config.optimizer is None else config.optimizer.type
+
+
+def _blocks(config: Config) -> Blocks | None:
+    """How the optimizer's moments are kept in few bits."""
+    if config.optimizer is None or config.optimizer.type not in LOW_BIT:
+        return None
+    return Blocks(LOW_BIT[config.optimizer.type], config.optimizer.params["block_size"])
 
 
 def _moments(config: Config) -> int:

@@ -41,13 +41,10 @@ def update_nbytes(group: GroupPlan) -> int:
         return 0
     numel = group.layout.shard_numel if group.update_axis is not None else group.layout.numel
     param, grad = itemsize(group.param.dtype), itemsize(group.grad.dtype)
-    kept = 0
-    for kind in (StateKind.MASTER, StateKind.MOMENTS):
-        placement = group.placement(kind)
-        if placement is not None:
-            kept += itemsize(placement.dtype) * placement.copies
+    placements = (group.placement(kind) for kind in (StateKind.MASTER, StateKind.MOMENTS))
+    kept = sum(placement.nbytes(numel) for placement in placements if placement is not None)
     whole_master = group.master is not None and group.master.dtype == "float32"
-    return numel * (grad + 2 * kept + (param if whole_master else 2 * param))
+    return numel * (grad + (param if whole_master else 2 * param)) + 2 * kept
 
 
 def update_seconds(cluster: Cluster, unit: UnitPlan) -> float:

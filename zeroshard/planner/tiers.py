@@ -50,7 +50,8 @@ def gpu_recipe(recipe: Recipe, offload: Offload) -> Recipe:
 
     What the recipe's own offload says of the share and of the way of updating is kept where the row offloads at all.
     """
-    kernel = recipe.moments == 2  # Adam's: it takes split master weights, and streamed state
+    # Adam's, with moments in float32: it takes split master weights, and streamed state.
+    kernel = recipe.moments == 2 and recipe.blocks is None
     if offload is Offload.NONE:
         return for_gpu(replace(recipe, offload=None), split_master=kernel)
     asked = recipe.offload or HostState()

@@ -82,9 +82,16 @@ class FlatLayout:
         return tuple(found)
 
 
-def flat_layout(parameters: Iterable[tuple[str, Sequence[int]]], *, shards: int, itemsize: int) -> FlatLayout:
-    """Lay out (name, shape) pairs one after the other for `shards` ranks; `itemsize` is bytes per compute element."""
-    align = max(1, ALIGNMENT_BYTES // itemsize)
+def flat_layout(
+    parameters: Iterable[tuple[str, Sequence[int]]], *, shards: int, itemsize: int, block: int = 1
+) -> FlatLayout:
+    """Lay out (name, shape) pairs one after the other for `shards` ranks.
+
+    Args:
+        itemsize: bytes per compute element.
+        block: parameters and shards begin at multiples of so many elements, besides.
+    """
+    align = math.lcm(max(1, ALIGNMENT_BYTES // itemsize), block)
     segments: list[Segment] = []
     position = 0
     for name, shape in parameters:
