@@ -146,8 +146,7 @@ def _by_processor(rank: int, world: int) -> None:
         what = f"stage {stage}, {micro} micro-batches, parameters too: {param}"
         # One step apart they differ in roundings alone; later Adam makes whole steps of the tiniest gradients.
         here, there = (_train(one, rank, steps=1).parameters for one in (case, away))
-        assert torch.allclose(there, here, rtol=2**-7, atol=1e-6), what
-        assert float((there != here).float().mean()) < 0.01, what
+        assert torch.allclose(there, here, rtol=1e-5, atol=1e-6), what
         on_device, beside = _train(case, rank), _train(away, rank)
         assert beside.losses == pytest.approx(on_device.losses, rel=1e-3), what
         for one in (replace(offload, param=param, pin_memory=False), replace(offload, param=param)):

@@ -70,6 +70,7 @@ class Runtime:
         self._keeps_local: Callable[[], bool] = lambda: False
         self._boundary: bool | None = None
         self._seen_order: list[int] | None = []
+        self._saw_forward = False
         self._backward_running = False
         self._collects = True
         self._owed: deque[int] = deque()
@@ -101,7 +102,8 @@ class Runtime:
             self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
-        if self._seen_order is not None and self._tracker.current is not None and index != self._root:
+        watching = self._seen_order is not None and not self._saw_forward
+        if watching and self._tracker.current is not None and index != self._root:
             self._seen_order.append(index)
         if not self._forward.run_to_use(index):
             self.parameters.use(index)
@@ -161,7 +163,9 @@ class Runtime:
     def _end_pass(self) -> None:
         self._forward.run_to_end()
         self._forward.rewind()
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._saw_forward = True  # the forwards of further micro-batches are the same again
+        else:
             self.parameters.release(self._root)
         self._tracker.end_pass()
 
@@ -170,6 +174,8 @@ class Runtime:
         self._forward.rewind()
         self._backward.rewind()
         self.parameters.release_all()
+        if self._seen_order and not self._saw_forward:
+            self._seen_order.clear()
         if self._backward_running:
             self._backward_running = False
             self._tracker.end_backward()
