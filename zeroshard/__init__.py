@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
+    from zeroshard.engine.automatic import AutoPlan
     from zeroshard.engine.checkpoints import load, save, wait_for_checkpoint
     from zeroshard.engine.external import register_external_parameter, unregister_external_parameter
     from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
@@ -79,6 +80,7 @@ _HOME = {
     "AdamW4bit": "zeroshard.optim.named",
     "AdamW8bit": "zeroshard.optim.named",
     "Blocks": "zeroshard.plan.placement",
+    "AutoPlan": "zeroshard.engine.automatic",
     "CPUAdam": "zeroshard.optim.cpu_adam",
     "ExecutionPolicy": "zeroshard.plan.plan",
     "GatheredParameters": "zeroshard.engine.gathered",
@@ -149,6 +151,7 @@ __all__ = [
     "Adam8bit",
     "AdamW4bit",
     "AdamW8bit",
+    "AutoPlan",
     "Blocks",
     "CPUAdam",
     "ExecutionPolicy",

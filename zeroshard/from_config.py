@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from zeroshard.auto_config import ConfigSource, chosen_document, example_from, kept_in_fp32
 from zeroshard.cluster import rank_place
 from zeroshard.comm.join import init_distributed
 from zeroshard.config import Config, LeafModules, load_config
 from zeroshard.config.models import DEFAULT_LEAVES
+from zeroshard.config.resolve import resolve
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import Engine, EngineOptions, Saving
@@ -37,7 +40,6 @@ from zeroshard.sharding.marks import (
 )
 from zeroshard.sharding.units import refuse_uninitialized
 
-ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 ClientScheduler = Any
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
@@ -121,16 +123,20 @@ def build_engine(
         raise UsageError("initialize: mpu and mesh_param (tensor and pipeline parallelism) are not built yet")
     _join(dist_init_required, distributed_port)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    resolved = load_config(
-        _config_source(args, config, config_params),
-        world_size=world,
-        client_optimizer=optimizer is not None,
-        client_scheduler=lr_scheduler is not None,
-    )
+    own, scheduled = optimizer is not None, lr_scheduler is not None
+    document = _config_source(args, config, config_params)
+    resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     device = default_device()
-    scaler = _scaler(resolved, device)
+    refuse_uninitialized(model)
     parameters = list(model_parameters) if model_parameters is not None else None
-    sharded = _shard(model, resolved, optimizer, parameters, scaler, device)
+    source = _source(resolved, model, optimizer, parameters)
+    _mark_leaves(model, resolved.zero.leaf_modules)
+    if resolved.zero.stage == "auto":
+        example = example_from(training_data, collate_fn, resolved.batch.micro)
+        read = partial(resolve, world_size=world, client_optimizer=own, client_scheduler=scheduled)
+        resolved = read(chosen_document(model, document, resolved, read, source, device, example)).config
+    scaler = _scaler(resolved, device)
+    sharded = _shard(model, resolved, source, scaler, device)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
     engine = kind(model, sharded, scheduler, sizes, _engine_options(resolved))
@@ -190,34 +196,25 @@ def _scaler(config: Config, device: torch.device) -> LossScaler | None:
 
 
 def _shard(
-    model: nn.Module,
-    config: Config,
-    client: ClientOptimizer | None,
-    parameters: list[Any] | None,
-    scaler: LossScaler | None,
-    device: torch.device,
+    model: nn.Module, config: Config, source: Source | None, scaler: LossScaler | None, device: torch.device
 ) -> ShardedOptimizer | None:
-    refuse_uninitialized(model)
-    trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    source = _source(config, client, trained, names)
-    _mark_leaves(model, config.zero.leaf_modules)
-    keep_fp32 = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    plan = make_plan(model, recipe_of(config, keep_fp32), source, device)
+    plan = make_plan(model, recipe_of(config, kept_in_fp32(model)), source, device)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 
 
 def _source(
-    config: Config, client: ClientOptimizer | None, parameters: list[Any], names: Mapping[int, str]
+    config: Config, model: nn.Module, client: ClientOptimizer | None, parameters: list[Any] | None
 ) -> Source | None:
+    trained = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
     if client is not None:
-        return client_source(client, parameters, allow_untested=config.allow_untested_optimizer)
+        return client_source(client, trained, allow_untested=config.allow_untested_optimizer)
     if config.optimizer is not None:
-        return configured_source(config.optimizer.type, config.optimizer.params, parameters, names)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return configured_source(config.optimizer.type, config.optimizer.params, trained, names)
     warnings.warn(
         "initialize: neither the config nor the call names an optimizer; the engine can run forward only",
         ZeroShardWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeroshard.config import Config
 from zeroshard.config.resolved import OffloadConfig
+from zeroshard.errors import PlanError
 from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
@@ -15,8 +16,13 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
 
     Args:
         keep_fp32: what the model itself says about modules that stay in float32, for a config that leaves it open.
+
+    Raises:
+        PlanError: the stage has not been chosen yet.
     """
     precision, zero = config.precision, config.zero
+    if zero.stage == "auto":
+        raise PlanError('zero_optimization.stage is "auto": initialize chooses on the ranks that run; write a number')
     low = precision.compute != "fp32"
     reduction = config.reduction
     policy = ExecutionPolicy(

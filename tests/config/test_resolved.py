@@ -131,9 +131,9 @@ def test_steps_per_print_may_be_never(value: Any, expected: int | None) -> None:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        ({"zero_optimization": {"stage": 4}}, "a whole number from 0 to 3, not 4"),
-        ({"zero_optimization": {"stage": "3"}}, 'a whole number from 0 to 3, not "3"'),
-        ({"zero_optimization": {"stage": True}}, "a whole number from 0 to 3, not true"),
+        ({"zero_optimization": {"stage": 4}}, '"auto" or a whole number from 0 to 3, not 4'),
+        ({"zero_optimization": {"stage": "3"}}, '"auto" or a whole number from 0 to 3, not "3"'),
+        ({"zero_optimization": {"stage": True}}, '"auto" or a whole number from 0 to 3, not true'),
         ({"zero_optimization": {"prefetch_bucket_size": -1}}, "a whole number of at least 0, not -1"),
         ({"zero_optimization": {"overlap_comm": "false"}}, 'true or false, not "false"'),
         ({"bf16": {"enabled": 1}}, "true or false, not 1"),

@@ -149,6 +149,14 @@ def _names_or_auto(value: Any) -> Any:
     return tuple(value)
 
 
+def _stage(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float) or value not in range(4):  # 3.0 is in it too
+        raise refuse('"auto" or a whole number from 0 to 3', value)
+    return int(value)
+
+
 def _names(value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise refuse("a list of strings", value)
@@ -193,6 +201,7 @@ Share = Annotated[float, BeforeValidator(real_number(0, high=1))]
 Positive = Annotated[float, real(above=0)]
 DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
 HalfName = Annotated[Dtype, BeforeValidator(_half)]
+Stage = Annotated["Literal['auto'] | int", BeforeValidator(_stage)]
 NamesOrAuto = Annotated["Literal['auto'] | tuple[str, ...]", BeforeValidator(_names_or_auto)]
 Names = Annotated["tuple[str, ...]", BeforeValidator(_names)]
 PrintInterval = Annotated["int | None", BeforeValidator(_print_interval)]

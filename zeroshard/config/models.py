@@ -25,6 +25,7 @@ from zeroshard.config.fields import (
     PrintInterval,
     Share,
     Size,
+    Stage,
     Text,
     one_of,
     whole,
@@ -61,8 +62,14 @@ class OffloadParamSection(Section):
     device: Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")] = "none"
 
 
+class AutomaticSection(Section):
+    device_memory: Count | None = None
+    sequence_length: Count | None = None
+
+
 class ZeroSection(Section):
-    stage: Annotated[int, whole(0, 3)] = 0
+    stage: Stage = 0
+    automatic: AutomaticSection = Field(default_factory=AutomaticSection)
     param_persistence_threshold: Size = 100_000
     model_persistence_threshold: Size = LARGEST
     prefetch_bucket_size: Size = 50_000_000

@@ -248,7 +248,7 @@ class _Resolver:
         zero = sections.zero_optimization
         overlap = zero.overlap_comm
         if overlap is None:
-            overlap = zero.stage == 3
+            overlap = zero.stage in (3, "auto")
             path = "zero_optimization.overlap_comm"
             self._record(path, overlap, f"{self._origin(path)}: {'true' if overlap else 'false'} at stage {zero.stage}")
         return ZeroConfig(
@@ -261,6 +261,8 @@ class _Resolver:
             max_reuse_distance=zero.max_reuse_distance,
             leaf_modules=LeafModules(**dict(zero.leaf_module)),
             offload=self._offload(zero),
+            automatic_memory=zero.automatic.device_memory,
+            automatic_length=zero.automatic.sequence_length,
         )
 
     def _offload(self, zero: ZeroSection) -> OffloadConfig | None:
@@ -271,7 +273,8 @@ class _Resolver:
         if optimizer.device == "cpu" and zero.stage == 0:
             what = 'is "cpu", which needs state that is divided; use stage 1, 2 or 3'
             self._refuse(f"{section}.offload_optimizer.device", what)
-        if param.device == "cpu" and (zero.stage != 3 or optimizer.device == "none" or optimizer.ratio < 1):
+        divided = zero.stage in (3, "auto")
+        if param.device == "cpu" and (not divided or optimizer.device == "none" or optimizer.ratio < 1):
             what = 'is "cpu", which needs stage 3 and offload_optimizer with device "cpu" and ratio 1'
             self._refuse(f"{section}.offload_param.device", what)
         if optimizer.device == "none":
@@ -370,7 +373,7 @@ class _Resolver:
         if optimizer is None or optimizer[0] not in ONE_BIT:
             return sections.gradient_clipping
         name, path, stage = optimizer[0], "gradient_clipping", "zero_optimization.stage"
-        if sections.zero_optimization.stage > 1:
+        if sections.zero_optimization.stage not in (0, 1, "auto"):
             what = (
                 f"is {sections.zero_optimization.stage}, but {name} needs the whole gradients on each rank; use 0 or 1"
             )

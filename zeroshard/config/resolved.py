@@ -54,9 +54,14 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """Sharding over the data-parallel ranks; sizes are in elements."""
+    """Sharding over the data-parallel ranks; sizes are in elements.
 
-    stage: int
+    Attributes:
+        stage: "auto" until the planner has chosen.
+        automatic_memory, automatic_length: for that choice: bytes of each device, tokens of a sequence.
+    """
+
+    stage: int | Literal["auto"]
     overlap_comm: bool
     param_persistence_threshold: int
     model_persistence_threshold: int
@@ -65,6 +70,8 @@ class ZeroConfig:
     max_reuse_distance: int
     leaf_modules: LeafModules
     offload: OffloadConfig | None
+    automatic_memory: int | None = None
+    automatic_length: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.reach import gpus_reachable
+from zeroshard.engine.automatic import OFFLOADS, AutoPlan, assumed_example, choose, example_of, reachable
 from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.closing import close_handle
 from zeroshard.engine.compressed_stepper import CompressedStepper
@@ -44,9 +45,10 @@ from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
-from zeroshard.plan.offload import stream_buffer_nbytes
+from zeroshard.plan.offload import Offload, stream_buffer_nbytes
 from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import HostUpdate, Plan, peer_problem
+from zeroshard.planner.tiers import Offload as AwayTo
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
 _STEPPER = "_zeroshard_stepper"
@@ -58,7 +60,7 @@ OptimizerSource = OptimizerLike | None
 class ShardOptions(TypedDict, total=False):
     """The keyword arguments of `shard`, for its overloads."""
 
-    plan: Plan | Recipe | int
+    plan: Plan | Recipe | AutoPlan | int | Literal["auto"]
     units: Sequence[str] | None
     shard_size: int | None
     accumulate: bool | None
@@ -85,7 +87,7 @@ def shard(
     model: nn.Module,
     optimizer: OptimizerSource = None,
     *,
-    plan: Plan | Recipe | int = 3,
+    plan: Plan | Recipe | AutoPlan | int | Literal["auto"] = 3,
     units: Sequence[str] | None = None,
     shard_size: int | None = None,
     accumulate: bool | None = None,
@@ -101,7 +103,8 @@ def shard(
 
     Args:
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one.
-        plan: a ZeRO stage (0 to 3), a Recipe, or a finished Plan.
+        plan: a ZeRO stage (0 to 3), a Recipe, a finished Plan, or "auto" or an AutoPlan: the planner chooses by what
+            is free.
         units: module paths that are gathered as a whole, instead of the ones found.
         shard_size: ranks per subgroup, for units that the recipe places on the axis 'shard'.
         accumulate: whether several backwards happen per step; takes an accumulator into the plan.
@@ -118,6 +121,11 @@ def shard(
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
     device = default_device() if device is None else device
+    if isinstance(plan, (AutoPlan, str)):
+        if isinstance(plan, str) and plan != "auto":
+            raise PlanError(f"plan={plan!r}: a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto'")
+        auto = AutoPlan() if isinstance(plan, str) else plan
+        plan = _chosen(model, auto, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
         model,
@@ -206,6 +214,46 @@ def _streamed_stepper(handle: Handle, source: Source, site: Site, scaler: LossSc
     buffers = [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]
     update = source.streamed(site, buffers, handle.plan.policy.stream_numel)
     return StreamedStepper(handle, update, scaler)
+
+
+def _chosen(
+    model: nn.Module,
+    auto: AutoPlan,
+    source: Source | None,
+    device: torch.device,
+    units: Sequence[str] | None,
+    shard_size: int | None,
+    *,
+    accumulate: bool | None,
+    clip_norm: float | None,
+) -> Recipe:
+    """The recipe that the planner chooses."""
+
+    def recipe(stage: int, offload: AwayTo) -> Recipe:
+        host = Offload(param=offload is AwayTo.CPU_PARAM) if offload is not AwayTo.NONE else None
+        return dataclasses.replace(auto.recipe, sharding=STAGES[stage], offload=host)
+
+    def make(stage: int, offload: AwayTo, more: bool) -> Plan:
+        chosen = dataclasses.replace(recipe(stage, offload), peer_copies=False)
+        adds = True if more else accumulate
+        plan = make_plan(model, chosen, source, device, units, shard_size, accumulate=adds, clip_norm=clip_norm)
+        check_update(plan, source)
+        return with_peer_copies(plan) if peers and peer_problem(plan) is None else plan
+
+    peers = reachable(device) and auto.recipe.peer_copies is not False
+    example = example_of(auto.example) or assumed_example(model, 1, None)
+    offloads = OFFLOADS if auto.offload else (AwayTo.NONE,)
+    found = choose(model, find_units(model, units), make, example, device, limit=auto.device_memory, offloads=offloads)
+    return recipe(found.stage, found.offload)
+
+
+def check_update(plan: Plan, source: Source | None) -> None:
+    """Raises PlanError where the optimizer can't update state that the plan keeps in host memory."""
+    update = plan.policy.host_update
+    if update is HostUpdate.PROCESSOR and (source is None or source.on_host is None):
+        raise PlanError("offload: this optimizer can't update state in host memory")
+    if update is HostUpdate.STREAMED and (source is None or source.streamed is None):
+        raise PlanError("offload: this optimizer has no kernel that streamed state could pass through")
 
 
 def make_plan(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zeroshard.config import Config
 from zeroshard.config.optimizers import LOW_BIT
@@ -28,7 +28,7 @@ from zeroshard.recipes import recipe_of
 Document = dict[str, Any]
 SPLIT_MASTERS = ("Adam", "AdamW")
 """Optimizers whose device kernel updates bf16 parameters with a 16-bit remainder as master weights."""
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 ONE_BIT = ("OneBitAdam", "OneBitLamb")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -85,6 +85,9 @@ def without_autos(document: Document, gpu: Gpu) -> Document:
         optimizer["params"] = {key: value for key, value in optimizer["params"].items() if value != AUTO}
         if optimizer.get("type") == AUTO:
             del changed["optimizer"]
+    zero = changed.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") == AUTO:
+        zero["stage"] = 3  # the last that would be chosen; the table's rows write their own
     changed.pop("scheduler", None)
     for key in BATCH_KEYS:
         if changed.get(key) == AUTO:
@@ -138,7 +141,9 @@ def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] 
     recipe = replace(recipe, blocks=_blocks(config))
     if _kind(config) not in SPLIT_MASTERS:
         recipe = replace(recipe, precision=replace(recipe.precision, master="float32"))
-    return Meaning(recipe, config.batch.micro, config.batch.accumulation, config.zero.stage, refused)
+    stage = config.zero.stage
+    assert stage != AUTO  # without_autos took it out
+    return Meaning(recipe, config.batch.micro, config.batch.accumulation, stage, refused)
 
 
 def _config(document: Document, world: int) -> Config:

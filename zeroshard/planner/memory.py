@@ -97,8 +97,25 @@ class StepMemory:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def step_memory(plan: Plan, traced: Trace) -> StepMemory:
-    """The memory of one rank under `plan`, which must be made of the units that were traced."""
+def step_memory(plan: Plan, traced: Trace, *, gpu: bool = True) -> StepMemory:
+    """The memory of one rank under `plan`, which must be made of the units that were traced.
+
+    Args:
+        gpu: False leaves out what only a GPU's allocator and libraries take.
+    """
+    return _on_device(plan, traced) if gpu else _without_gpu(_on_device(plan, traced))
+
+
+def _without_gpu(memory: StepMemory) -> StepMemory:
+    apart = ("workspaces", "rounding")
+    moments = (
+        Moment(moment.label, {name: n for name, n in moment.nbytes.items() if name not in apart})
+        for moment in memory.moments
+    )
+    return StepMemory(tuple(moments), memory.tiers)
+
+
+def _on_device(plan: Plan, traced: Trace) -> StepMemory:
     tiers = tier_bytes(plan)
     resting = {
         **dict(tiers.device),

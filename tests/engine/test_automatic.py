@@ -1,0 +1,139 @@
+"""plan="auto" and "stage": "auto": the choice follows what is free, is one for all ranks, and says why."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from benchmarks.llama import SIZES, Llama
+from tests.support.distributed import run_ranks
+from zeroshard.engine.automatic import example_of
+from zeroshard.errors import PlanError
+from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.plan import Plan
+from zeroshard.sharding.units import find_units
+
+MB = 10**6
+IDS = torch.zeros(2, 64, dtype=torch.int64)
+pytestmark = pytest.mark.filterwarnings("ignore::zeroshard.errors.ZeroShardWarning")
+
+
+def _placed(plan: Plan) -> tuple[bool, bool, bool, bool]:
+    """Whether parameters and gradients are divided, and moments and parameters are on the host."""
+    group = plan.units[1].groups[0]
+    assert group.grad is not None
+    assert group.moments is not None
+    divided = (group.param.axis is not None, group.grad.axis is not None)
+    return *divided, group.moments.tier is Tier.HOST, group.placement(StateKind.PARAM).tier is Tier.HOST  # type: ignore[union-attr]
+
+
+def _shard(**fields: Any) -> Plan:
+    """The plan that is chosen for the tiny model; it must train."""
+    model = Llama(SIZES["tiny"])
+    auto = zeroshard.AutoPlan(**fields)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=auto)
+    model(IDS, IDS).backward()
+    optimizer.step()
+    plan = zeroshard.plan_of(model)
+    zeroshard.close(model)
+    return plan
+
+
+def _initialize(model: nn.Module, zero: dict[str, Any], data: Any = None) -> Plan:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": "auto", **zero},
+    }
+    engine, *_ = zeroshard.initialize(model=model, config=config, training_data=data)
+    plan = engine.plan
+    engine.destroy()
+    return plan
+
+
+def _choices(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"reasons": []}
+    seen = logging.Handler()
+    seen.emit = lambda record: found["reasons"].append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zeroshard")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(seen)
+    example = (IDS, IDS)
+    found["room"] = _placed(_shard(example=example, device_memory=1000 * MB))
+    # What one rank lacks binds all: the least of both is what is planned for.
+    found["least"] = _placed(_shard(example=example, device_memory=(1000 if rank else 72.5) * MB))
+    found["little"] = _placed(_shard(example=example, device_memory=48 * MB))
+    for name, limit in (("nothing", 5), ("smaller", 70), ("checkpointing", 65)):
+        with pytest.raises(PlanError) as refused:
+            _shard(example=example, device_memory=limit * MB, offload=False)
+        found[name] = str(refused.value)
+    with pytest.raises(PlanError):
+        _shard(example=example, device_memory=(1000 if rank else 5) * MB, offload=False)
+    data = [{"ids": IDS[0], "targets": IDS[0]} for _ in range(8)]
+    found["config"] = _placed(_initialize(Llama(SIZES["tiny"]), {}, data))
+    little = {"automatic": {"device_memory": 48 * MB}}
+    found["config, little"] = _placed(_initialize(Llama(SIZES["tiny"]), little, data))
+    with pytest.raises(PlanError, match="nothing fits"):
+        _initialize(Llama(SIZES["tiny"]), {**little, "offload_optimizer": {"device": "none"}}, data)
+    found["unknown forward"] = _placed(_initialize(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), {}))
+    dist.barrier()
+    return found
+
+
+def test_all_ranks_choose_the_same_by_what_the_least_of_them_has_free() -> None:
+    first, second = run_ranks(2, _choices)
+    reasons = first.pop("reasons")
+    assert second.pop("reasons") == []
+    assert first == second
+    assert first["room"] == (False, False, False, False)
+    assert first["least"] == (True, True, False, False)
+    assert first["little"] == (False, True, True, False)
+    assert "Cheapest change: more ranks" in first["nothing"]
+    assert "Cheapest change: a micro-batch of 1 and 2 times the accumulation with stage 3" in first["smaller"]
+    assert "Cheapest change: activation checkpointing with stage 3" in first["checkpointing"]
+    assert first["config"] == (False, False, False, False)
+    assert first["config, little"] == first["little"]
+    assert first["unknown forward"] == (False, False, False, False)
+    assert "stage 1 takes" in reasons[0]
+    assert "traced with the example batch" in reasons[0]
+    assert any("traced with the first samples of the training data" in reason for reason in reasons)
+    assert "40% are left to activations" in reasons[-1]
+
+
+@pytest.mark.parametrize("plan", ["automatic", "3"])
+def test_a_word_that_is_no_plan_is_refused(plan: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match="'auto'"):
+        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=plan)
+
+
+def test_batches_are_taken_as_the_forward_takes_them() -> None:
+    for batch in ({"ids": IDS}, (IDS,), IDS):
+        found = example_of(batch)
+        assert found is not None
+        assert found.samples == 2
+        assert len(found.args) + len(found.kwargs) == 1
+
+
+def test_a_model_that_cannot_be_traced_leaves_room_for_activations_and_says_so(caplog: Any) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * float(x.sum())
+
+    model = Reads()
+    with caplog.at_level(logging.INFO, "zeroshard"):
+        auto = zeroshard.AutoPlan(example=torch.zeros(2, 4))
+        model, _ = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=auto)
+    zeroshard.close(model)
+    assert "can't be traced with the example batch" in caplog.text
+    assert find_units(model)

@@ -1,0 +1,180 @@
+"""`plan="auto"`: what is free on these ranks, one choice for all of them, and the log line that says why.
+
+    every rank    free bytes of device and host  --least of any-->  rank 0 traces and chooses  --broadcast-->  all ranks
+
+Only rank 0 traces: the answer is one number, and ranks that computed it apart could differ. What it can't do is
+broadcast too, so that all ranks raise the same error and none waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.comm.reach import gpus_reachable
+from zeroshard.engine.host_memory import available_bytes
+from zeroshard.errors import PlanError, UsageError, ZeroShardError
+from zeroshard.plan.builder import Recipe
+from zeroshard.planner.hardware import Cluster, find_gpu, parse_cluster
+from zeroshard.planner.sources import guessed_batch
+from zeroshard.planner.startup import Decision, Example, MakePlan, Room, decide
+from zeroshard.planner.tiers import Offload
+from zeroshard.planner.twin import meta_twin
+from zeroshard.sharding.units import UnitSpec
+
+_LOGGER = logging.getLogger("zeroshard")
+COMMUNICATORS = 2**29
+"""Device bytes that are kept for the communicators which are still to be made. An assumption."""
+HOST_KEPT_FREE = 2 * 2**30
+LONGEST = 4096
+"""Tokens of a sequence where nobody says how long it is, or as many as the model takes."""
+OFFLOADS = (Offload.NONE, Offload.CPU, Offload.CPU_PARAM)
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """Let the planner choose stage and offload, by what is free when `shard` is called. `plan="auto"` is AutoPlan().
+
+    Attributes:
+        recipe: everything else; its sharding and offload are what is chosen.
+        example: one micro-batch as the forward takes it, from which activations are traced: a mapping of keyword
+            arguments, a tuple of positional ones, or a tensor. On any device; values are not read.
+        device_memory: bytes that may be taken of each device; None is what is free (on a CPU, of the machine).
+        offload: whether host memory may be used where nothing fits without. On a CPU it needs `device_memory`.
+    """
+
+    recipe: Recipe = field(default_factory=Recipe)
+    example: Any = None
+    device_memory: float | None = None
+    offload: bool = True
+
+    def __post_init__(self) -> None:
+        if self.device_memory is not None and self.device_memory <= 0:
+            raise PlanError(f"AutoPlan(device_memory={self.device_memory}): bytes, more than 0")
+
+
+def example_of(batch: Any) -> Example | None:
+    """A batch as arguments of the forward."""
+    if batch is None or isinstance(batch, Example):
+        return batch
+    if isinstance(batch, Mapping):
+        return Example((), dict(batch))
+    return Example(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+
+
+def assumed_example(model: nn.Module, samples: int, length: int | None) -> Example | None:
+    """What the forward of a model of ids, or of transformers, would be called with; None for any other."""
+    config: Any = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    tokens = length or min(LONGEST, limit if isinstance(limit, int) else LONGEST)
+    try:
+        with torch.device("meta"):
+            batch = guessed_batch(meta_twin(model), type(model).__name__, samples, tokens)
+    except (ZeroShardError, AttributeError, TypeError, ValueError):
+        return None
+    said = "" if length else ", as nobody said how long they are"
+    return Example((), dict(batch), f"{samples} sequences of {tokens} tokens{said}")
+
+
+def choose(
+    model: nn.Module,
+    units: list[UnitSpec],
+    make: MakePlan,
+    example: Example | None,
+    device: torch.device,
+    *,
+    limit: float | None = None,
+    offloads: Sequence[Offload] = OFFLOADS,
+) -> Decision:
+    """The choice of all ranks; called by all of them.
+
+    Raises:
+        PlanError: nothing fits, with the cheapest change; on every rank.
+    """
+    room = _room(model, device, limit)
+    decision: Decision | None = None
+    said: dict[str, Any] = {}
+    if _rank() == 0:
+        try:
+            decision = decide(model, units, make, room, example, offloads=tuple(offloads))
+            said = {"stage": decision.stage, "offload": decision.offload.value, "reason": decision.reason}
+        except ZeroShardError as error:
+            said = {"error": str(error)}
+    said = _from_first(said, device)
+    if "error" in said:
+        raise PlanError(said["error"])
+    decision = Decision(int(said["stage"]), Offload(said["offload"]), str(said["reason"]))
+    if _rank() == 0:
+        _LOGGER.info("auto: %s", decision.reason)
+    return decision
+
+
+def reachable(device: torch.device) -> bool:
+    """Whether plans copy between peers here; called by all ranks before `choose`, since plans are made on rank 0."""
+    return device.type == "cuda" and gpus_reachable(device)
+
+
+def _room(model: nn.Module, device: torch.device, limit: float | None) -> Room:
+    """The least that is free on any rank."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(_world())))
+    free = available_bytes()
+    host = 0 if free is None else max(0, free - HOST_KEPT_FREE) // max(1, local)
+    own, cluster = _free(model, device, limit, host)
+    if device.type != "cuda" and limit is None:
+        host = 0  # the device is the host: nothing can be moved away
+    least = torch.tensor([own, host], dtype=torch.int64, device=device)
+    if _world() > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    own, host = least.tolist()
+    return Room(own, host, _world(), device.type == "cuda", cluster)
+
+
+def _free(model: nn.Module, device: torch.device, limit: float | None, host: int) -> tuple[int, Cluster | None]:
+    """Bytes that this rank may take, and the cluster of which the planner knows rates."""
+    if device.type != "cuda":
+        free = int(limit) if limit is not None else host
+        if free <= 0:
+            raise UsageError("auto: this machine does not tell what memory is free; give AutoPlan(device_memory=...)")
+        return free, None
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    given_back = sum({p.data_ptr(): p.nbytes for p in model.parameters() if p.device == device}.values())
+    free += idle + given_back - (COMMUNICATORS if _world() > 1 else 0)
+    try:
+        card = find_gpu(torch.cuda.get_device_name(device))
+    except PlanError:
+        return int(min(free, limit or free)), None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    per_node = per_node if _world() % per_node == 0 else 1
+    return int(min(free, limit or free)), parse_cluster(f"{_world()}x{card.name}", per_node=per_node)
+
+
+def _from_first(said: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What rank 0 said, on every rank; as JSON in a tensor."""
+    if _world() == 1:
+        return said
+    text = json.dumps(said).encode()
+    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    dist.broadcast(length, 0)
+    payload = torch.zeros(int(length), dtype=torch.uint8)
+    if _rank() == 0:
+        payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    payload = payload.to(device)
+    dist.broadcast(payload, 0)
+    return json.loads(bytes(payload.tolist()))
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
