@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.rows import Row, Setting
+from zeroshard.planner.tiers import Offload
 
 ROOM = 0.95
 """Share of the memory above which a row is taken only where nothing smaller fits: fragmentation may end the run."""
 SAME_SPEED = 0.01
 """Rows whose steps differ by less are equally fast; the one that takes less memory is better."""
+
+OFFLOAD_GAIN = 0.10
+"""Offload is taken only where it is faster by more: it lives from copies that hide behind compute, and takes the host's
+memory and the link from everything else."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ def choose(rows: Sequence[Row]) -> Choice:
         return Choice(None, {row.setting: _obstacle(row) for row in rows})
     able = [row for row in able if not _is_tight(row)] or able
     quickest = min(row.time.seconds for row in able)
+    plain = [row for row in able if row.setting.offload is Offload.NONE]
+    if any(row.time.seconds <= quickest * (1 + OFFLOAD_GAIN) for row in plain):
+        able, quickest = plain, min(row.time.seconds for row in plain)
     close = [row for row in able if row.time.seconds <= quickest * (1 + SAME_SPEED)]
     best = min(close, key=lambda row: row.total)
     return Choice(best, {row.setting: _reason(row, best) for row in rows})
@@ -47,6 +55,8 @@ def _reason(row: Row, best: Row) -> str:
     saved = best.total - row.total
     if abs(slower) <= SAME_SPEED:
         return f"As fast as the choice, and {human_bytes(-saved)} larger." if saved < 0 else "As fast as the choice."
+    if slower < 0:
+        return f"{-slower:.0%} faster by the plan, which is too little for what it takes of the host and the link."
     if saved > 0:
         return f"{slower:.0%} slower than the choice; would free {human_bytes(saved)} more."
     return f"{slower:.0%} slower than the choice and {human_bytes(-saved)} larger."

@@ -24,11 +24,12 @@ from zeroshard.planner.configs import (
     default_document,
     meaning,
     offload_of,
+    ratio_of,
     read_document,
     with_batch,
     with_setting,
 )
-from zeroshard.planner.explain import explain, in_words
+from zeroshard.planner.explain import RATIOS, explain, in_words
 from zeroshard.planner.hardware import Cluster, listed_price, parse_cluster
 from zeroshard.planner.html import report
 from zeroshard.planner.png import write_png
@@ -76,6 +77,13 @@ class Request:
         count = self.accumulation * self.micro // work.samples
         return make_row(work, means.recipe, setting, self.cluster, micro_batches=count, refused=means.refused)
 
+    def mildest(self, row: Row) -> Row:
+        """Of offload to the CPU that fits, the row that offloads the least share of the state which is enough."""
+        if row.setting.offload is not Offload.CPU or not row.fits:
+            return row
+        partly = (self.row(replace(row.setting, ratio=ratio)) for ratio in RATIOS)
+        return next((made for made in partly if made.fits), row)
+
 
 @app.command()
 def plan(
@@ -115,7 +123,7 @@ def plan(
     if scale is not None:
         _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
         return
-    rows = [request.row(setting) for setting in settings(checkpointing=_ways(checkpointing))]
+    rows = [request.mildest(request.row(setting)) for setting in settings(checkpointing=_ways(checkpointing))]
     choice = choose(rows)
     advised = _advice(request, rows, choice)
     notes = [*rows[0].traced.notes, *_assumptions(where)]
@@ -159,7 +167,7 @@ def _price(given: float | None, cluster: Cluster) -> float | None:
 
 def _explain(request: Request, how: Checkpointing, as_json_: bool) -> None:
     means = meaning(request.document, request.cluster, keep_fp32=request.source.keep_fp32)
-    setting = Setting(means.setting_stage, offload_of(request.document), how)
+    setting = Setting(means.setting_stage, offload_of(request.document), how, ratio_of(request.document))
     explanation = explain(setting, request.micro, request.row)
     lines = in_words(explanation)
     if as_json_:

@@ -122,6 +122,8 @@ def with_setting(document: Document, setting: Setting) -> Document:
     if setting.offload is not Offload.NONE:
         device = "nvme" if setting.offload is Offload.NVME else "cpu"
         zero["offload_optimizer"] = {"device": device, "pin_memory": True}
+        if setting.ratio < 1:
+            zero["offload_optimizer"]["ratio"] = setting.ratio
         if setting.offload is Offload.NVME:
             zero["offload_optimizer"]["nvme_path"] = "/local_nvme"
         if setting.offload in (Offload.CPU_PARAM, Offload.NVME):
@@ -175,6 +177,14 @@ def offload_of(document: Mapping[str, Any]) -> Offload:
     if parameters == "cpu":
         return Offload.CPU_PARAM
     return Offload.CPU if optimizer == "cpu" else Offload.NONE
+
+
+def ratio_of(document: Mapping[str, Any]) -> float:
+    """The share of the optimizer's state that a document offloads."""
+    zero = document.get("zero_optimization")
+    entry = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+    ratio = entry.get("ratio", 1.0) if isinstance(entry, Mapping) else 1.0
+    return float(ratio) if isinstance(ratio, (int, float)) else 1.0
 
 
 def _first(error: ConfigError) -> str:

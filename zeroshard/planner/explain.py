@@ -11,6 +11,8 @@ from zeroshard.planner.rows import Row, Setting
 from zeroshard.planner.tiers import Offload, allowed
 
 CHANGES = 3
+RATIOS = (0.25, 0.5, 0.75)
+"""Shares of the optimizer's state that are tried before all of it goes to host memory."""
 CHECKPOINTING = "activation checkpointing"
 Option = tuple[str, Setting, int]
 """A change in words, the setting that it leads to, and the sequences per micro-batch."""
@@ -93,11 +95,29 @@ def _families(setting: Setting, samples: int) -> Iterator[list[Option]]:
         yield _smaller(sharded, samples, ' and "stage": 3')
     if setting.offload is Offload.NONE:
         kinds = [o for o in (Offload.CPU, Offload.CPU_PARAM, Offload.NVME) if allowed(o, setting.stage)]
-        yield [(f"offload {o.value}", replace(setting, offload=o), samples) for o in kinds]
-        yield [
-            (f'"stage": 3, offload {o.value} and {CHECKPOINTING}', replace(kept, stage=3, offload=o), samples)
-            for o in (Offload.CPU, Offload.CPU_PARAM)
-        ]
+        yield [option for o in kinds for option in _away(setting, o, samples, "")]
+        more = ['"stage": 3'] * (setting.stage < 3) + [CHECKPOINTING] * off
+        if more:
+            yield [
+                option
+                for o in (Offload.CPU, Offload.CPU_PARAM)
+                for option in _away(replace(kept, stage=3), o, samples, f" with {' and '.join(more)}")
+            ]
+    elif setting.offload is Offload.CPU and setting.ratio < 1:
+        rest = [ratio for ratio in (*RATIOS, 1.0) if ratio > setting.ratio]
+        yield [(f'"offload_optimizer.ratio": {r:g}', replace(setting, ratio=r), samples) for r in rest]
+
+
+def _away(setting: Setting, offload: Offload, samples: int, beside: str) -> Iterator[Option]:
+    """State in host memory, a part of it first."""
+    keys = {
+        Offload.CPU: '"offload_optimizer": {"device": "cpu"',
+        Offload.CPU_PARAM: '"offload_optimizer" and "offload_param": {"device": "cpu"',
+        Offload.NVME: '"offload_optimizer": {"device": "nvme"',
+    }
+    for ratio in (*RATIOS, 1.0) if offload is Offload.CPU else (1.0,):
+        part = f', "ratio": {ratio:g}' if ratio < 1 else ""
+        yield f"{keys[offload]}{part}}}{beside}", replace(setting, offload=offload, ratio=ratio), samples
 
 
 def _smaller(setting: Setting, samples: int, beside: str) -> list[Option]:

@@ -29,17 +29,18 @@ CONTEXT = 1.0 * GIB
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row of the table chooses."""
+    """What a row of the table chooses. `ratio`: share of the optimizer's state that is offloaded."""
 
     stage: int
     offload: Offload
     checkpointing: Checkpointing
+    ratio: float = 1.0
 
     @property
     def label(self) -> str:
         parts = [f"stage {self.stage}"]
         if self.offload is not Offload.NONE:
-            parts.append(f"offload {self.offload.value}")
+            parts.append(f"offload {self.offload.value}" + (f" {self.ratio:.0%}" if self.ratio < 1 else ""))
         if self.checkpointing is not Checkpointing.OFF:
             parts.append("checkpointing")
         return ", ".join(parts)
@@ -161,7 +162,7 @@ def make_row(
     """
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
     chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axis=recipe.sharding.axis), policy=policy)
-    chosen = gpu_recipe(chosen, setting.offload)
+    chosen = gpu_recipe(chosen, setting.offload, setting.ratio)
     plan, traced = work.plan(chosen, dp=cluster.count, shard=shard, how=setting.checkpointing)
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
         plan = with_peer_copies(plan)

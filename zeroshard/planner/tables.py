@@ -39,7 +39,7 @@ def columns(row: Row) -> dict[str, int]:
 def plan_table(rows: Sequence[Row], choice: Choice, title: str) -> Group:
     """The table, one line per row, and a sentence for each below it."""
     table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("", "stage", "offload", "ckpt"):
+    for name in ("", "stage", "offload", "ratio", "ckpt"):
         table.add_column(name, no_wrap=True)
     headings = [*COLUMNS, "reserve", "total", "fits", "host", "disk", "step s", "tok/s", "MFU", "$/1B"]
     for name in headings:
@@ -63,6 +63,7 @@ def _cells(row: Row, best: bool) -> list[str]:
         "->" if best else "",
         str(row.setting.stage),
         row.setting.offload.value if row.setting.offload is not Offload.NONE else "-",
+        f"{row.setting.ratio:.0%}" if row.setting.offload is not Offload.NONE else "-",
         how,
         *(_gb(nbytes) for nbytes in columns(row).values()),
         _gb(row.total),
@@ -108,7 +109,12 @@ def as_json(rows: Sequence[Row], choice: Choice, notes: Sequence[str], advised: 
 
 def _setting(row: Row) -> dict[str, Any]:
     setting = row.setting
-    return {"stage": setting.stage, "offload": setting.offload.value, "checkpointing": setting.checkpointing.value}
+    return {
+        "stage": setting.stage,
+        "offload": setting.offload.value,
+        "ratio": setting.ratio,
+        "checkpointing": setting.checkpointing.value,
+    }
 
 
 def _row(row: Row, choice: Choice) -> dict[str, Any]:

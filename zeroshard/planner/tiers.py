@@ -45,10 +45,13 @@ def allowed(offload: Offload, stage: int) -> bool:
     return stage >= 3 if offload.parameters is Tier.HOST else stage >= 1
 
 
-def gpu_recipe(recipe: Recipe, offload: Offload) -> Recipe:
+def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
     """The recipe that the engine would take on GPUs for this offload, with what it leaves open decided.
 
-    What the recipe's own offload says of the share and of the way of updating is kept where the row offloads at all.
+    What the recipe's own offload says of the way of updating is kept where the row offloads at all.
+
+    Args:
+        ratio: share of the optimizer's state that goes, where the parameters stay.
     """
     # Adam's, with moments in float32: it takes split master weights, and streamed state.
     kernel = recipe.moments == 2 and recipe.blocks is None
@@ -57,7 +60,7 @@ def gpu_recipe(recipe: Recipe, offload: Offload) -> Recipe:
     asked = recipe.offload or HostState()
     update = asked.update or (HostUpdate.STREAMED if kernel else HostUpdate.PROCESSOR)
     away = offload.parameters is Tier.HOST
-    host = replace(asked, ratio=1.0 if away else asked.ratio, param=away, update=update)
+    host = replace(asked, ratio=1.0 if away else ratio, param=away, update=update)
     return for_gpu(replace(recipe, offload=host), split_master=kernel and update is HostUpdate.STREAMED)
 
 
