@@ -103,8 +103,7 @@ def test_a_killed_rank_is_named_first_and_nothing_is_left_on_any_host(hosts: Tes
     job = _running(hosts, tmp_path)
     os.kill(hosts.find(hosts.names[1], "runner.py"), signal.SIGKILL)
     said = _words(job)
-    # On a busy machine the node of the killed rank may be told to stop before it has said how that rank ended.
-    assert job.returncode in (128 + 9, 128 + 15)
+    assert job.returncode == 128 + 9
     assert re.match(
         rf"zeroshard: rank 1 \(local rank 0, host {hosts.names[1]}, pid \d+\) failed first: killed by", said[0]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from zeroshard.launch import frames
 from zeroshard.launch.arbiter import Arbiter
 from zeroshard.launch.line import Judge
+from zeroshard.launch.voice import ToLauncher
 
 
 def _stream(messages: list[frames.Message]) -> bytes:
@@ -127,3 +129,8 @@ def test_a_node_that_is_through_may_leave() -> None:
         time.sleep(0.01)
     judge.close(well=True)
     assert nodes[0].hears() == [{"kind": "bye"}]
+
+
+def test_a_node_that_is_stopped_for_what_its_own_rank_began_ends_with_the_status_of_that_rank() -> None:
+    assert ToLauncher().stopped(signal.SIGTERM, failed=137) == 137
+    assert ToLauncher().stopped(signal.SIGTERM, failed=None) == 128 + signal.SIGTERM

@@ -34,7 +34,7 @@ from zeroshard.launch import report, runner
 from zeroshard.launch.job import Job
 from zeroshard.launch.logs import RankLogs, log_directory
 from zeroshard.launch.voice import Voice, say
-from zeroshard.launch.watch import RankProcess, RankWatch
+from zeroshard.launch.watch import KILLERS, RankProcess, RankWatch
 
 # Ctrl-C and SIGTERM: how long a rank may take to end by itself before SIGKILL. Torch's default is 30.
 _SHUTDOWN_SECONDS = "10"
@@ -105,7 +105,8 @@ def launch(ranks: Ranks, voice: Voice) -> Outcome:
         death = watch.first()
         if death is not None and not watch.announced(death):
             voice.cause(report.announcement(death, ranks.host))  # the signal came before the agent had seen it
-        return Outcome(voice.stopped(signal.Signals(int(stop.sigval))))
+        failed = None if death is None else report.exit_status(-death.signal) if death.signal else 1
+        return Outcome(voice.stopped(signal.Signals(int(stop.sigval)), failed))
     except (RendezvousError, dist.DistError) as error:
         raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
     finally:
@@ -117,11 +118,19 @@ def launch(ranks: Ranks, voice: Voice) -> Outcome:
 def _asks_to_save(watch: RankWatch, voice: Voice) -> Iterator[None]:
     """SIGTERM is a request to the ranks that can save, once; else, and from then on, what torch's agent makes of it."""
 
+    handling: list[int] = []
+
     def handle(number: int, frame: FrameType | None) -> None:
-        if voice.may_save() and watch.ask_to_save():
-            voice.saving(signal.SIGTERM)
-            return
-        watch.stop(signal.SIGTERM)
+        if handling:
+            return  # of a guard that is killed the kernel tells us once for each of its threads
+        handling.append(number)
+        try:
+            if voice.may_save() and watch.ask_to_save():
+                voice.saving(signal.SIGTERM)
+                return
+            watch.stop(signal.SIGTERM)
+        finally:
+            handling.clear()
         raise SignalException(f"process {os.getpid()} got SIGTERM", signal.SIGTERM)
 
     former = signal.signal(signal.SIGTERM, handle)
@@ -222,6 +231,8 @@ def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice
         # A death that was announced without its cause is told again with it.
         first, told = death.process.rank, watch.announced(death) and (death.recorded or death.signal is not None)
     cause = exits.pop(first)
+    if death is not None and cause.code < 0 and not death.violent and -cause.code in KILLERS:
+        voice.died(first, violent=True)  # its status could not be read when it vanished
     if not told:
         voice.cause(report.cause(cause, host))
     status = voice.ended(report.exit_status(cause.code), report.consequences(exits))

@@ -217,7 +217,7 @@ class Line:
             text = f"zeroshard: node {self.job.node_rank} (host {host}) was lost first: its agent got {number.name}"
             self._say({"kind": "gone", "text": text})
 
-    def stopped(self, number: signal.Signals) -> int:
+    def stopped(self, number: signal.Signals, failed: int | None) -> int:
         """By a peer's trouble, or by a signal to this node."""
         if not self._stopped:
             self._leave()
@@ -225,7 +225,7 @@ class Line:
             return 128 + number
         self._heard.wait(_VERDICT_SECONDS)
         say(f"{self._verdict()}\nzeroshard: ended the ranks of this node")
-        return 1
+        return 1 if failed is None else failed
 
     def may_save(self) -> bool:
         """Not when it is the judge who ends this node."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Protocol
 
 from zeroshard.launch import frames
 from zeroshard.launch.runner import PREEMPTED
 
+_ORPHAN_SECONDS = 0.3
 SAVING = "zeroshard: {} received: the ranks finish their step, save and end; a second one ends them at once"
 SAVED = f"zeroshard: the ranks were told to stop and have saved; status {PREEMPTED}"
 
@@ -43,8 +45,12 @@ class Voice(Protocol):
         """A signal tells the agent to end its ranks."""
         ...
 
-    def stopped(self, number: signal.Signals) -> int:
-        """They have ended; returns the exit status."""
+    def stopped(self, number: signal.Signals, failed: int | None) -> int:
+        """They have ended; returns the exit status.
+
+        Args:
+            failed: exit status of the rank that had failed before the signal came; None where none had.
+        """
         ...
 
     def may_save(self) -> bool:
@@ -79,7 +85,7 @@ class ToUser:
     def stopping(self, number: signal.Signals) -> None:
         pass  # `stopped` tells it, when it is done
 
-    def stopped(self, number: signal.Signals) -> int:
+    def stopped(self, number: signal.Signals, failed: int | None) -> int:
         say(f"zeroshard: {number.name} received, all ranks ended")
         return 128 + number
 
@@ -115,11 +121,19 @@ class ToLauncher:
         frames.send({"kind": "cause", "text": text})
 
     def stopping(self, number: signal.Signals) -> None:
-        # The kernel sends SIGTERM when the guard has gone.
-        frames.send({"kind": "stopping", "signal": number.name, "orphan": os.getppid() != self._guard})
+        orphan = number is signal.SIGTERM and self._orphaned()
+        frames.send({"kind": "stopping", "signal": number.name, "orphan": orphan})
 
-    def stopped(self, number: signal.Signals) -> int:
-        return 128 + number
+    def _orphaned(self) -> bool:
+        """Whether the guard is gone: the kernel sends SIGTERM when its thread that made us ends, the others follow."""
+        deadline = time.monotonic() + _ORPHAN_SECONDS
+        while os.getppid() == self._guard and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return os.getppid() != self._guard
+
+    def stopped(self, number: signal.Signals, failed: int | None) -> int:
+        # The launcher may have heard of what follows from our rank's failure first, and stopped us for it.
+        return 128 + number if failed is None else failed
 
     def may_save(self) -> bool:
         return os.getppid() == self._guard

@@ -35,7 +35,7 @@ _SETTLE_SECONDS = 0.1
 # After its last descriptor is closed a process has this long to become one whose status can be read.
 _STATUS_SECONDS = 0.05
 # Sent by the kernel or from outside of the job. SIGTERM is the agent's, SIGABRT often a consequence (a lost peer).
-_VIOLENT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 # SIGTERM may be a request to save, which the agent decides.
@@ -63,7 +63,7 @@ class Death:
     @property
     def violent(self) -> bool:
         """Whether it was killed outright."""
-        return self.signal in _VIOLENT
+        return self.signal in KILLERS
 
 
 @dataclass
