@@ -251,6 +251,11 @@ def test_the_boundary_can_be_set_by_hand() -> None:
         train(engine, 1, micro)
         steps.append(engine.global_steps)
     assert steps == [0, 0, 1, 2, 2]
+    engine.set_gradient_accumulation_boundary(None)  # counted again: one micro-batch of two has been
+    train(engine, 1, 5)
+    assert engine.global_steps == 3
+    with pytest.raises(UsageError, match="True, False, or None"):
+        engine.set_gradient_accumulation_boundary("no")  # type: ignore[arg-type]
     engine.destroy()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.support.cases import sample
 from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import (
@@ -278,6 +279,9 @@ def _refusals(rank: int, world: int) -> None:
     parameter = dict(model.named_parameters())["outer.weight"]
     with pytest.raises(UsageError, match=r"'outer\.weight' needs a tensor of shape \(\d+, \d+\), got shape \(3,\)"):
         zeroshard.safe_set_full_fp32_param(parameter, torch.ones(3))
+    for value in (torch.ones(WIDTH, WIDTH, dtype=torch.complex64), torch.ones(WIDTH, WIDTH, device="meta")):
+        with pytest.raises(UsageError, match="needs a tensor of real numbers"):
+            zeroshard.safe_set_full_fp32_param(parameter, value)
     with pytest.raises(UsageError, match="no gradient to set"):
         zeroshard.safe_set_full_grad(parameter, torch.ones(WIDTH, WIDTH))
     with zeroshard.GatheredParameters(parameter, modifier_rank=0):
@@ -307,7 +311,7 @@ def _alone(rank: int, world: int, stage: int, call: str) -> tuple[str, float]:
     return "right", time.monotonic() - start
 
 
-@pytest.mark.parametrize(("stage", "call"), [(1, "get"), (3, "set")])
+@pytest.mark.parametrize(("stage", "call"), sample([(1, "get"), (3, "set")]))
 def test_a_call_on_one_rank_alone_ends_within_seconds_in_an_error(stage: int, call: str) -> None:
     for text, seconds in run_ranks(2, _alone, stage, call, timeout=60):
         assert text.startswith("DivergenceError"), text

@@ -78,8 +78,29 @@ def test_a_wrong_line_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["a,b slots=2", "a[1-3] slots=2", "a;b slots=1", "$(a) slots=1", "a\0b slots=1", "-oA=b slots=1", "a slots=\u0663"],
+)
+def test_a_host_is_one_host_with_a_number_of_slots(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UsageError, match=r"line 1: .* is not of the form 'host slots=N'"):
+        read_hostfile(_hosts(tmp_path, line))
+
+
+def test_slots_are_counted_before_there_is_a_place_for_each(tmp_path: Path) -> None:
+    for many in ("5000", "9" * 30):
+        with pytest.raises(UsageError, match=rf"line 1: a with {many} slots; at most 4096 can be"):
+            read_hostfile(_hosts(tmp_path, f"a slots={many}"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name_and_addresses_are_names(tmp_path: Path) -> None:
+    text = "\ufeffa slots=1\r\nuser@b slots=1\n::1 slots=1\n[fe80::1%eth0] slots=1\n"
+    assert list(_chosen(_hosts(tmp_path, text))) == ["a", "user@b", "::1", "[fe80::1%eth0]"]
+
+
+@pytest.mark.parametrize(
     ("filters", "message"),
     [
+        ({"include": "a:\u0660"}, "the slots of a are not of the form 0,1,2"),
         ({"include": "c"}, r"--include c: 'c' is no host; there are a, b-1.example"),
         ({"include": "a:4"}, r"--include a:4: a has no slot 4; it has slots 0 to 3"),
         ({"include": "a:0,0"}, "a slot of a is there twice"),

@@ -272,6 +272,9 @@ def _check_value(value: object, numel: int, shape: str, name: str, call: str) ->
     if not isinstance(value, torch.Tensor) or value.numel() != numel:
         given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise UsageError(f"{call}: {name!r} needs a tensor of shape {shape}, got {given}")
+    if value.is_meta or value.is_complex():
+        what = "one on the meta device, which has no values" if value.is_meta else f"{value.dtype}"
+        raise UsageError(f"{call}: {name!r} needs a tensor of real numbers, got {what}")
 
 
 def _fp32_part(spot: _Spot) -> torch.Tensor:

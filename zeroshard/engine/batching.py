@@ -38,8 +38,12 @@ class Batching:
             return self._manual
         return self.since_step + 1 >= self.sizes.accumulation
 
-    def decide(self, is_boundary: bool) -> None:
-        """Take over the decision."""
+    def decide(self, is_boundary: bool | None) -> None:
+        """Take over the decision; None gives it back. Raises UsageError for anything else than these."""
+        if is_boundary is not None and not isinstance(is_boundary, bool):
+            raise UsageError(
+                f"set_gradient_accumulation_boundary({is_boundary!r}): True, False, or None to count again"
+            )
         self._manual = is_boundary
 
     def count(self) -> bool:

@@ -171,8 +171,8 @@ class Engine(nn.Module):
         """Whether the coming (or running) micro-batch is the last before the update."""
         return self._batching.at_boundary
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Take over the decision which micro-batch is the last before the update."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Take over the decision which micro-batch is the last before the update; None gives it back."""
         self._batching.decide(is_boundary)
 
     @contextmanager

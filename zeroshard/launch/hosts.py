@@ -17,7 +17,10 @@ from pathlib import Path
 
 from zeroshard.errors import UsageError
 
-_LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>\d+)")
+# A name, an address, an IPv6 address bare or in brackets; no lists or ranges, which pdsh would take apart.
+_NAME = r"(?:[\w.-]+@)?(?:[\w:][\w.:%-]*|\[[\w.:%]+\])"
+_LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>[0-9]+)")
+_MOST_SLOTS = 4096
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     Raises UsageError with the number of the line that is wrong.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"--hostfile {path}: can't be read ({reason})") from error
@@ -48,7 +51,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise UsageError(f"{path}, line {number}: {line!r} is not of the form 'host slots=N'")
-        name, slots = match["name"], int(match["slots"])
+        name, slots = match["name"], int(match["slots"][:9])
+        if slots > _MOST_SLOTS:
+            raise UsageError(f"{path}, line {number}: {name} with {match['slots']} slots; at most {_MOST_SLOTS} can be")
         if slots == 0:
             raise UsageError(f"{path}, line {number}: {name} has no slots; leave the line out, or give slots=1 or more")
         if name in hosts:
@@ -100,7 +105,7 @@ def _parse(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int
 
 
 def _slots(option: str, text: str, slots: str, host: Host) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", slots):
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", slots):
         raise UsageError(f"{option} {text}: the slots of {host.name} are not of the form 0,1,2")
     numbers = tuple(sorted(int(slot) for slot in slots.split(",")))
     for number in numbers:

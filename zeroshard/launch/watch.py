@@ -33,7 +33,7 @@ _CAUSE_SECONDS = 1.0
 # A rank that says "failed" is announced after this time, in which one that was killed can still go before it.
 _SETTLE_SECONDS = 0.1
 # After its last descriptor is closed a process has this long to become one whose status can be read.
-_STATUS_SECONDS = 0.05
+_STATUS_SECONDS = 0.5
 # Sent by the kernel or from outside of the job. SIGTERM is the agent's, SIGABRT often a consequence (a lost peer).
 KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
