@@ -20,6 +20,7 @@ from tests.support.training import (
     train_reference,
 )
 from tests.support.zoo import STRUCTURES, Stack
+from zeroshard.engine.handle import handle_of
 from zeroshard.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -76,8 +77,48 @@ def _nested(rank: int, world: int) -> None:
     assert bool((full_parameters(model)["inner.weight"] == 1).all())
 
 
-def test_nests() -> None:
-    run_ranks(2, _nested)
+def _forward_inside(rank: int, world: int) -> None:
+    """What a block holds is used as it is and not gathered; of a unit that it holds in part the rest is."""
+    expected, theirs = shard_task(TASK, Setting())
+    model, optimizer = shard_task(TASK, Setting())
+    assert isinstance(model, Stack)
+    _train(expected, theirs, rank)
+    log, batch = handle_of(model).comm.log, Batch(0, 0, rank)
+    with zeroshard.GatheredParameters(model):
+        before = log.count
+        loss = square_loss(model, batch)
+        assert log.count == before
+        if rank == 0:
+            with torch.no_grad():
+                assert torch.equal(square_loss(model, batch), loss)  # by one rank alone
+        assert all(parameter.numel() for parameter in model.parameters())
+    assert not any(parameter.numel() for parameter in model.parameters())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_same(full_parameters(model), full_parameters(expected), "forward inside, backward outside")
+    for held in (list(model.parameters()), [model.inner.weight], [model.outer.weight]):
+        with zeroshard.GatheredParameters(held, modifier_rank=0), torch.no_grad():
+            for parameter in held:
+                parameter.mul_(2)
+            inside = square_loss(model, batch)
+            assert all(parameter.numel() for parameter in held)
+        with torch.no_grad():
+            assert torch.equal(square_loss(model, batch), inside)
+        with zeroshard.GatheredParameters(held):
+            loss = square_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _nests_and_runs(rank: int, world: int) -> None:
+    _nested(rank, world)
+    _forward_inside(rank, world)
+
+
+def test_nests_and_a_forward_inside_uses_what_is_held() -> None:
+    run_ranks(2, _nests_and_runs)
 
 
 def _modify(rank: int, world: int) -> None:

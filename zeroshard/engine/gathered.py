@@ -61,7 +61,8 @@ class GatheredParameters:
     """Inside the with-block the given parameters are whole; called by all ranks.
 
     Of nested blocks the outermost decides about a parameter; inner ones leave it alone and send nothing for it, so one
-    rank may open them by itself.
+    rank may open them by itself. A forward inside uses what the block holds, changes included, and gathers only units
+    of which it does not hold all.
 
     Args:
         params: a parameter, any iterable of them, a module, or None. Tensors that are not sharded are left alone.
@@ -87,7 +88,7 @@ class GatheredParameters:
         self._held: list[torch.Tensor] = []
         self._places: list[tuple[torch.Tensor, Place]] = []
         self._loose: list[tuple[torch.Tensor, LooseShard]] = []
-        self._gathered: list[tuple[torch.Tensor, Group, int]] = []
+        self._gathered: list[tuple[torch.Tensor, Unit, Group, int]] = []
         self._versions: dict[int, int] = {}
         self._before: list[torch.Tensor | None] = []
 
@@ -121,7 +122,8 @@ class GatheredParameters:
             if id(group) not in wholes:
                 wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
             parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
-            self._gathered.append((parameter, group, index))
+            self._gathered.append((parameter, unit, group, index))
+            group.lent.add(index)
 
     def _copy_before(self, parameter: torch.Tensor, group: Group) -> torch.Tensor | None:
         """A change of a parameter that rests whole overwrites what its master weights, or the old values, are."""
@@ -149,8 +151,9 @@ class GatheredParameters:
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
                 )
         finally:
-            for parameter, group, index in self._gathered:
-                parameter.data = group.empties[index]
+            for parameter, unit, group, index in self._gathered:
+                group.lent.discard(index)
+                parameter.data = (group.views if unit.in_use else group.empties)[index]
             for parameter, _ in self._loose:
                 parameter.data = parameter.data.new_empty(0)
             for parameter, (handle, *_) in self._places:

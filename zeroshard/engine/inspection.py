@@ -74,7 +74,7 @@ class Inspection:
 
     def _changed(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
         sharded = group.plan.param.axis is not None
-        if sharded and not unit.in_use and parameter.numel():
+        if sharded and parameter.numel() and (not unit.in_use or index in group.lent):
             return  # inside a GatheredParameters, which looks itself
         self.accept(parameter)
         if sharded:

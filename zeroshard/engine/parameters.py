@@ -81,7 +81,7 @@ class Parameters:
 
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
-        if self._ledger.holds(index):
+        if self._ledger.holds(index) or _lent(self._storage.units[index]):
             return
         evicted, slot = self._ledger.take(index), self._slots[index]
         if evicted is not None and slot is not None:
@@ -104,6 +104,8 @@ class Parameters:
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
+        if _lent(self._storage.units[index]):
+            return
         if not self._ledger.holds(index):
             self.gather(index)
         if index in self._gathered:
@@ -114,8 +116,7 @@ class Parameters:
         if not unit.in_use:
             unit.in_use = True
             for group in unit.groups:
-                for parameter, view in zip(group.parameters, group.views, strict=True):
-                    parameter.data = view
+                _show(group, group.views)
 
     def release(self, index: int) -> None:
         """Compute is done with the unit: a sharded one gets empty parameters and its slot may be written again."""
@@ -158,8 +159,7 @@ class Parameters:
             return
         unit.in_use = False
         for group in unit.groups:
-            for parameter, empty in zip(group.parameters, group.empties, strict=True):
-                parameter.data = empty
+            _show(group, group.empties)
         self._streams.touch(reads=(self._buffer(unit.index),))
         self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
 
@@ -232,6 +232,19 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _show(group: Group, values: list[torch.Tensor]) -> None:
+    """Let parameters be `values`; those that a GatheredParameters holds keep the memory that it gave them."""
+    for number, (parameter, value) in enumerate(zip(group.parameters, values, strict=True)):
+        if number not in group.lent:
+            parameter.data = value
+
+
+def _lent(unit: Unit) -> bool:
+    """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather."""
+    sent = [group for group in unit.groups if group.plan.travels]
+    return bool(sent) and all(len(group.lent) == len(group.parameters) for group in sent)
 
 
 def _gather_from_host(

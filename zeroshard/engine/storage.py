@@ -78,6 +78,8 @@ class Group:
     returning: torch.Tensor | None = None
     local: torch.Tensor | None = None
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
+    lent: set[int] = field(default_factory=set)
+    """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _stand_ins: list[torch.Tensor] = field(default_factory=list)
     _stand_in_shapes: list[torch.Size] = field(default_factory=list)
 
