@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -46,6 +46,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
             handles.append(module.register_state_dict_pre_hook(_Hook(_before_saving(runtime))))
+            handles.append(module.register_state_dict_post_hook(_Hook(_name_only(runtime))))
             handles.append(module.register_load_state_dict_pre_hook(_Hook(_before_loading(runtime))))
     return handles
 
@@ -56,9 +57,33 @@ def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
 
     def hook(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         runtime.drain()
-        _refuse_empty(runtime, module, "state_dict()", cure)
+        if not runtime.names_in_state_dict:
+            _refuse_empty(runtime, module, "state_dict()", cure)
 
     return hook
+
+
+def _name_only(runtime: Runtime) -> Callable[..., None]:
+    """Where it is not refused, state_dict() has the names and shapes of sharded parameters: meta tensors, which no one
+    can save or load by mistake."""
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name, shape in _empty_members(runtime, module) if runtime.names_in_state_dict else ():
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}{name}"] = state[f"{prefix}{name}"].new_empty(shape, device="meta")
+
+    return hook
+
+
+def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and whole shape of the module's own parameters that are sharded and empty just now."""
+    own = dict(module.named_parameters(recurse=False))
+    names = {id(parameter): name for name, parameter in own.items()}
+    for unit in runtime.units:
+        for group in unit.groups:
+            for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
+                if id(parameter) in names and parameter.numel() != segment.numel:
+                    yield names[id(parameter)], segment.shape
 
 
 def _before_loading(runtime: Runtime) -> Callable[..., None]:
@@ -73,12 +98,9 @@ def _before_loading(runtime: Runtime) -> Callable[..., None]:
 
 
 def _refuse_empty(runtime: Runtime, module: nn.Module, what: str, cure: str) -> None:
-    own = {id(parameter) for parameter in module.parameters(recurse=False)}
-    for unit in runtime.units:
-        for group in unit.groups:
-            for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
-                if id(parameter) in own and parameter.numel() != segment.numel:
-                    raise UsageError(f"{what}: parameter {segment.name!r} is sharded and empty here; {cure}")
+    for name, _ in _empty_members(runtime, module):
+        path = next((path for path, member in runtime.model.named_modules() if member is module), "")
+        raise UsageError(f"{what}: parameter {f'{path}.{name}'.lstrip('.')!r} is sharded and empty here; {cure}")
 
 
 class _Hook:

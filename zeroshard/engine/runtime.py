@@ -63,6 +63,8 @@ class Runtime:
         self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
         self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
         self.inspection = Inspection(storage.units)
+        self.names_in_state_dict = False
+        """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
         self._inside: int | None = None

@@ -16,7 +16,7 @@ from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
-from zeroshard.engine.handle import find_handle
+from zeroshard.engine.handle import find_handle, handle_of
 from zeroshard.engine.native import find_optimizer
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import build_engine
@@ -76,6 +76,7 @@ def initialize(
             mesh_param=mesh_param,
         )
     engine.adopt_config(raw)
+    handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     stage_3 = engine.zero_optimization_stage() == 3
     describe(engine.module.parameters(), resident=stage_3)
     if engine.optimizer is not None and stage_3:
