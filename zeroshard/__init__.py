@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard.checkpoint.pretrained import Pretrained, from_pretrained
     from zeroshard.comm.join import init_distributed
     from zeroshard.engine.access import (
         safe_get_full_fp32_param,
@@ -92,6 +93,7 @@ _HOME = {
     "OneBitLamb": "zeroshard.optim.named",
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
+    "Pretrained": "zeroshard.checkpoint.pretrained",
     "Recipe": "zeroshard.plan.builder",
     "Offload": "zeroshard.plan.offload",
     "HostUpdate": "zeroshard.plan.plan",
@@ -103,6 +105,7 @@ _HOME = {
     "clip_grad_norm_": "zeroshard.engine.native",
     "close": "zeroshard.engine.native",
     "drain": "zeroshard.engine.native",
+    "from_pretrained": "zeroshard.checkpoint.pretrained",
     "full_state_dict": "zeroshard.engine.gathered",
     "get_global_grad_norm": "zeroshard.engine.native",
     "init_distributed": "zeroshard.comm.join",
@@ -168,6 +171,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Preemption",
+    "Pretrained",
     "Recipe",
     "Sharding",
     "TiledLinear",
@@ -177,6 +181,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "drain",
+    "from_pretrained",
     "full_state_dict",
     "get_global_grad_norm",
     "get_z3_leaf_modules",

@@ -11,13 +11,19 @@ building whole on every rank and sharding later, which needs the memory of the w
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from zeroshard.errors import UsageError
+
 _LOOSE = "_zeroshard_loose"
+_COPY = "__deepcopy__"
+"""copy.deepcopy looks at the object itself before its class."""
 
 
 @dataclass
@@ -60,7 +66,32 @@ def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], v
     """Hang this rank's part on `parameter`."""
     loose = LooseShard(tuple(shape), tuple(bounds), values)
     vars(parameter)[_LOOSE] = loose
+    vars(parameter)[_COPY] = _Copier(parameter)
     return loose
+
+
+class _Copier:
+    """What copy.deepcopy calls for a parameter: torch's own way would copy the empty data and lose the shard."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._of = weakref.ref(parameter)
+
+    def __call__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A parameter with a shard of its own; of one that is whole just now, an ordinary copy."""
+        parameter = self._of()
+        assert parameter is not None
+        loose = loose_of(parameter)
+        copied = type(parameter).__deepcopy__(parameter, memo)
+        if loose is not None and tuple(parameter.shape) != loose.shape:
+            hang(copied, loose.shape, loose.bounds, loose.values.clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Pickle comes here. Raises UsageError."""
+        raise UsageError(
+            "a parameter that is sharded can't be pickled (torch.save(model)): its values are on all ranks. Save what "
+            "is whole inside zeroshard.GatheredParameters, or the model's state after shard() or initialize()"
+        )
 
 
 def loose_of(parameter: torch.Tensor) -> LooseShard | None:
@@ -72,6 +103,7 @@ def loose_of(parameter: torch.Tensor) -> LooseShard | None:
 def forget_loose(parameter: torch.Tensor) -> None:
     """Give the loose shard up."""
     vars(parameter).pop(_LOOSE, None)
+    vars(parameter).pop(_COPY, None)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -1,0 +1,162 @@
+"""A pretrained model, sharded as it is read: each rank reads its own slices of the safetensors files and nothing else.
+
+    file      | tensor ............................ |
+    rank 0    [ read  )
+    rank 1             [ read  )                          no rank has the whole tensor, and nothing is sent
+
+What the files don't have, a new head say, is made as the constructor says, one tensor at a time. Rejected: one rank
+that reads and broadcasts (what transformers does under ZeRO-3), which reads and sends everything on one path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
+from zeroshard.errors import CheckpointError
+from zeroshard.sharding.deferred import Init, fill_in_place, materialize
+from zeroshard.sharding.loose import hang, shard_loosely
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What `from_pretrained` gives.
+
+    Attributes:
+        model: its parameters are sharded over the default process group and empty, for `shard` and `initialize` or
+            `GatheredParameters`; buffers are whole.
+        made: names that the files don't have; their values are the constructor's.
+        unused: names in the files that the model does not have.
+    """
+
+    model: nn.Module
+    made: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def from_pretrained(
+    build: Callable[[], nn.Module],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    rename: Callable[[str], str] = str,
+    new: Iterable[str] = (),
+) -> Pretrained:
+    """Build a model without memory and fill it from a folder of safetensors files, slice by slice.
+
+    Called by all ranks with the same arguments, after the process group is there; without one the model is whole on
+    its only rank. Host memory at any time: this rank's share and one slice, or one tensor that the files don't have.
+
+    Args:
+        build: makes the model, as `lambda: AutoModelForCausalLM.from_config(config)` does.
+        dtype: of floating parameters; None leaves them those of the constructor. Where the files have float32 the
+            shards keep it, so that master weights are exact.
+        device: where shards rest. Default: the current accelerator, else the CPU.
+        rename: from a name in the model to the name in the files.
+        new: beginnings of names that the files need not have.
+
+    Raises:
+        CheckpointError: the files lack a parameter or persistent buffer that is not `new`, or a shape differs.
+    """
+    with Init(device=device):
+        model = build()
+    with SafetensorsFolder(folder) as files:
+        members = _members(model)
+        stored = {name: files.weights.get(rename(name)) for name in members}
+        for names in _aliases(model).values():  # tied: the files have one of the names
+            known = next((stored[name] for name in names if stored.get(name) is not None), None)
+            stored.update((name, known) for name in names)
+        made = _check(members, stored, tuple(new), files)
+
+        def keep(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+            if not isinstance(tensor, nn.Parameter):
+                fill_in_place(name, tensor, value)
+                return
+            value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            fill_in_place(name, tensor, value.new_empty(0))
+            shard_loosely(tensor, value)
+
+        materialize(model, None, keep, wanted=lambda name: stored.get(name) is None)
+        target = torch.device(device) if device is not None else _default_device()
+        first = {id(tensor): name for name, tensor in reversed(members.items())}
+        for name, tensor in members.items():
+            weight = stored[name]
+            if weight is not None and first[id(tensor)] == name:
+                _fill(name, tensor, weight, files, dtype, target)
+        used = {weight.name for weight in stored.values() if weight is not None}
+        return Pretrained(model, made, tuple(sorted(files.weights.keys() - used)))
+
+
+def _members(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under all their names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {key: several for key, several in names.items() if len(several) > 1}
+
+
+def _check(
+    members: dict[str, torch.Tensor],
+    stored: dict[str, StoredWeight | None],
+    new: tuple[str, ...],
+    files: SafetensorsFolder,
+) -> tuple[str, ...]:
+    """The names that are to be made; raises CheckpointError for those that should have been there."""
+    for name, weight in stored.items():
+        shape = tuple(members[name].shape)
+        if weight is not None and weight.shape != shape:
+            raise CheckpointError(f"{weight.file}: {weight.name!r} has shape {weight.shape}, the model's has {shape}")
+    made = tuple(name for name, weight in stored.items() if weight is None)
+    lacking = [name for name in made if not name.startswith(new)]
+    if lacking:
+        some, known = ", ".join(lacking[:5]), ", ".join(sorted(files.weights)[:3])
+        raise CheckpointError(
+            f"{files.folder}: lacks {len(lacking)} of the model's tensors ({some} ...; it has {known} ...). Give "
+            "`rename` if they are called otherwise there, or `new` with the beginnings of names that are to be made"
+        )
+    return made
+
+
+def _fill(
+    name: str,
+    tensor: torch.Tensor,
+    weight: StoredWeight,
+    files: SafetensorsFolder,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """A parameter becomes empty and gets this rank's slice; a buffer gets all of its values."""
+    if not isinstance(tensor, nn.Parameter):
+        value = files.read(weight.name, 0, weight.numel).view(weight.shape)
+        fill_in_place(name, tensor, value.to(device, tensor.dtype))
+        return
+    kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+    share = -(-weight.numel // ranks)
+    bounds = tuple(min(share * number, weight.numel) for number in range(ranks + 1))
+    own = files.read(weight.name, bounds[rank], bounds[rank + 1])
+    fill_in_place(name, tensor, torch.empty(0, dtype=kind, device=device))
+    hang(tensor, weight.shape, bounds, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
+
+
+def _default_device() -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())

@@ -1,0 +1,119 @@
+"""A folder of safetensors files as the hub has them, read in flat ranges: whoever wants a slice reads no more than it.
+
+    model.safetensors.index.json   {"weight_map": {name: file}}; or one file alone, or all *.safetensors of the folder
+    FILE                           | 8 bytes: length of the header | header: JSON | tensor | tensor | ...
+
+Reads go through `pread` into memory of the caller's. Mapping the file was rejected: its pages count as the process's
+memory, and a network file system serves them one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from zeroshard.checkpoint.dtypes import dtype_of
+from zeroshard.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_LARGEST_HEADER = 2**30
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Where a tensor lies: `start` is its first byte in `file`."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class SafetensorsFolder:
+    """The tensors of a folder by name. A context manager; files are opened when they are first read.
+
+    Raises:
+        CheckpointError: no safetensors there, or a file is not what its header or the index says.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.weights = {weight.name: weight for file in self._files() for weight in _header(file)}
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of the flattened tensor, in its dtype, in host memory of their own."""
+        weight = self.weights[name]
+        values = torch.empty(stop - start, dtype=weight.dtype)
+        if stop == start:
+            return values
+        room = values.view(torch.uint8).numpy().data.cast("B")
+        at = weight.start + start * weight.dtype.itemsize
+        while room:
+            count = os.preadv(self._descriptor(weight.file), [room], at)
+            if count == 0:
+                raise CheckpointError(f"{weight.file}: ends within tensor {name!r}; copy the file again")
+            room, at = room[count:], at + count
+        return values
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(file, os.O_RDONLY)
+        return self._descriptors[file]
+
+    def _files(self) -> list[Path]:
+        index = self.folder / INDEX
+        if index.is_file():
+            table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [self.folder / name for name in sorted(set(table.values()))]
+        else:
+            single = self.folder / SINGLE
+            files = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing or not files:
+            what = f"{', '.join(missing)} of {INDEX} are missing" if missing else "there is no safetensors file"
+            raise CheckpointError(f"{self.folder}: {what}; weights in other formats are to be converted first")
+        return files
+
+
+def _header(file: Path) -> Iterator[StoredWeight]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else _LARGEST_HEADER + 1
+        if length > min(size, _LARGEST_HEADER):
+            raise CheckpointError(f"{file}: is no safetensors file (its header can't have {length} bytes)")
+        table = json.loads(opened.read(length))
+    table.pop("__metadata__", None)
+    for name, entry in table.items():
+        dtype, (start, stop) = dtype_of(entry["dtype"]), entry["data_offsets"]
+        if dtype is None:
+            raise CheckpointError(f"{file}: tensor {name!r} has dtype {entry['dtype']}, which is not known here")
+        made = StoredWeight(name, file, dtype, tuple(entry["shape"]), 8 + length + start)
+        if stop - start != made.numel * dtype.itemsize or 8 + length + stop > size:
+            raise CheckpointError(f"{file}: tensor {name!r} does not fit its place; copy the file again")
+        yield made
