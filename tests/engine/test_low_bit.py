@@ -34,9 +34,12 @@ from tests.support.training import (
     train_sharded,
 )
 from zeroshard.config import load_config
+from zeroshard.config.optimizers import LOW_BIT, ONE_BIT, OPTIMIZERS
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.native import make_plan
 from zeroshard.errors import CheckpointError, PlanError
 from zeroshard.optim.blocks import require_torchao
+from zeroshard.optim.configured import configured_source
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Blocks
@@ -160,6 +163,8 @@ def _plan_is_held(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert held_bytes(model) == replace(state_bytes(plan), no_sync=0), (name, stage)
+            if rank == 0:
+                _check_planner(name, {}, stage)
             zeroshard.close(model)
 
 
@@ -302,6 +307,28 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     config = load_config({"train_batch_size": 1, "optimizer": {"type": "adamw4BIT"}}, world_size=1)
     assert config.optimizer is not None
     assert (config.optimizer.type, config.optimizer.params["block_size"]) == ("AdamW4bit", 128)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind not in ("Muon", *LOW_BIT)])
+def test_the_planner_counts_the_state_of_every_optimizer_as_the_engine_does(kind: str) -> None:
+    _check_planner(kind, {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}, 0 if kind in ONE_BIT else 2)
+
+
+def _check_planner(kind: str, params: dict[str, Any], stage: int) -> None:
+    document = {
+        "optimizer": {"type": kind, "params": params},
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    config = load_config(document, world_size=1)
+    assert config.optimizer is not None
+    model = _Model()
+    source = configured_source(config.optimizer.type, config.optimizer.params, list(model.parameters()), {})
+    recipe = meaning(document, parse_cluster("1xH100")).recipe
+    engine = make_plan(model, replace(recipe, moments=9, blocks=None), source, torch.device("cpu"))
+    plan = zeroshard.build_plan(find_units(model), recipe, dp=engine.dp)
+    assert state_bytes(plan).moments == state_bytes(engine).moments
+    assert state_bytes(plan).moments > 0
 
 
 def test_no_block_straddles_parameters_or_ranks_and_the_planner_counts_as_the_engine_does() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -19,7 +20,8 @@ from tests.support.measure import forget_sent, held_bytes, sent
 from tests.support.models import WIDTH, Batch
 from tests.support.training import assert_close, assert_same, full_parameters
 from tests.support.zoo import Stack
-from zeroshard.errors import PlanError, UsageError
+from zeroshard.engine.engine import Engine
+from zeroshard.errors import CheckpointError, PlanError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.onebit.mean import pack, unpack
 from zeroshard.plan.builder import Precision, Recipe, build_plan
@@ -379,38 +381,83 @@ def _skips_and_resumes(rank: int, world: int, folder: str) -> None:
         _resumes(rank, name, folder)
 
 
-CONFIGURED: dict[str, dict[str, int]] = {
-    "OneBitAdam": {"freeze_step": FREEZE},
-    "OneBitLamb": {"freeze_step": FREEZE},
-    "ZeroOneAdam": {"var_freeze_step": FREEZE, "local_step_scaler": 1, "local_step_clipper": 1},
+CONFIGURED: dict[str, tuple[str, int, dict[str, int]]] = {
+    "OneBitAdam": ("OneBitAdam", 1, {"freeze_step": FREEZE}),
+    "OneBitLamb": ("OneBitLamb", 1, {"freeze_step": FREEZE}),
+    "talking": ("ZeroOneAdam", 1, {"var_freeze_step": FREEZE, "local_step_scaler": 1, "local_step_clipper": 1}),
+    "local": ("ZeroOneAdam", 0, {"var_freeze_step": FREEZE, "local_step_scaler": 1, "local_step_clipper": 4}),
 }
+"""Type, stage and parameters. The ranks of "local" talk in steps 4, 8 and 12, counted from 1."""
 
 
 def _resumes(rank: int, name: str, folder: str) -> None:
     """Saved in the warm-up or after it, training goes on as if nothing had happened."""
-    config = {
-        "train_batch_size": 2,
-        "optimizer": {"type": name, "params": {"lr": 1e-2, **CONFIGURED[name]}},
-        "zero_optimization": {"stage": 0 if name == "ZeroOneAdam" else 1},
-    }
     ends: list[dict[str, torch.Tensor]] = []
-    for saves in ((), (1, FREEZE + 1)):
-        engine = zeroshard.initialize(model=_model(), config=config)[0]
-        for step in range(STEPS):
+    for saves in ((), (1, 3, FREEZE + 1, FREEZE + 2)):
+        engine = _engine(name)
+        for step in range(STEPS + 5):
             engine.backward(_loss(engine, Batch(step, 0, rank)))
             engine.step()
             if step in saves:
                 engine.save_checkpoint(folder, tag=f"{name}{step}")
                 engine.destroy()
-                engine = zeroshard.initialize(model=_model(), config=config)[0]
+                engine = _engine(name)
                 engine.load_checkpoint(folder, tag=f"{name}{step}")
+        assert engine.skipped_steps == 0
         ends.append(full_parameters(engine.module))
+        if name == "local":
+            _saved_between_local_steps(engine, folder, rank)
         engine.destroy()
     assert_same(ends[1], ends[0], f"{name} resumed")
 
 
+def _engine(name: str) -> Engine:
+    kind, stage, params = CONFIGURED[name]
+    config = {
+        "train_batch_size": dist.get_world_size(),
+        "bf16": {"enabled": name == "local"},
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, "eps": 1e-2, **params}},
+        "zero_optimization": {"stage": stage},
+    }
+    return zeroshard.initialize(model=_model(), config=config)[0]
+
+
+def _saved_between_local_steps(engine: Engine, folder: str, rank: int) -> None:
+    """Each rank gets its own parameters back, which differ, in bfloat16 and as master weights; then they talk again."""
+    for step in range(STEPS + 5, STEPS + 7):
+        engine.backward(_loss(engine, Batch(step, 0, rank)))
+        engine.step()
+    engine.save_checkpoint(folder, tag="apart")
+    own = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, own)
+    assert any(not torch.equal(both[0][name], both[1][name]) for name in own)
+    resumed = _engine("local")
+    resumed.load_checkpoint(folder, tag="apart")
+    assert_same({name: parameter.detach() for name, parameter in resumed.module.named_parameters()}, own, "own again")
+    for each in (engine, resumed):
+        for step in range(STEPS + 7, STEPS + 9):
+            each.backward(_loss(each, Batch(step, 0, rank)))
+            each.step()
+    assert_same(full_parameters(resumed.module), full_parameters(engine.module), "after the next talk")
+    engine.save_checkpoint(folder, tag="together")
+    resumed.destroy()
+
+
 def test_skipped_steps_leave_no_trace_and_checkpoints_resume_in_both_phases(tmp_path: Path) -> None:
     run_ranks(2, _skips_and_resumes, str(tmp_path))
+    run_ranks(1, _on_one_rank, str(tmp_path))
+
+
+def _on_one_rank(rank: int, world: int, folder: str) -> None:
+    """What was saved between local steps is of so many ranks; what was saved after a talk, of any number."""
+    engine = _engine("local")
+    with pytest.raises(CheckpointError, match=r"between local steps of ZeroOneAdam.*load it at as many ranks"):
+        engine.load_checkpoint(folder, tag="apart")
+    engine.load_checkpoint(folder, tag="together")
+    engine.backward(_loss(engine, Batch(0, 0, rank)))
+    engine.step()
+    engine.destroy()
 
 
 def test_what_can_not_be_averaged_in_one_bit_is_refused_by_name() -> None:

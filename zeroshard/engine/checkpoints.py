@@ -353,6 +353,10 @@ class _Load:
             return
         if saved["type"] not in (None, optimizer.name):  # None: an import that could not tell
             self._problems.append(f"its optimizer is {saved['type']}, this run's {optimizer.name}")
+        else:
+            same = self.reader.manifest.world_size == self._handle.comm.mesh.world_size
+            refusal = stepper.update.refusal(unpack(saved["counters"]), same_ranks=same)
+            self._problems += [] if refusal is None else [refusal]
         own = [group["names"] for group in _groups(optimizer)]
         written: list[list[str]] = [group["names"] for group in saved["groups"]]
         theirs = [[self._aliases.get(name, name) for name in names] for names in written]
@@ -395,12 +399,12 @@ class _Load:
         parameters.before_write()
         try:
             with torch.no_grad():
+                loading.apply(self.reader, self._targets)
                 if self._state_load is not None and self._stepper is not None:
                     self._state_load.open()
                     self._stepper.update.load_counters(unpack(self.reader.state["optimizer"]["counters"]))
                     loading.apply(self.reader, self._state_load.targets)
                     self._stepper.update.finish_load()
-                loading.apply(self.reader, self._targets)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_HALF_DONE}") from error
         self._handle.runtime.clear_gradients()

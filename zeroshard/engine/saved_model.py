@@ -58,7 +58,7 @@ def pieces(handle: Handle, update: SavedState | None, *, frozen: bool = True) ->
     found += _buffer_pieces(handle)
     if update is not None:
         found += _state_pieces(handle, update)
-        for name, tensor in update.rank_tensors().items():
+        for name, tensor in update.rank_tensors(saving=True).items():
             found.append(_whole_piece(_rank_state_name(handle.comm.mesh.rank, name), TensorKind.RANK_OPTIMIZER, tensor))
     return found
 
@@ -334,7 +334,7 @@ class StateLoad:
         """State that only the same rank of as many ranks can go on from."""
         if reader.manifest.world_size != world_size:
             return
-        for name, tensor in self._update.rank_tensors().items():
+        for name, tensor in self._update.rank_tensors(saving=False).items():
             saved = _rank_state_name(rank, name)
             if has(reader, saved) and reader.tensor(saved).shape == tuple(tensor.shape):
                 write = partial(_write_buffer, tensor)

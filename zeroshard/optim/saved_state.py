@@ -103,12 +103,20 @@ class SavedState(Protocol):
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Take over `counters`, after `reset_state`."""
 
-    def rank_tensors(self) -> dict[str, torch.Tensor]:
-        """State of this rank that means nothing at another number of ranks; 1-D. `reset_state` zeroes it."""
+    def refusal(self, counters: Mapping[str, Any], *, same_ranks: bool) -> str | None:
+        """Why a state with these `counters` can't be gone on from, by as many ranks or by others; None if it can."""
+        return None
+
+    def rank_tensors(self, *, saving: bool) -> dict[str, torch.Tensor]:
+        """State of this rank that means nothing at another number of ranks; 1-D. `reset_state` zeroes it.
+
+        Args:
+            saving: leave out what now follows from the rest of a checkpoint.
+        """
         return {}
 
     def finish_load(self) -> None:
-        """All state has been written; called by all ranks."""
+        """All parameters and all state have been written; called by all ranks."""
 
 
 class FlatState(SavedState):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.config import Config
-from zeroshard.config.optimizers import LOW_BIT
+from zeroshard.config.optimizers import LOW_BIT, ONE_BIT
 from zeroshard.config.resolve import resolve
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.plan.builder import Recipe
@@ -29,7 +29,6 @@ Document = dict[str, Any]
 SPLIT_MASTERS = ("Adam", "AdamW")
 """Optimizers whose device kernel updates bf16 parameters with a 16-bit remainder as master weights."""
 AUTO: Literal["auto"] = "auto"
-ONE_BIT = ("OneBitAdam", "OneBitLamb")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -218,4 +217,6 @@ def _moments(config: Config) -> int:
         return 1 if params.get("momentum") else 0
     if kind == "RMSprop":
         return 1 + bool(params.get("momentum")) + bool(params.get("centered"))
-    return 1 if kind in ("Lion", "Adagrad") else 2
+    if kind == "ZeroOneAdam":
+        return 3 if params.get("local_step_clipper", 0) > 1 else 1
+    return 1 if kind in ("Lion", "Adagrad", "OneBitAdam") else 2

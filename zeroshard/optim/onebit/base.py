@@ -178,7 +178,7 @@ class OneBitUpdate(FlatState):
         for tensor in self.tensors().values():
             tensor.zero_()
 
-    def rank_tensors(self) -> dict[str, torch.Tensor]:
+    def rank_tensors(self, *, saving: bool) -> dict[str, torch.Tensor]:
         """What this rank's compression left over; a run on other ranks starts from none."""
         return {name: tensor.reshape(-1) for name, tensor in self._named() if name.endswith("_error")}
 

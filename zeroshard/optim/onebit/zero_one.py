@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.errors import PlanError, UsageError
+from zeroshard.errors import PlanError
 from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
 from zeroshard.optim.segments import pieces_of
 from zeroshard.optim.site import Site
@@ -191,13 +191,54 @@ class ZeroOneAdamUpdate(OneBitUpdate):
             yield f"{number}.sum", total
             yield f"{number}.anchor", anchor
 
-    def counters(self) -> dict[str, Any]:
-        """See SavedState. Raises UsageError with local steps, between which each rank has parameters of its own."""
-        if self._local:
-            raise UsageError(
-                "ZeroOneAdam with local steps can't be saved: between them each rank has parameters of its own. "
-                "Set local_step_clipper to 1, or save weights alone with save_16bit_model"
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks have taken local steps since they last talked: parameters and momenta are each rank's own."""
+        return self._local and any(self._rates)
+
+    def rank_tensors(self, *, saving: bool) -> dict[str, torch.Tensor]:
+        """What compression left over and, while ranks are apart, all that a rank has of its own and the anchor."""
+        found = super().rank_tensors(saving=saving)
+        if self._apart or not saving:
+            for number, (total, anchor) in enumerate(zip(self._sums, self._anchors, strict=True)):
+                found[f"{number}.sum"], found[f"{number}.anchor"] = total, anchor
+                found[f"{number}.exp_avg"] = self._momentum[number]
+                found[f"{number}.parameters"] = self.regions[number].master
+        return found
+
+    def refusal(self, counters: Mapping[str, Any], *, same_ranks: bool) -> str | None:
+        """See SavedState."""
+        if len(counters["rates"]) != len(self._rates):
+            return f"its ZeroOneAdam counts {len(counters['rates'])} parameters, this run's {len(self._rates)}"
+        if not any(counters["rates"]):
+            return None
+        if not self._local:
+            return "it was saved between local steps, which this run does not take (local_step_clipper is 1)"
+        if not same_ranks:
+            return (
+                "it was saved between local steps of ZeroOneAdam, when each rank has parameters of its own: load it at "
+                "as many ranks, or one that was saved after a step in which the ranks talked"
             )
+        return None
+
+    def reset_state(self) -> None:
+        """See SavedState."""
+        super().reset_state()
+        for interval in (self._variance, self._talk):
+            interval.every, interval.count = 1, 0
+        self._rates = [0.0] * len(self._rates)
+
+    def finish_load(self) -> None:
+        """See SavedState. Together, the ranks' parameters are the anchor; apart, each takes up its own again."""
+        super().finish_load()
+        for region, anchor in zip(self.regions, self._anchors, strict=False):
+            if not self._apart:
+                anchor.copy_(region.master)
+            elif region.param is not None:
+                region.param.copy_(region.master)
+
+    def counters(self) -> dict[str, Any]:
+        """See SavedState."""
         intervals = [[interval.every, interval.count] for interval in (self._variance, self._talk)]
         return {**super().counters(), "intervals": intervals, "rates": self._rates}
 
