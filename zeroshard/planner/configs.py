@@ -101,8 +101,9 @@ def with_batch(document: Document, micro: int | None, accumulation: int | None) 
     changed = copy.deepcopy(document)
     given = any(key in changed for key in BATCH_KEYS)
     if micro is not None or not given:
-        changed["train_micro_batch_size_per_gpu"] = micro or 1
-        changed["gradient_accumulation_steps"] = accumulation or _number(changed.get(BATCH_KEYS[2])) or 1
+        changed["train_micro_batch_size_per_gpu"] = 1 if micro is None else micro
+        given_steps = _number(changed.get(BATCH_KEYS[2])) or 1
+        changed["gradient_accumulation_steps"] = given_steps if accumulation is None else accumulation
         changed.pop("train_batch_size", None)
     elif accumulation is not None:
         changed["gradient_accumulation_steps"] = accumulation

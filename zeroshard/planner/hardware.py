@@ -155,7 +155,7 @@ def parse_cluster(
     count, gpu = int(match[1]), find_gpu(match[2])
     if not 1 <= count <= 1_000_000:
         raise PlanError(f"--cluster {text!r}: {count} GPUs")
-    node = min(count, per_node or 8)
+    node = min(count, 8 if per_node is None else per_node)
     if node < 1 or count % node:
         raise PlanError(f"--cluster {text!r}: {count} GPUs are not whole nodes of {node}; give --gpus-per-node")
     if not (0 < host_memory_gb < 1e6 and 0 < disk_gbs < 1e4):

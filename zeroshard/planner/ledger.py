@@ -110,6 +110,11 @@ class Ledger(TorchDispatchMode):
             ) from error
         outputs = _tensors(result)
         for tensor in outputs:
+            if tensor.layout is not torch.strided:
+                raise PlanError(
+                    f"{self.where()}: {func} gives a sparse tensor, which can't be planned nor trained; build its "
+                    "nn.Embedding with sparse=False"
+                )
             storage = tensor.untyped_storage()
             if storage._cdata not in self._held:
                 self._take(storage, self.purpose)

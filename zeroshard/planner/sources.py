@@ -28,6 +28,19 @@ from zeroshard.planner.sized import Decoder, Sizes, solve_sizes
 Batch = Mapping[str, Any]
 MakeBatch = Callable[[int, int], Any]
 IDS = ("input_ids", "ids", "idx", "tokens", "x")
+BUILD_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NameError,
+    ImportError,
+    OSError,
+)
+"""What a user's factory may raise; NotImplementedError is a RuntimeError."""
 LABELS = ("labels", "targets", "target", "y")
 
 
@@ -55,8 +68,11 @@ class ModelSource:
         with torch.device("meta"):
             try:
                 return self.build().train()
-            except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
-                raise PlanError(f"{self.name}: building the model without memory failed: {error}") from error
+            except PlanError:
+                raise
+            except BUILD_ERRORS as error:
+                said = f"{type(error).__name__}: {error}"
+                raise PlanError(f"{self.name}: building the model without memory failed: {said}") from error
 
 
 def find_source(
@@ -120,15 +136,31 @@ def module_source(name: str, factory: Callable[[], Any]) -> ModelSource:
     def build() -> nn.Module:
         found = factory()
         module, *rest = found if isinstance(found, tuple) else (found,)
+        if rest and not callable(rest[0]):
+            raise PlanError(f"{name} gave {type(rest[0]).__name__} {rest[0]!r} beside the module, not a make_batch")
         made[:] = rest[:1]
         if not isinstance(module, nn.Module):
             raise PlanError(f"{name} gave a {type(module).__name__}, not a torch.nn.Module")
         return module
 
     def batch(module: nn.Module, samples: int, length: int) -> Batch:
-        return _as_keywords(module, made[0](samples, length)) if made else guessed_batch(module, name, samples, length)
+        return (
+            _as_keywords(module, _made(name, made[0], samples, length))
+            if made
+            else guessed_batch(module, name, samples, length)
+        )
 
     return ModelSource(name, build, batch)
+
+
+def _made(name: str, make: MakeBatch, samples: int, length: int) -> Any:
+    try:
+        return make(samples, length)
+    except PlanError:
+        raise
+    except BUILD_ERRORS as error:
+        said = f"{type(error).__name__}: {error}"
+        raise PlanError(f"{name}: its make_batch({samples}, {length}) failed: {said}") from error
 
 
 def guessed_batch(module: nn.Module, name: str, samples: int, length: int) -> Batch:

@@ -28,6 +28,18 @@ from zeroshard.planner.ledger import Ledger, Live, Purpose
 from zeroshard.planner.substitutes import GpuPaths
 from zeroshard.sharding.units import UnitSpec
 
+FORWARD_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    NameError,
+)
+"""What a user's forward raises on a batch that is not for it; NotImplementedError is a RuntimeError."""
+
 
 class Phase(str, Enum):
     """Which pass a segment belongs to."""
@@ -163,7 +175,7 @@ class _Tracer:
             if isinstance(tensor, torch.Tensor):
                 ledger.hold(tensor, Purpose.INPUTS)
         with ledger, GpuPaths(ledger.record):
-            value = loss(self._model(*args, **kwargs))
+            value = loss(self._forward(args, kwargs))
             if not value.requires_grad:
                 raise PlanError("the loss needs no gradient: nothing of the model is trainable")
             self._cut(Phase.BACKWARD, 0, uses=False)
@@ -173,6 +185,20 @@ class _Tracer:
             self._cut(Phase.BACKWARD, 0, uses=False)
             self._finish(None)
             self._cut(Phase.BACKWARD, 0, uses=False)
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return self._model(*args, **kwargs)
+        except PlanError:
+            raise
+        except FORWARD_ERRORS as error:
+            given = [*args, *kwargs.values()]
+            shapes = ", ".join(str(tuple(v.shape)) if isinstance(v, torch.Tensor) else repr(v) for v in given)
+            said = (str(error).splitlines() or [""])[0]
+            raise PlanError(
+                f"{self._where()}: the model's forward fails on a batch of {shapes[:200]}: "
+                f"{type(error).__name__}: {said[:300]}"
+            ) from error
 
     def result(self, tokens: int) -> Trace:
         notes = [
