@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.launch.cli import app
@@ -71,5 +72,6 @@ def _seconds(rank: int, world_size: int) -> float:
     return gather_seconds(2**16, world_size, torch.device("cpu"))
 
 
+@only_with_all_cases
 def test_collectives_are_measured_by_all_ranks() -> None:
     assert all(0 < seconds < 60 for seconds in run_ranks(2, _seconds))
