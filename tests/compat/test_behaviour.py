@@ -388,6 +388,13 @@ def test_a_typo_is_an_error_and_what_libraries_inject_is_not() -> None:
             _start(_net(), {**CONFIG, "optimizer": ADAMW, **wrong})
     injected = {
         "steps_per_print": math.inf,
+        "aio": {
+            "block_size": 2**20,
+            "queue_depth": 8,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
         "fp16": {"enabled": False, "auto_cast": True},
         "zero_optimization.stage3_param_persistence_threshold": 640.0,
         "zero_optimization": {

@@ -52,6 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._client = client
         self._sealed = False
         self.name = name
+        self.hands_out_groups = False
+        """Whether state_dict() gives hyper-parameters without state, in place of an error; loading them stays one."""
         super().__init__(groups, dict(defaults))
         self._sealed = True
         self._members = [list(group["params"]) for group in self.param_groups]
@@ -84,7 +86,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._handler.overflowed
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: the state is sharded. Raises UsageError."""
+        """Refused, the state is sharded: raises UsageError. Hyper-parameters alone where `hands_out_groups`."""
+        if self.hands_out_groups:
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+            return {"state": {}, "param_groups": groups}
         raise UsageError(
             "optimizer.state_dict(): the state is sharded and not in here; engine.save_checkpoint(directory) saves it"
         )

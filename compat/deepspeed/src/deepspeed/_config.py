@@ -46,6 +46,10 @@ def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
         if place.get(last, "auto") == "auto":
             # Sizes are made from a model's hidden size there, and are 0.9 times a whole number.
             place[last] = int(value) if key is not None and key.kind == "int" and isinstance(value, float) else value
+    aio = values.get("aio")
+    if isinstance(aio, dict) and "thread_count" in aio:  # Lightning writes it always, under the name it once had
+        aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
+        aio.pop("thread_count", None)
     if not optimizer and "optimizer" not in values:
         values.pop("scheduler", None)
     return values

@@ -77,6 +77,8 @@ def initialize(
         )
     engine.adopt_config(raw)
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
+    if engine.optimizer is not None:
+        engine.optimizer.hands_out_groups = True  # Lightning asks for it in every checkpoint, and drops it
     stage_3 = engine.zero_optimization_stage() == 3
     describe(engine.module.parameters(), resident=stage_3)
     if engine.optimizer is not None and stage_3:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._client_state import plain, restored
 from deepspeed._exports import lazy
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gathered import iterate_full_parameters
@@ -81,12 +82,17 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """As zeroshard's; zero_to_fp32.py is put beside it."""
         saved = super().save_checkpoint(
-            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background=background
+            save_dir, tag, plain(client_state), save_latest, exclude_frozen_parameters, background=background
         )
         if handle_of(self.module).comm.mesh.rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             (Path(save_dir) / "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
         return saved
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """As zeroshard's; tensors in the client state are tensors again."""
+        path, client_state = super().load_checkpoint(*args, **options)
+        return path, restored(client_state)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
