@@ -21,6 +21,7 @@ FOR_GPUS = {
     "timeline": "a picture of a step from such a trace: what ran on which stream",
     "trainer": "Hugging Face's Trainer on zeroshard, DeepSpeed and FSDP2: one script, seconds and memory",
     "trainer_row": "one row of it: one engine in the plainest script",
+    "planner_ranks": "the ranks that planner --measure starts",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }
 

@@ -104,8 +104,8 @@ class Runtime:
             self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
-        watching = self._seen_order is not None and not self._saw_forward
-        if watching and self._tracker.current is not None and index != self._root:
+        in_pass = self._tracker.current is not None and index != self._root
+        if self._seen_order is not None and in_pass and not self._saw_forward:
             self._seen_order.append(index)
         if not self._forward.run_to_use(index):
             self.parameters.use(index)
