@@ -59,9 +59,9 @@ def chosen_document(
     document = read_document(given, Problems()).root
     peers = reachable(device)
 
-    def make(stage: int, offload: Offload, more: bool) -> Plan:
+    def make(stage: int, offload: Offload, more: bool, share: float) -> Plan:
         try:
-            candidate = read(with_choice(document, stage, offload)).config
+            candidate = read(with_choice(document, stage, offload, share)).config
         except ConfigError as error:
             raise PlanError(str(error)) from error
         plan = make_plan(model, _without_peers(candidate, model), source, device, accumulate=True if more else None)
@@ -78,16 +78,20 @@ def chosen_document(
         limit=config.zero.automatic_memory,
         offloads=_offloads(document),
     )
-    return with_choice(document, found.stage, found.offload)
+    return with_choice(document, found.stage, found.offload, found.share)
 
 
-def with_choice(document: Mapping[str, Any], stage: int, offload: Offload) -> dict[str, Any]:
-    """The document with that stage, and with an offload where there is one; what else it says of offload is kept."""
+def with_choice(document: Mapping[str, Any], stage: int, offload: Offload, share: float) -> dict[str, Any]:
+    """The document with that stage, and with an offload where there is one; what else it says of offload is kept.
+
+    Args:
+        share: of the optimizer's state, where the document gives no ratio.
+    """
     changed = copy.deepcopy(dict(document))
     zero = changed["zero_optimization"]
     zero["stage"] = stage
     if offload is not Offload.NONE:
-        zero["offload_optimizer"] = {**zero.get("offload_optimizer", {}), "device": "cpu"}
+        zero["offload_optimizer"] = {"ratio": share, **zero.get("offload_optimizer", {}), "device": "cpu"}
     if offload is Offload.CPU_PARAM:
         zero["offload_param"] = {**zero.get("offload_param", {}), "device": "cpu"}
     return changed

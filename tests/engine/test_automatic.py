@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::zeroshard.errors.ZeroShardWarni
 
 def _placed(plan: Plan) -> tuple[bool, bool, bool, bool]:
     """Whether parameters and gradients are divided, and moments and parameters are on the host."""
-    group = plan.units[1].groups[0]
+    group = plan.units[-1].groups[0]  # what goes to the host goes from the end
     assert group.grad is not None
     assert group.moments is not None
     divided = (group.param.axis is not None, group.grad.axis is not None)
@@ -69,6 +69,8 @@ def _choices(rank: int, world_size: int) -> dict[str, Any]:
     # What one rank lacks binds all: the least of both is what is planned for.
     found["least"] = _placed(_shard(example=example, device_memory=(1000 if rank else 72.5) * MB))
     found["little"] = _placed(_shard(example=example, device_memory=48 * MB))
+    some = _shard(example=example, device_memory=60 * MB)
+    found["on host"] = [group.state_on_host for _, group in some.groups() if group.trainable]
     for name, limit in (("nothing", 5), ("smaller", 70), ("checkpointing", 65)):
         with pytest.raises(PlanError) as refused:
             _shard(example=example, device_memory=limit * MB, offload=False)
@@ -94,6 +96,7 @@ def test_all_ranks_choose_the_same_by_what_the_least_of_them_has_free() -> None:
     assert first["room"] == (False, False, False, False)
     assert first["least"] == (True, True, False, False)
     assert first["little"] == (False, True, True, False)
+    assert set(first["on host"]) == {True, False}, "as much as fits stays on the device"
     assert "Cheapest change: more ranks" in first["nothing"]
     assert "Cheapest change: a micro-batch of 1 and 2 times the accumulation with stage 3" in first["smaller"]
     assert "Cheapest change: activation checkpointing with stage 3" in first["checkpointing"]

@@ -44,7 +44,7 @@ class AutoPlan:
     """Let the planner choose stage and offload, by what is free when `shard` is called. `plan="auto"` is AutoPlan().
 
     Attributes:
-        recipe: everything else; its sharding and offload are what is chosen.
+        recipe: everything else; its sharding and offload, with the share that goes, are what is chosen.
         example: one micro-batch as the forward takes it, from which activations are traced: a mapping of keyword
             arguments, a tuple of positional ones, or a tensor. On any device; values are not read.
         device_memory: bytes that may be taken of each device; None is what is free (on a CPU, of the machine).
@@ -105,13 +105,14 @@ def choose(
     if _rank() == 0:
         try:
             decision = decide(model, units, make, room, example, offloads=tuple(offloads))
-            said = {"stage": decision.stage, "offload": decision.offload.value, "reason": decision.reason}
+            said = {"stage": decision.stage, "offload": decision.offload.value, "share": decision.share}
+            said["reason"] = decision.reason
         except ZeroShardError as error:
             said = {"error": str(error)}
     said = _from_first(said, device)
     if "error" in said:
         raise PlanError(said["error"])
-    decision = Decision(int(said["stage"]), Offload(said["offload"]), str(said["reason"]))
+    decision = Decision(int(said["stage"]), Offload(said["offload"]), str(said["reason"]), float(said["share"]))
     if _rank() == 0:
         _LOGGER.info("auto: %s", decision.reason)
     return decision

@@ -229,12 +229,12 @@ def _chosen(
 ) -> Recipe:
     """The recipe that the planner chooses."""
 
-    def recipe(stage: int, offload: AwayTo) -> Recipe:
-        host = Offload(param=offload is AwayTo.CPU_PARAM) if offload is not AwayTo.NONE else None
+    def recipe(stage: int, offload: AwayTo, share: float) -> Recipe:
+        host = Offload(share, offload is AwayTo.CPU_PARAM) if offload is not AwayTo.NONE else None
         return dataclasses.replace(auto.recipe, sharding=STAGES[stage], offload=host)
 
-    def make(stage: int, offload: AwayTo, more: bool) -> Plan:
-        chosen = dataclasses.replace(recipe(stage, offload), peer_copies=False)
+    def make(stage: int, offload: AwayTo, more: bool, share: float) -> Plan:
+        chosen = dataclasses.replace(recipe(stage, offload, share), peer_copies=False)
         adds = True if more else accumulate
         plan = make_plan(model, chosen, source, device, units, shard_size, accumulate=adds, clip_norm=clip_norm)
         check_update(plan, source)
@@ -244,7 +244,7 @@ def _chosen(
     example = example_of(auto.example) or assumed_example(model, 1, None)
     offloads = OFFLOADS if auto.offload else (AwayTo.NONE,)
     found = choose(model, find_units(model, units), make, example, device, limit=auto.device_memory, offloads=offloads)
-    return recipe(found.stage, found.offload)
+    return recipe(found.stage, found.offload, found.share)
 
 
 def check_update(plan: Plan, source: Source | None) -> None:

@@ -1,7 +1,7 @@
 """The choice at start-up: the least that has to be divided or moved for the model to fit what is really free.
 
     without offload     stages 1, 2, 3, 0    the quickest that fits where rates are known, else the first; one rank: 0
-    offload cpu         stages 1, 2, 3
+    offload cpu         stages 1, 2, 3    with the least share of the optimizer's state that has to go
     offload cpu+param   stage 3
 
 A row of candidates is looked at only where none of the row above fits: offload is always slower. Activations come from
@@ -40,8 +40,10 @@ ACTIVATION_SHARE = 0.4
 ORDER = {Offload.NONE: (1, 2, 3, 0), Offload.CPU: (1, 2, 3), Offload.CPU_PARAM: (3,)}
 TRACE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 """What a user's forward may raise on tensors without values; then activations are assumed."""
-MakePlan = Callable[[int, Offload, bool], Plan]
-"""The plan of a stage and an offload; True adds accumulators. Raises a ZeroShardError for what can't be run."""
+SHARES = 20
+"""Offloaded shares of the optimizer's state are looked for in steps of one over this."""
+MakePlan = Callable[[int, Offload, bool, float], Plan]
+"""The plan of a stage, an offload and its share; True adds accumulators. Raises PlanError for what can't be run."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Decision:
-    """The stage and offload to take, and why, in a sentence."""
+    """The stage and offload to take, the share of the optimizer's state that goes, and why, in a sentence."""
 
     stage: int
     offload: Offload
     reason: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,14 @@ class _Need:
     device: int
     host: int
     peak: Moment
+    share: float = 1.0
 
     @property
     def label(self) -> str:
-        return f"stage {self.stage}" + (f" with offload {self.offload.value}" if self.offload.value != "none" else "")
+        if self.offload is Offload.NONE:
+            return f"stage {self.stage}"
+        part = "" if self.share == 1 else f" of {self.share:.0%} of the optimizer's state"
+        return f"stage {self.stage} with offload {self.offload.value}{part}"
 
 
 def decide(
@@ -120,8 +127,8 @@ def decide(
         looked += needs
         able = [need for need in needs if _fits(need, tracer, room)]
         if able:
-            best = _best(able, tracer, room)
-            return Decision(best.stage, best.offload, _reason(best, looked, tracer, room))
+            best = _least_share(_best(able, tracer, room), make, tracer, room)
+            return Decision(best.stage, best.offload, _reason(best, looked, tracer, room), best.share)
     if not looked:
         raise PlanError(f"auto: no stage can be run: {refused[0] if refused else 'there is no candidate'}")
     raise PlanError(_nothing_fits(looked, make, tracer, room))
@@ -172,23 +179,40 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return tree_map(one, batch)
 
 
+def _least_share(all_of_it: _Need, make: MakePlan, tracer: _Tracer, room: Room) -> _Need:
+    """The same with as much of the optimizer's state on the device as fits: what a share takes grows with it."""
+    if all_of_it.offload is not Offload.CPU:
+        return all_of_it
+    best, none, enough = all_of_it, 0, SHARES
+    while enough - none > 1:
+        middle = (none + enough) // 2
+        share = middle / SHARES
+        plan = make(all_of_it.stage, Offload.CPU, False, share)
+        need = _need(all_of_it.stage, Offload.CPU, plan, tracer.of(plan), room, share)
+        if _fits(need, tracer, room) and need.device <= max(ROOM * room.device, all_of_it.device):
+            best, enough = need, middle
+        else:
+            none = middle
+    return best
+
+
 def _needs(make: MakePlan, offload: Offload, tracer: _Tracer, room: Room, refused: list[str]) -> Iterator[_Need | None]:
     for stage in (0,) if room.ranks == 1 and offload is Offload.NONE else ORDER[offload]:
         try:
-            plan = make(stage, offload, False)
+            plan = make(stage, offload, False, 1.0)
         except PlanError as error:
             refused.append(f"stage {stage}: {error}")
             continue
         yield _need(stage, offload, plan, tracer.of(plan), room)
 
 
-def _need(stage: int, offload: Offload, plan: Plan, traced: Trace | None, room: Room) -> _Need:
+def _need(stage: int, offload: Offload, plan: Plan, traced: Trace | None, room: Room, share: float = 1.0) -> _Need:
     if traced is not None:
         plan = reordered(plan, (0, *traced.order))
     memory = step_memory(plan, traced or Trace((), (), (), (), 1), gpu=room.gpu)
     slack = int(ALLOCATOR_FIXED + ALLOCATOR_SHARE * memory.peak.total) if room.gpu else 0
     host = sum(memory.tiers.host.values())
-    return _Need(stage, offload, plan, memory.peak.total + slack, host, memory.peak)
+    return _Need(stage, offload, plan, memory.peak.total + slack, host, memory.peak, share)
 
 
 def _fits(need: _Need, tracer: _Tracer, room: Room) -> bool:
@@ -259,6 +283,6 @@ def _changed(
 ) -> _Need | None:
     if tracer.why_not:
         return None
-    plan = make(least.stage, least.offload, bool(samples))
+    plan = make(least.stage, least.offload, bool(samples), 1.0)
     traced = tracer.of(plan, how, samples)
     return None if traced is None else _need(least.stage, least.offload, plan, traced, room)
