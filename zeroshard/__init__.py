@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         plan_of,
         shard,
     )
+    from zeroshard.engine.offload_states import offload_states, reload_states
     from zeroshard.engine.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.optim.cpu_adam import CPUAdam
@@ -113,6 +114,7 @@ _HOME = {
     "iterate_full_parameters": "zeroshard.engine.gathered",
     "load": "zeroshard.engine.checkpoints",
     "no_sync": "zeroshard.engine.native",
+    "offload_states": "zeroshard.engine.offload_states",
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
     "save": "zeroshard.engine.checkpoints",
@@ -128,6 +130,7 @@ _HOME = {
     "safe_set_local_fp32_param": "zeroshard.engine.access",
     "safe_set_local_grad": "zeroshard.engine.access",
     "safe_set_local_optimizer_state": "zeroshard.engine.access",
+    "reload_states": "zeroshard.engine.offload_states",
     "register_external_parameter": "zeroshard.engine.external",
     "unregister_external_parameter": "zeroshard.engine.external",
     "see_memory_usage": "zeroshard.engine.memory_use",
@@ -191,9 +194,11 @@ __all__ = [
     "load",
     "memory_status",
     "no_sync",
+    "offload_states",
     "peer_memory_nbytes",
     "plan_of",
     "register_external_parameter",
+    "reload_states",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -39,6 +39,7 @@ USED = [
     "deepspeed.utils.logging.logger",
     "deepspeed.utils.is_initialized",
     "deepspeed.utils.groups",
+    "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum",
     "deepspeed.zero.GatheredParameters",
     "deepspeed.zero.Init",
     "deepspeed.zero.register_external_parameter",

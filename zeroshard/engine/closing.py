@@ -15,6 +15,7 @@ from zeroshard.sharding.loose import hang
 
 def close_handle(handle: Handle) -> None:
     """Close the model of `handle`."""
+    handle.runtime.parking.reload()
     handle.close()
     unmark_parameters(handle)
     for unit in handle.runtime.units:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from zeroshard.engine.batching import Batching, BatchSizes
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
 from zeroshard.engine.native import close, stepper_of
+from zeroshard.engine.offload_states import offload_states, reload_states
 from zeroshard.engine.preemption import PREEMPTED, Preemption
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.weights_file import save_16bit_model
@@ -188,6 +189,14 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step."""
         self._stepper("zero_grad").zero_grad()
+
+    def offload_states(self, include: Iterable[str] | None = None, device: str = "cpu", **options: bool) -> None:
+        """See `zeroshard.offload_states`."""
+        offload_states(self.module, include, device, **options)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """See `zeroshard.reload_states`."""
+        reload_states(self.module, non_blocking=non_blocking)
 
     # What the last step did.
 

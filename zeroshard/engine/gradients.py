@@ -116,6 +116,10 @@ class Gradients:
             for group in unit.trainable:
                 group.drop_grad()
 
+    def moved(self) -> None:
+        """Buffers have other addresses than before."""
+        self._cuts.clear()
+
     @property
     def present(self) -> bool:
         """Whether any backward has run since the gradients were last cleared."""

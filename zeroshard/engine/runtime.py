@@ -24,6 +24,7 @@ from zeroshard.engine.cursor import Cursor
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.inspection import Inspection
 from zeroshard.engine.parameters import Parameters
+from zeroshard.engine.parking import Parkable, Parking
 from zeroshard.engine.passes import CallTracker, ForwardPass
 from zeroshard.engine.pending_updates import PendingUpdates
 from zeroshard.engine.storage import Storage, Unit
@@ -60,6 +61,7 @@ class Runtime:
         self.streams = streams
         self.peers = peers
         self.updates = PendingUpdates()
+        self.parking = Parking()
         self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
         self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
         self.inspection = Inspection(storage.units)
@@ -153,6 +155,7 @@ class Runtime:
             )
 
     def _begin_pass(self) -> None:
+        self.parking.refuse("a forward", Parkable.LP_PARAMS)
         self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
@@ -219,6 +222,7 @@ class Runtime:
                 "create_graph=True (a backward through a backward) needs whole parameters, but this plan shards them: "
                 "use stage 2, or a recipe whose overrides keep the units concerned whole"
             )
+        self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
         self._backward_running = True
         self._collects = accumulates(
             parameter for unit in self.units for group in unit.trainable for parameter in group.parameters
@@ -278,6 +282,7 @@ class Runtime:
 
     def inspect(self) -> None:
         """Before a step. Raises UsageError when parameters or gradients are not what the step would work on."""
+        self.parking.refuse("a step")
         self.gradients.notice_dropped()
         self.inspection.before_step(present=self.gradients.present)
 
@@ -361,6 +366,7 @@ class Runtime:
 
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""
+        self.parking.refuse("whoever reads or changes state")
         self.streams.follow_caller()
         self.parameters.finish_updates()
         self.parameters.settle()

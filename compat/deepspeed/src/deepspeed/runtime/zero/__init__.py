@@ -11,6 +11,7 @@ __getattr__, __dir__ = lazy(
         "Init": "deepspeed.runtime.zero.partition_parameters:Init",
         "TiledLinear": "zeroshard:TiledLinear",
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
+        "offload_config": "deepspeed.runtime.zero.offload_config",
         "parameter_offload": "deepspeed.runtime.zero.parameter_offload",
         "partition_parameters": "deepspeed.runtime.zero.partition_parameters",
         "register_external_parameter": "zeroshard:register_external_parameter",

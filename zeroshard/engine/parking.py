@@ -1,0 +1,76 @@
+"""State that is out of the way for a while: copied to host memory, its place on the device given back.
+
+    offload    storage --copy--> host bytes;   storage resized to nothing      tensors and their views stay as they are
+    reload     storage resized to its size;    host bytes --copy--> storage
+
+What holds a tensor (the optimizer, views, plans of kernels) holds it still, so nothing has to be told; only addresses
+change. Rejected: new tensors in place of the old ones, for which every holder would need a way to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+
+from zeroshard.errors import UsageError
+
+
+class Parkable(str, Enum):
+    """What can be out of the way; the values are DeepSpeed's names."""
+
+    OPTIM_STATES = "optim_states"
+    HP_PARAMS = "hp_params"
+    LP_PARAMS = "lp_params"
+    LP_GRADS = "lp_grads"
+
+
+class Parking:
+    """What is out of the way just now."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self.kinds: frozenset[Parkable] = frozenset()
+
+    def refuse(self, what: str, *kinds: Parkable) -> None:
+        """Raises UsageError where `what` needs something that is away: any of `kinds`, or by default anything."""
+        away = self.kinds & frozenset(kinds) if kinds else self.kinds
+        if away:
+            names = ", ".join(sorted(kind.value for kind in away))
+            raise UsageError(
+                f"{what} needs state that offload_states() took away ({names}); call reload_states() first"
+            )
+
+    def park(self, kind: Parkable, tensors: Iterable[torch.Tensor], *, pin_memory: bool) -> int:
+        """Move the storages of `tensors` to host memory; what can't be moved stays. Returns the bytes moved.
+
+        Compute must be through with them. Copies are finished when this returns.
+        """
+        moved = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if not storage.resizable() or not storage.nbytes():
+                continue
+            away = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and tensor.is_cuda)
+            away.copy_(_bytes(storage, tensor.device))
+            storage.resize_(0)
+            self._held.append((storage, away))
+            moved += away.nbytes
+        self.kinds |= {kind}
+        return moved
+
+    def reload(self) -> int:
+        """Bring everything back; returns the bytes moved."""
+        moved = 0
+        for storage, away in self._held:
+            storage.resize_(away.nbytes)
+            _bytes(storage, storage.device).copy_(away)
+            moved += away.nbytes
+        self._held.clear()
+        self.kinds = frozenset()
+        return moved
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
