@@ -70,7 +70,7 @@ class AdamWParams(AdamParams):
 
 
 class _LowBitParams(Section):
-    """What Adam with moments in few bits has; by torchao, which is installed with `zeroshard[torchao]`."""
+    """What Adam with moments in few bits has; by torchao (`pip install torchao`)."""
 
     lr: NonNegative = 1e-3
     betas: Betas = (0.9, 0.999)

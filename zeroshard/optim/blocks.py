@@ -36,8 +36,8 @@ def require_torchao(bits: int, what: str) -> Any:
     except (ImportError, KeyError) as error:
         raise PlanError(
             f"{what} keeps its moments in {bits} bits by torchao, which can't be used here ({error}): "
-            'pip install "zeroshard[torchao]", or use AdamW, or Lion for less state'
-        ) from error
+            "pip install torchao, or use AdamW, or Lion for less state"
+        ) from None
 
 
 class BlockedState:

@@ -133,7 +133,7 @@ def find_gpu(name: str) -> Gpu:
     if wanted in table:
         return table[wanted]
     near = get_close_matches(wanted, table, n=1, cutoff=0.3)
-    hint = f"; did you mean {table[near[0]].name!r}?" if near else ""
+    hint = f"; did you mean {table[near[0]].name!r}?" if near else "."
     raise PlanError(f"no GPU is called {name!r}{hint} Known: {', '.join(gpu.name for gpu in gpus())}")
 
 
