@@ -150,3 +150,53 @@ def test_what_is_no_safetensors_folder_is_said_to_be_none(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="tensor 'a' does not fit its place"):
         SafetensorsFolder(tmp_path)
+
+
+HEADERS = [
+    b"",
+    b"no json",
+    b"\xff\xfe",
+    b"[1]",
+    b'{"a": 1}',
+    b'{"a": {"dtype": "F32", "shape": [2]}}',
+    b'{"a": {"dtype": "F32", "shape": null, "data_offsets": [0, 8]}}',
+    b'{"a": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}',
+    b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}',
+    b'{"a": {"dtype": 3, "shape": [2], "data_offsets": [0, 8]}}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_that_is_none_is_one_error_that_names_the_file(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"{", b"[]", b"\xff", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b'{"weight_map": {"a": ".."}}'],
+)
+def test_an_index_that_is_none_is_one_error(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_an_index_reaches_no_file_outside_of_its_folder(tmp_path: Path) -> None:
+    _write(tmp_path / "other", {"a": torch.ones(2)})
+    (tmp_path / "own").mkdir()
+    for name in ("../other/model.safetensors", str(tmp_path / "other" / "model.safetensors")):
+        (tmp_path / "own" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError, match="only \\*.safetensors files beside it are read"):
+            SafetensorsFolder(tmp_path / "own")
+
+
+def test_what_builds_no_model_and_what_is_no_dtype_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path, {"weight": torch.ones(2, 2)})
+    with pytest.raises(UsageError, match="it must return the model"):
+        zeroshard.from_pretrained(lambda: None, tmp_path)  # type: ignore[arg-type,return-value]
+    for dtype in (torch.int64, "bfloat16"):
+        with pytest.raises(UsageError, match="a floating-point torch dtype"):
+            zeroshard.from_pretrained(lambda: nn.Linear(2, 2, bias=False), tmp_path, dtype=dtype)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.loose import hang, shard_loosely
 
@@ -63,10 +63,15 @@ def from_pretrained(
         new: beginnings of names that the files need not have.
 
     Raises:
+        UsageError: `build` gives no model, or dtype is no floating-point dtype.
         CheckpointError: the files lack a parameter or persistent buffer that is not `new`, or a shape differs.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"from_pretrained(dtype={dtype!r}): a floating-point torch dtype, torch.bfloat16 say, or None")
     with Init(device=device):
         model = build()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"from_pretrained: build() gave {type(model).__name__}; it must return the model")
     with SafetensorsFolder(folder) as files:
         members = _members(model)
         stored = {name: files.weights.get(rename(name)) for name in members}

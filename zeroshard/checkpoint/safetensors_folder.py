@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeGuard
 
 import torch
 
@@ -88,8 +89,7 @@ class SafetensorsFolder:
     def _files(self) -> list[Path]:
         index = self.folder / INDEX
         if index.is_file():
-            table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [self.folder / name for name in sorted(set(table.values()))]
+            files = [self.folder / name for name in sorted(_names_in(index))]
         else:
             single = self.folder / SINGLE
             files = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
@@ -107,13 +107,52 @@ def _header(file: Path) -> Iterator[StoredWeight]:
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else _LARGEST_HEADER + 1
         if length > min(size, _LARGEST_HEADER):
             raise CheckpointError(f"{file}: is no safetensors file (its header can't have {length} bytes)")
-        table = json.loads(opened.read(length))
+        table = _parsed(opened.read(length), f"{file}: is no safetensors file (its header")
     table.pop("__metadata__", None)
     for name, entry in table.items():
-        dtype, (start, stop) = dtype_of(entry["dtype"]), entry["data_offsets"]
-        if dtype is None:
-            raise CheckpointError(f"{file}: tensor {name!r} has dtype {entry['dtype']}, which is not known here")
-        made = StoredWeight(name, file, dtype, tuple(entry["shape"]), 8 + length + start)
-        if stop - start != made.numel * dtype.itemsize or 8 + length + stop > size:
-            raise CheckpointError(f"{file}: tensor {name!r} does not fit its place; copy the file again")
-        yield made
+        yield _stored(file, name, entry, 8 + length, size)
+
+
+def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> StoredWeight:
+    """One entry of a header that ends at `begin`, in a file of `size` bytes; nothing that it says is taken on trust."""
+    table = entry if _is_table(entry) else {}
+    kind, shape, offsets = (table.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(kind, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+        raise CheckpointError(f"{file}: tensor {name!r} lacks dtype, shape or place in the header; copy the file again")
+    dtype, (start, stop) = dtype_of(kind), offsets
+    if dtype is None:
+        raise CheckpointError(f"{file}: tensor {name!r} has dtype {kind}, which is not known here")
+    made = StoredWeight(name, file, dtype, tuple(shape), begin + start)
+    if stop - start != made.numel * dtype.itemsize or begin + stop > size:
+        raise CheckpointError(f"{file}: tensor {name!r} does not fit its place; copy the file again")
+    return made
+
+
+def _names_in(index: Path) -> set[str]:
+    """The files that an index names: plain names in its own folder, since they become paths."""
+    table = _parsed(index.read_bytes(), f"{index}: can't be used (the index").get("weight_map")
+    if not _is_table(table):
+        raise CheckpointError(f"{index}: has no table 'weight_map' from tensors to files; copy the file again")
+    names = set(map(str, table.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: names the file {name!r}; only *.safetensors files beside it are read")
+    return names
+
+
+def _parsed(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is no JSON: {error}); copy the file again") from None
+    if not _is_table(table):
+        raise CheckpointError(f"{what} is no JSON object); copy the file again")
+    return table
+
+
+def _is_table(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
