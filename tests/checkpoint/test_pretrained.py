@@ -189,7 +189,7 @@ def test_an_index_reaches_no_file_outside_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     for name in ("../other/model.safetensors", str(tmp_path / "other" / "model.safetensors")):
         (tmp_path / "own" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(CheckpointError, match="only \\*.safetensors files beside it are read"):
+        with pytest.raises(CheckpointError, match="files beside it are read"):
             SafetensorsFolder(tmp_path / "own")
 
 

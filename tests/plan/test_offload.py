@@ -66,7 +66,7 @@ def test_host_bytes_per_parameter(offload: Offload, accumulate: bool, master: st
         (Offload(update=HostUpdate.STREAMED), 3, False, None, 14, 14),
         (Offload(update=HostUpdate.STREAMED), 3, False, "int16", 12, 12),
         (Offload(update=HostUpdate.STREAMED), 2, True, None, 12, 12),
-        (Offload(update=HostUpdate.STREAMED, param=True), 3, False, None, 16, 14),
+        (Offload(update=HostUpdate.STREAMED, param=True), 3, False, None, 16, 16),
     ],
 )
 def test_bytes_over_the_link_per_parameter(

@@ -78,7 +78,7 @@ def from_pretrained(
         for names in _aliases(model).values():  # tied: the files have one of the names
             known = next((stored[name] for name in names if stored.get(name) is not None), None)
             stored.update((name, known) for name in names)
-        made = _check(members, stored, tuple(new), files)
+        made = _check(members, stored, (new,) if isinstance(new, str) else tuple(new), files)
 
         def keep(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
             if not isinstance(tensor, nn.Parameter):

@@ -66,8 +66,8 @@ class StreamedAdam(DeviceAdam):
         master = passing.add(region.master[cut]) if "master" in region.on_host else region.master[cut]
         param = None if region.param is None else region.param[cut]
         if param is not None and "param" in region.on_host:
-            # Beside whole master weights it is only written, and needs not come up.
-            param = passing.add(param, up=region.master.dtype == torch.int16)
+            # It comes up too, though only written beside whole master weights: a skipped step writes nothing.
+            param = passing.add(param)
         landing = passing.place(region.grad()[cut]) if "grad" in region.on_host else None
         tiles = tile_table(region.layout.pieces(region.start + cut.start, region.start + cut.stop), self._device)
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
@@ -91,15 +91,12 @@ class _Passing:
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._used = 0
-        self._up: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._down: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(self, host: torch.Tensor, *, up: bool = True) -> torch.Tensor:
-        """The place of `host` in the buffer, from which it goes down, and to which it comes up if so wanted."""
+    def add(self, host: torch.Tensor) -> torch.Tensor:
+        """The place of `host` in the buffer, to which it comes up and from which it goes down."""
         place = self.place(host)
-        self._down.append((host, place))
-        if up:
-            self._up.append((host, place))
+        self._moves.append((host, place))
         return place
 
     def place(self, like: torch.Tensor) -> torch.Tensor:
@@ -110,10 +107,10 @@ class _Passing:
 
     def upload(self) -> None:
         """Copy to the device."""
-        for host, place in self._up:
+        for host, place in self._moves:
             place.copy_(host, non_blocking=True)
 
     def download(self) -> None:
         """Copy back."""
-        for host, place in self._down:
+        for host, place in self._moves:
             host.copy_(place, non_blocking=True)

@@ -206,6 +206,5 @@ def link_traffic(plan: Plan) -> LinkTraffic:
         else:
             passing = stream_element_nbytes(group)
             down += numel * passing  # the state goes down after the update, the gradient before it
-            only_down = group.param_on_host and group.master is not None and group.master.dtype == "float32"
-            up += numel * (passing - (itemsize(group.param.dtype) if only_down else 0))
+            up += numel * passing
     return LinkTraffic(down, up)

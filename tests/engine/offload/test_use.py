@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import FlatUpdate
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.plan import HostUpdate, Plan
+from zeroshard.plan.plan import HostUpdate, OnNonFinite, Plan
 
 TASK = Task(Stack, square_loss)
 
@@ -378,3 +379,22 @@ def _engine(rank: int, world: int) -> None:
 
 def test_a_config_asks_for_it_and_accumulation_may_begin_in_mid_run() -> None:
     run_ranks(2, _engine)
+
+
+def _skips(rank: int, world: int) -> None:
+    plain = recipe(3, "bf16", "float32")
+    plain = replace(plain, policy=replace(plain.policy, on_nonfinite=OnNonFinite.SKIP))
+    for update in HostUpdate:
+        model, optimizer = shard_task(TASK, Setting(plan=offloaded(plain, update, param=True)))
+        _step(model, optimizer, rank, 0)
+        before = {name: value.clone() for name, value in zeroshard.iterate_full_parameters(model, master=False)}
+        (TASK.loss(model, Batch(1, 0, rank)) * math.inf).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = {name: value.clone() for name, value in zeroshard.iterate_full_parameters(model, master=False)}
+        assert_same(after, before, f"{update}: what passes through the device comes back as it was")
+        zeroshard.close(model)
+
+
+def test_a_skipped_step_leaves_parameters_on_the_host_as_they_were() -> None:
+    run_ranks(2, _skips)
