@@ -26,7 +26,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -163,8 +163,7 @@ def cells(outcome: Outcome) -> list[str]:
     """A row of the table, in the order of MARKDOWN."""
     row = outcome.row
     if row is None:
-        engine, *options = outcome.request.split()
-        return [engine, " ".join(options), outcome.error or "no result", *[""] * (len(MARKDOWN) - 3)]
+        return unmeasured(outcome, MARKDOWN)
     engine = row["engine"] + (" tuned" if row["tuned"] else "")
     numbers = [
         number(row["step_s"], 4),
@@ -220,10 +219,21 @@ def _commit() -> str:
     return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")
 
 
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table's lines; two columns of text, then numbers."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * 2 + " ---: |" * (len(columns) - 2)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def unmeasured(outcome: Outcome, columns: Sequence[str]) -> list[str]:
+    """The row of what gave no figures: what was asked for, and why there is nothing."""
+    engine, *options = outcome.request.split()
+    return [engine, " ".join(options), outcome.error or "no result", *[""] * (len(columns) - 3)]
+
+
 def markdown(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> str:
     """The table of a run for benchmarks/README.md, with where it comes from below it."""
-    lines = ["| " + " | ".join(MARKDOWN) + " |", "|" + " --- |" * 2 + " ---: |" * (len(MARKDOWN) - 2)]
-    lines += ["| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes]
+    lines = markdown_table(MARKDOWN, map(cells, outcomes))
     card = f"{origin['world']} x {origin['card']}, torch {origin['torch']}"
     return "\n".join([*lines, "", f"Commit {origin['commit']}, {card}, {origin['date']}: `{origin['command']}`", ""])
 

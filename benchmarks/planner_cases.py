@@ -17,7 +17,7 @@ from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.hardware import Cluster
-from zeroshard.planner.measured import Measured
+from zeroshard.planner.measured import Measured, row_label
 from zeroshard.planner.rows import Row, Setting, make_row
 from zeroshard.planner.sources import ModelSource
 from zeroshard.planner.tiers import Offload
@@ -43,9 +43,8 @@ class Case:
     tuned: bool = False
 
     def label(self, length: int) -> str:
-        parts = [self.size, f"stage {self.stage}", f"{self.samples} x {length}"]
-        parts += ["checkpointing"] * self.checkpointing + ["all kept gathered"] * self.tuned
-        return ", ".join([*parts, *([f"offload {self.offload}"] if self.offload != "none" else [])])
+        batch = f"{self.samples} x {length}"
+        return row_label(self.size, self.stage, batch, self.checkpointing, self.tuned, self.offload)
 
 
 CASES = (

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.engines import Setting, build, load
 from benchmarks.planner_cases import Case
-from benchmarks.train import batches, finish, memory, slowest, start, synchronize, timed
+from benchmarks.train import batches, finish, memory, slowest, start, synchronize, timed, used, warmed_up
 
 WAIT_SECONDS = 120.0
 POLL_SECONDS = 0.05
@@ -84,15 +84,7 @@ def train(case: Case, device: torch.device, args: argparse.Namespace) -> dict[st
     feed = batches(setting, args.length)
     synchronize(device)
     init_s, init = time.perf_counter() - began, memory(device, torch.cuda.memory_allocated, trainer.outside)
-
-    def step(index: int) -> torch.Tensor:
-        return trainer.step(feed[index % len(feed)])
-
-    for index in range(args.warmup):
-        step(index)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    found = timed(step, device, args.steps, 1)
+    found = timed(warmed_up(trainer, feed, device, args.warmup), device, args.steps, 1)
     row = {
         "case": vars(case),
         "step_s": found.steps[0],
@@ -107,12 +99,6 @@ def train(case: Case, device: torch.device, args: argparse.Namespace) -> dict[st
     }
     finish(trainer, device)
     return row
-
-
-def used(device: torch.device) -> int:
-    """Bytes of the card that anybody uses: the allocator's, peers', the context and communicators."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
 
 
 if __name__ == "__main__":

@@ -111,15 +111,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
     trainer = build(setting)
     synchronize(setting.device)
     init_s, init_gib = time.perf_counter() - began, memory(setting.device, torch.cuda.memory_allocated, trainer.outside)
-    feed = batches(setting, args.length)
-
-    def step(index: int) -> torch.Tensor:
-        return trainer.step(feed[index % len(feed)])
-
-    for index in range(args.warmup):
-        step(index)
-    if setting.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    step = warmed_up(trainer, batches(setting, args.length), setting.device, args.warmup)
     timing = timed(step, setting.device, args.steps, args.repetitions)
     row = {
         **identity(setting, args),
@@ -167,6 +159,21 @@ def batches(setting: Setting, length: int) -> list[list[MicroBatch]]:
         on_device = [row.to(setting.device) for row in rows]
         feed.append([(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in on_device])
     return feed
+
+
+def warmed_up(
+    trainer: Trainer, feed: Sequence[list[MicroBatch]], device: torch.device, steps: int
+) -> Callable[[int], torch.Tensor]:
+    """What takes the step of a number, after `steps` of them; peaks of memory count from here on."""
+
+    def step(index: int) -> torch.Tensor:
+        return trainer.step(feed[index % len(feed)])
+
+    for index in range(steps):
+        step(index)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return step
 
 
 def timed(step: Callable[[int], torch.Tensor], device: torch.device, steps: int, repetitions: int) -> Timing:
@@ -273,6 +280,12 @@ def synchronize(device: torch.device) -> None:
 def memory(device: torch.device, read: Callable[[], int], outside: int) -> float | None:
     """What an allocator statistic says and what lies outside of the allocator, in GiB; None without a GPU."""
     return round((read() + outside) / GIB, 3) if device.type == "cuda" else None
+
+
+def used(device: torch.device) -> int:
+    """Bytes of the card that anybody uses: the allocator's, peers', the context and communicators."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def host_peak() -> float:

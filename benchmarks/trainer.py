@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.compare import Outcome, device_count, number, provenance, run
+from benchmarks.compare import Outcome, device_count, markdown_table, number, provenance, run, unmeasured
 from benchmarks.ranks import ROOT
 
 ROWS = ("zeroshard", "fsdp2", "deepspeed", "deepspeed --tuned")
@@ -68,8 +68,7 @@ def cells(outcome: Outcome) -> list[str]:
     """A row of the table, in the order of COLUMNS."""
     row = outcome.row
     if row is None:
-        engine, *options = outcome.request.split()
-        return [engine, " ".join(options), outcome.error or "no result", *[""] * (len(COLUMNS) - 3)]
+        return unmeasured(outcome, COLUMNS)
     engine = row["engine"] + (" tuned" if row["tuned"] else "")
     setting = f"{row['size']}, stage {row['stage']}, {row['batch']} x {row['length']}"
     return [
@@ -90,8 +89,7 @@ def lines(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> list[str]:
     """The table for benchmarks/README.md, with where it comes from below it."""
     row = next((outcome.row for outcome in outcomes if outcome.row is not None), {})
     versions = ", ".join(f"{name} {row.get(name, '')}" for name in ("torch", "transformers", "accelerate"))
-    made = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * 2 + " ---: |" * (len(COLUMNS) - 2)]
-    made += ["| " + " | ".join(cells(outcome)) + " |" for outcome in outcomes]
+    made = markdown_table(COLUMNS, map(cells, outcomes))
     where = f"Commit {origin['commit']}, {origin['world']} x {origin['card']}, {versions}, {origin['date']}"
     return [*made, "", f"{where}: `{origin['command']}`", ""]
 

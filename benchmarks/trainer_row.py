@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -33,9 +32,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.llama import SIZES, Shape
+from benchmarks.train import GIB, host_peak, used
 
 ENGINES = ("zeroshard", "fsdp2", "deepspeed", "ddp")
-GIB = 2**30
 SEED = 0
 WARMUP = 4
 
@@ -84,8 +83,7 @@ class Stopwatch(TrainerCallback):
             return
         if first:
             torch.cuda.reset_peak_memory_stats(self.device)
-        free, total = torch.cuda.mem_get_info(self.device)
-        self.used = total - free
+        self.used = used(self.device)
         self.allocated = torch.cuda.max_memory_allocated(self.device)
         self.reserved = torch.cuda.max_memory_reserved(self.device)
 
@@ -206,7 +204,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     output = trainer.train()
     outside = outside_nbytes(args.engine, trainer)
     seconds = worst(watch.seconds, settings.device)
-    allocated, reserved, used = worst(
+    allocated, reserved, on_card = worst(
         [watch.allocated + outside, watch.reserved + outside, watch.used], settings.device
     )
     median = statistics.median(seconds)
@@ -218,8 +216,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "tokens_s": round(args.batch * args.length / median),
         "allocated_gib": round(allocated / GIB, 3) if on_gpu else None,
         "reserved_gib": round(reserved / GIB, 3) if on_gpu else None,
-        "device_gib": round(used / GIB, 3) if on_gpu else None,
-        "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+        "device_gib": round(on_card / GIB, 3) if on_gpu else None,
+        "host_gib": host_peak(),
         "init_s": round(worst([watch.ready - began], settings.device)[0], 2),
         "loss": round(output.training_loss, 4),
         "expected_loss": round(math.log(shape.vocabulary), 4),

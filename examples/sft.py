@@ -1,7 +1,8 @@
 """Fine-tune a causal language model on instructions with transformers' Trainer, on zeroshard.
 
-    deepspeed --num_gpus=4 examples/sft.py --deepspeed ds_zero3.json --model_name_or_path meta-llama/Meta-Llama-3-8B \
-        --dataset_name yahma/alpaca-cleaned --output_dir ./llama3-8b-sft --bf16 true --num_train_epochs 3 \
+    deepspeed --num_gpus=4 examples/sft.py --deepspeed examples/configs/zero3.json \
+        --model_name_or_path meta-llama/Meta-Llama-3-8B --dataset_name yahma/alpaca-cleaned \
+        --output_dir ./llama3-8b-sft --bf16 true --num_train_epochs 3 \
         --per_device_train_batch_size 1 --learning_rate 2e-5 --warmup_ratio 0.03 --lr_scheduler_type cosine
 
 There is no word of zeroshard below: Trainer finds it under the name deepspeed (docs/huggingface.md). `--dataset_name`

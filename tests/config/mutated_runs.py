@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tests.config.test_auto import TRAINER
 from tests.config.test_published_configs import FINE_TUNE_8B, FINE_TUNE_70B, FP16_OFFLOAD, PRETRAIN_13B
+from tests.support.edits import put, sections_of
 from zeroshard.config.components import OPTIMIZERS, SCHEDULERS
 from zeroshard.config.keys import Key, Status, key_table
 from zeroshard.optim.schedules import TORCH_SCHEDULES
@@ -92,22 +93,22 @@ def mutated_config(number: int) -> dict[str, Any]:
 
 def _obeyed(config: dict[str, Any], draw: random.Random) -> None:
     key = draw.choice(OBEYED)
-    _put(config, key.path, _value_for(key, draw))
+    put(config, key.path, _value_for(key, draw))
 
 
 def _other(config: dict[str, Any], draw: random.Random) -> None:
     key = draw.choice(OTHERS)
-    _put(config, key.path, draw.choice([*key.inert, key.default, _value_for(key, draw)]))
+    put(config, key.path, draw.choice([*key.inert, key.default, _value_for(key, draw)]))
 
 
 def _odd(config: dict[str, Any], draw: random.Random) -> None:
-    section = draw.choice(_sections(config))
+    section = draw.choice(sections_of(config))
     if section:
         section[draw.choice(sorted(section))] = copy.deepcopy(draw.choice(ODD))
 
 
 def _drop(config: dict[str, Any], draw: random.Random) -> None:
-    section = draw.choice(_sections(config))
+    section = draw.choice(sections_of(config))
     if section:
         del section[draw.choice(sorted(section))]
 
@@ -168,21 +169,3 @@ def _value_for(key: Key, draw: random.Random) -> Any:
     if key.kind.startswith('"') and key.kind not in BY_KIND:
         return draw.choice([choice.strip('"') for choice in key.kind.split("|")])
     return copy.deepcopy(draw.choice(BY_KIND.get(key.kind, ODD)))
-
-
-def _put(config: dict[str, Any], path: str, value: Any) -> None:
-    *sections, name = path.replace("*", "lr").split(".")
-    for section in sections:
-        inner = config.get(section)
-        if not isinstance(inner, dict):
-            config[section] = inner = {}
-        config = inner
-    config[name] = value
-
-
-def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
-    found = [config]
-    for value in config.values():
-        if isinstance(value, dict):
-            found.extend(_sections(value))
-    return found

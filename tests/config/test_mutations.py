@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.config.test_auto import TRAINER
 from tests.config.test_published_configs import FP16_OFFLOAD, PRETRAIN_13B, PRETRAIN_175B
+from tests.support.edits import put, sections_of
 from zeroshard.config import Config, load_config
 from zeroshard.config.keys import key_table
 from zeroshard.config.resolve import resolve
@@ -34,24 +35,6 @@ values = st.recursive(
     max_leaves=6,
 )
 names = st.one_of(st.text(max_size=10), st.sampled_from(sorted({path.rsplit(".", 1)[-1] for path in PATHS})))
-
-
-def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    found = [config]
-    for value in config.values():
-        if isinstance(value, dict):
-            found.extend(sections_of(value))
-    return found
-
-
-def put(config: dict[str, Any], path: str, value: Any) -> None:
-    *sections, name = path.replace("*", "lr").split(".")
-    for section in sections:
-        inner = config.get(section)
-        if not isinstance(inner, dict):
-            config[section] = inner = {}
-        config = inner
-    config[name] = value
 
 
 @st.composite

@@ -33,14 +33,15 @@ class Measured:
 
     @property
     def label(self) -> str:
-        parts = [
-            self.model,
-            "floor" if self.stage is None else f"stage {self.stage}",
-            f"{self.samples} x {self.length}",
-        ]
-        parts += ["checkpointing"] * self.checkpointing + ["all kept gathered"] * self.tuned
-        parts += [f"offload {self.offload}"] if self.offload != "none" else []
-        return ", ".join(parts)
+        batch = f"{self.samples} x {self.length}"
+        return row_label(self.model, self.stage, batch, self.checkpointing, self.tuned, self.offload)
+
+
+def row_label(model: str, stage: int | None, batch: str, checkpointing: bool, tuned: bool, offload: str) -> str:
+    """A configuration in words, as tables have it; `stage` None is the floor, the others as in Measured."""
+    parts = [model, "floor" if stage is None else f"stage {stage}", batch]
+    parts += ["checkpointing"] * checkpointing + ["all kept gathered"] * tuned
+    return ", ".join([*parts, *([f"offload {offload}"] if offload != "none" else [])])
 
 
 def _number(text: str) -> float | None:

@@ -24,23 +24,13 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.planner.sized import Decoder, Sizes, solve_sizes
+from zeroshard.planner.trace import FORWARD_ERRORS
 
 Batch = Mapping[str, Any]
 MakeBatch = Callable[[int, int], Any]
 IDS = ("input_ids", "ids", "idx", "tokens", "x")
-BUILD_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    NameError,
-    ImportError,
-    OSError,
-)
-"""What a user's factory may raise; NotImplementedError is a RuntimeError."""
+BUILD_ERRORS = (*FORWARD_ERRORS, ImportError, OSError)
+"""What a user's factory may raise."""
 LABELS = ("labels", "targets", "target", "y")
 
 

@@ -1,6 +1,6 @@
 """What TRL reaches for around a generation inside GatheredParameters: the hooks of ZeRO-3, to be taken off for it.
 
-Ours stay where they are. They gather a unit for each forward, which is right inside the block too, only not free.
+Ours stay where they are: inside the block a forward uses what the block holds, and gathers nothing again.
 """
 
 from __future__ import annotations
