@@ -90,6 +90,9 @@ class Recipe:
 def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
     """What the recipe leaves open, decided for a GPU's memory: gradients only when there, and split master weights.
 
+    Stage 1 keeps whole gradients so as to reduce them once for several micro-batches. With one micro-batch a step they
+    would be given up as soon as they are reduced; so each rank keeps its part alone, as in stage 2.
+
     Args:
         split_master: the optimizer can update split master weights (Adam in the device's own kernel).
     """
@@ -97,7 +100,14 @@ def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
     if precision.master is None and split_master:
         precision = replace(precision, master=SPLIT_MASTER)
     transient = True if recipe.transient_gradients is None else recipe.transient_gradients
-    return replace(recipe, precision=precision, transient_gradients=transient)
+    row, rows = recipe.sharding, recipe.overrides
+    if transient and not recipe.policy.accumulate:
+        row, rows = _reduced_at_once(row), {name: _reduced_at_once(other) for name, other in rows.items()}
+    return replace(recipe, sharding=row, overrides=rows, precision=precision, transient_gradients=transient)
+
+
+def _reduced_at_once(row: Sharding) -> Sharding:
+    return replace(row, grad=row.grad or row.state)
 
 
 def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int | None = None) -> Plan:
