@@ -2,10 +2,11 @@
 
     p.grad --copy engine--> inbox of its owner, row of this rank --barrier--> owner sums its rows --> grad
 
-Nothing is collected into a buffer first, so a gradient is moved once. It stays alive until it was sent; that is
-checked one unit later, when it has long happened. Memory and hazards:
+Nothing is collected into a buffer first, so a gradient is moved once. Of two ranks the owner adds what came to its own
+gradient where that lies, and its row stays empty. A gradient stays alive until it was sent, or added; that is checked
+one unit later, when it has long happened. Memory and hazards:
 
-    a gradient           belongs to the reduce stream until `sent`; compute waits for that before giving it back
+    a gradient           belongs to the reduce stream until `done`; compute waits for that before giving it back
     a row of an inbox    is written by its rank until the barrier, then read by the owner's sum. The next copies into it
                          come after another barrier, which no rank reaches before its sum: that of the units between, or
                          one of its own where the same slot is used twice in a row
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,16 +47,24 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Route:
-    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `tiles` are summed."""
+    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `tiles` are summed.
+
+    `own` are the pieces for this rank itself, elements (low, high) of its part beside each.
+    """
 
     pieces: list[_Piece]
+    own: list[tuple[_Piece, int, int]]
     rows: torch.Tensor
     tiles: torch.Tensor
     dense: bool
 
 
 class PeerReduce:
-    """The way of gradients through peer memory."""
+    """The way of gradients through peer memory.
+
+    Attributes:
+        last_slot: the inbox that was written last.
+    """
 
     def __init__(self, peers: Peers, streams: Streams, log: OperationLog) -> None:
         self._peers = peers
@@ -66,7 +76,7 @@ class PeerReduce:
     def adopt(self) -> None:
         """Start anew with other slots; nothing may be in flight."""
         self._routes: dict[int, _Route] = {}
-        self._last_slot: int | None = None
+        self.last_slot: int | None = None
 
     def let_go(self) -> None:
         """Give back the gradients that were sent last."""
@@ -100,30 +110,38 @@ class PeerReduce:
         self._log.record("reduce-scatter", label, nbytes)
         # Read after write: the gradients belong to compute until the unit's backward has run.
         streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
+        direct = not add and _in_place(route, sources, landing)
         meet = Step(self._barrier, (), (wire,), sends=True)
-        steps = [Step(lambda: self._send(route, sources, label, nbytes), (HELD,), (wire,))]
-        if slot == self._last_slot:
+        steps = [Step(lambda: self._send(route, sources, label, nbytes, own=not direct), (HELD,), (wire,))]
+        if slot == self.last_slot:
             steps.insert(0, meet)
-        self._last_slot = slot
+        self.last_slot = slot
         streams.run(Stream.REDUCE, steps)
-        self._held = streams.record(Stream.REDUCE, "sent"), sources
-        total = Step(
-            lambda: sum_rows(route.rows, landing, route.tiles, add=add, dense=route.dense),
-            (wire,),
-            (("grad", unit.index),),
-        )
-        streams.run(Stream.REDUCE, [meet, total])
+        grad = (("grad", unit.index),)
+        if direct:
+            other = route.rows[1 - self._peers.rank]
+            streams.run(
+                Stream.REDUCE, [meet, Step(lambda: _add_own(route, sources, other, landing), (wire, HELD), grad)]
+            )
+            self._held = streams.record(Stream.REDUCE, "done"), sources
+        else:
+            self._held = streams.record(Stream.REDUCE, "done"), sources
+            total = partial(sum_rows, route.rows, landing, route.tiles, add=add, dense=route.dense)
+            streams.run(Stream.REDUCE, [meet, Step(total, (wire,), grad)])
         if streams.poisons:
             streams.follow(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
 
     def _barrier(self) -> Pending:
         return self._peers.barrier(Channel.REDUCE)
 
-    def _send(self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int) -> None:
+    def _send(
+        self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int, *, own: bool
+    ) -> None:
         self._peers.sent("reduce-scatter", label, nbytes)
         raw = device_copies(route.rows.device)
+        pieces = [*route.pieces, *(piece for piece, _, _ in route.own)] if own else route.pieces
         if raw is None or any(source is None or source.dtype != route.rows.dtype for source in sources):
-            for piece in route.pieces:
+            for piece in pieces:
                 source = sources[piece.segment]
                 if source is None:
                     piece.target.zero_()
@@ -132,7 +150,7 @@ class PeerReduce:
             return
         starts = [source.data_ptr() for source in sources if source is not None]
         stream = torch._C._cuda_getCurrentRawStream(route.rows.device.index)
-        for piece in route.pieces:
+        for piece in pieces:
             raw(piece.address, starts[piece.segment] + piece.offset, piece.nbytes, stream)
 
     def _route(self, group: Group) -> _Route:
@@ -146,6 +164,7 @@ class PeerReduce:
         assert group.wire is not None
         layout, size, rank = group.plan.layout, self._peers.size, self._peers.rank
         pieces: list[_Piece] = []
+        mine: list[tuple[_Piece, int, int]] = []
         for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it has no way to go
             row = self._peers.twin(group.wire, owner).view(size, -1)[rank]
             start, end = layout.shard_range(owner)
@@ -153,9 +172,27 @@ class PeerReduce:
                 segment = layout.segments[index]
                 first, target = start + low - segment.offset, row[low:high]
                 offset = first * target.itemsize
-                address, nbytes = target.data_ptr(), target.nbytes
-                pieces.append(_Piece(index, first, first + high - low, target, address, offset, nbytes))
+                piece = _Piece(index, first, first + high - low, target, target.data_ptr(), offset, target.nbytes)
+                if owner == rank:
+                    mine.append((piece, low, high))
+                else:
+                    pieces.append(piece)
         own = layout.pieces(*layout.shard_range(rank))
         tiles = row_tiles(((low, high) for _, low, high in own), group.wire.device)
         dense = sum(high - low for _, low, high in own) == layout.shard_numel
-        return _Route(pieces, group.wire.view(size, -1), tiles, dense)
+        return _Route(pieces, mine, group.wire.view(size, -1), tiles, dense)
+
+
+def _in_place(route: _Route, sources: Sequence[torch.Tensor | None], landing: torch.Tensor) -> bool:
+    """Whether this rank's own gradients can be added where they are: of two ranks, in one dtype."""
+    dtype = route.rows.dtype
+    return (
+        route.rows.shape[0] == 2 and landing.dtype == dtype and all(s is not None and s.dtype == dtype for s in sources)
+    )
+
+
+def _add_own(route: _Route, sources: Sequence[torch.Tensor | None], other: torch.Tensor, landing: torch.Tensor) -> None:
+    for piece, low, high in route.own:
+        source = sources[piece.segment]
+        assert source is not None
+        torch.add(source.view(-1)[piece.low : piece.high], other[low:high], out=landing[low:high])
