@@ -149,7 +149,7 @@ def _last_json(output: str) -> dict[str, Any] | None:
 def add_ratios(outcomes: Sequence[Outcome]) -> None:
     """Give every row its ratio to the floor of the same setting; None where that was not measured."""
     rows = [outcome.row for outcome in outcomes if outcome.row is not None]
-    floors = {_setting(row): row["step_s"] for row in rows if row["engine"] == "floor"}
+    floors = {_setting(row): row["step_s"] for row in rows if row["engine"] == "floor" and not row["graph"]}
     for row in rows:
         floor = floors.get(_setting(row))
         row["ratio"] = None if floor is None else round(row["step_s"] / floor, 3)
@@ -164,7 +164,8 @@ def cells(outcome: Outcome) -> list[str]:
     row = outcome.row
     if row is None:
         return unmeasured(outcome, MARKDOWN)
-    engine = row["engine"] + (" tuned" if row["tuned"] else "")
+    marks = [row["engine"], *(mark for mark in ("tuned", "graph") if row[mark])]
+    engine = " ".join([*marks, *([f"spare {row['spare']:g}"] if row["spare"] else [])])
     numbers = [
         number(row["step_s"], 4),
         number(row["ratio"], 3),

@@ -10,7 +10,9 @@
 `tuned` is what a user who reads the manual adds. FSDP2: the norm is taken on local tensors, blocks are prefetched by
 explicit lists, embedding and head are units of their own, and on torch 2.13 and newer reductions get a communicator of
 their own and two buffers. DeepSpeed: the throughput timer, which synchronises, is off, and blocks are leaf modules.
-zeroshard: all units may stay gathered from forward to backward (spare_nbytes).
+zeroshard: embedding and head are units of their own (units), and what `spare` GiB hold stays gathered from forward to
+backward (spare_nbytes). `graph`: steps are replayed as a CUDA
+graph, by `zeroshard.GraphedStep`, or by torch's own for the floor.
 
 `offload` puts the optimizer's state into host memory: streamed or processor say how zeroshard updates it, param adds
 the parameters; FSDP2 has its CPUOffloadPolicy, which moves parameters too, and DeepSpeed offload_optimizer.
@@ -41,7 +43,6 @@ from benchmarks.llama import SIZES, Block, Llama, Shape, initialize
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 SEED = 0
-ALL_MEMORY = 2**40
 DEEPSPEED_BUCKET = 200_000_000
 OPTIMIZER = "optimizer"
 """Annotation around clipping and update, by which a trace's kernels are told apart."""
@@ -71,6 +72,8 @@ class Setting:
         offload: "none", or see the module's text.
         host_share: the share of the state in host memory, for zeroshard.
         clip: largest global norm; 0 is no clipping.
+        graph: replay steps as a CUDA graph (zeroshard, and the floor).
+        spare: GiB in which units may stay gathered, for zeroshard.
     """
 
     engine: str
@@ -86,6 +89,8 @@ class Setting:
     offload: str = "none"
     host_share: float = 1.0
     clip: float = CLIP
+    graph: bool = False
+    spare: float = 0.0
 
     @property
     def shape(self) -> Shape:
@@ -167,7 +172,30 @@ def build_floor(setting: Setting) -> Trainer:
         model.zero_grad(set_to_none=True)
         return _backward(model, micro_batches)
 
-    return Trainer(step, _numel(model))
+    return Trainer(_graphed_floor(step, setting) if setting.graph else step, _numel(model))
+
+
+def _graphed_floor(step: Callable[[Sequence[MicroBatch]], torch.Tensor], setting: Setting) -> Any:
+    """The floor without a host: its third step is captured, later ones are replayed."""
+    stream, graph = torch.cuda.Stream(setting.device), torch.cuda.CUDAGraph()
+    static: list[MicroBatch] = []
+    losses: list[torch.Tensor] = []
+
+    def graphed(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            if not static:
+                for _ in range(2):
+                    step(micro_batches)
+                static.extend((ids.clone(), targets.clone()) for ids, targets in micro_batches)
+                with torch.cuda.graph(graph, stream=stream):
+                    losses.append(step(static))
+            for (ids, targets), (new_ids, new_targets) in zip(static, micro_batches, strict=True):
+                ids.copy_(new_ids)
+                targets.copy_(new_targets)
+            graph.replay()
+        return losses[0]
+
+    return graphed
 
 
 def build_ddp(setting: Setting) -> Trainer:
@@ -358,7 +386,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
         clip_norm=setting.clip,
         accumulate=setting.accumulation > 1,
         overlap_step=True,
-        spare_nbytes=ALL_MEMORY if setting.tuned else 0,
+        spare_nbytes=round(setting.spare * 2**30),
     )
     recipe = zeroshard.Recipe(
         sharding=zeroshard.STAGES[setting.stage],
@@ -366,8 +394,13 @@ def build_zeroshard(setting: Setting) -> Trainer:
         policy=policy,
         offload=_zeroshard_offload(setting),
     )
+    units = ["embed", *(f"blocks.{index}" for index in range(len(model.blocks))), "head"]
     sharded, optimizer = zeroshard.shard(
-        model, _adamw(model.parameters(), setting, fused=False), plan=recipe, device=setting.device
+        model,
+        _adamw(model.parameters(), setting, fused=False),
+        plan=recipe,
+        units=units if setting.tuned else None,
+        device=setting.device,
     )
     assert optimizer is not None
 
@@ -378,7 +411,8 @@ def build_zeroshard(setting: Setting) -> Trainer:
             optimizer.zero_grad()
         return loss
 
-    return Trainer(step, numel, zeroshard.peer_memory_nbytes(sharded), lambda: zeroshard.close(sharded))
+    taken = zeroshard.GraphedStep(sharded, step) if setting.graph else step
+    return Trainer(taken, numel, zeroshard.peer_memory_nbytes(sharded), lambda: zeroshard.close(sharded))
 
 
 def _zeroshard_offload(setting: Setting) -> Any:

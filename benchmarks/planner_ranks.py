@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engines import Setting, build, load
-from benchmarks.planner_cases import Case
+from benchmarks.planner_cases import ALL_MEMORY, Case
 from benchmarks.train import batches, finish, memory, slowest, start, synchronize, timed, used, warmed_up
 
 WAIT_SECONDS = 120.0
@@ -76,7 +76,7 @@ def train(case: Case, device: torch.device, args: argparse.Namespace) -> dict[st
         size=case.size,
         batch=case.samples,
         checkpointing=case.checkpointing,
-        tuned=case.tuned,
+        spare=ALL_MEMORY / 2**30 if case.tuned else 0.0,
         offload=case.offload,
     )
     began = time.perf_counter()

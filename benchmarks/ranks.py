@@ -7,6 +7,7 @@ measurement, so compare.py starts the ranks itself, with the variables that torc
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,9 +107,13 @@ def _variables(rank: int, nproc: int, port: int, more: Mapping[str, str]) -> dic
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that the system gives out by itself: a rank that comes first and tries to connect to one of
+    these may be given it for its own end, and then is connected to itself."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _tail(path: Path, prefix: str) -> str:

@@ -74,6 +74,8 @@ def main() -> int:
         offload=args.offload,
         host_share=args.host_share,
         clip=args.clip,
+        graph=args.graph,
+        spare=args.spare,
     )
     try:
         result, failed = measure(setting, args)
@@ -111,7 +113,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
     trainer = build(setting)
     synchronize(setting.device)
     init_s, init_gib = time.perf_counter() - began, memory(setting.device, torch.cuda.memory_allocated, trainer.outside)
-    step = warmed_up(trainer, batches(setting, args.length), setting.device, args.warmup)
+    # A graph takes its memory when it is captured, in the warm-up, so there peaks count from the start.
+    step = warmed_up(trainer, batches(setting, args.length), setting.device, args.warmup, forget=not setting.graph)
     timing = timed(step, setting.device, args.steps, args.repetitions)
     row = {
         **identity(setting, args),
@@ -162,16 +165,16 @@ def batches(setting: Setting, length: int) -> list[list[MicroBatch]]:
 
 
 def warmed_up(
-    trainer: Trainer, feed: Sequence[list[MicroBatch]], device: torch.device, steps: int
+    trainer: Trainer, feed: Sequence[list[MicroBatch]], device: torch.device, steps: int, *, forget: bool = True
 ) -> Callable[[int], torch.Tensor]:
-    """What takes the step of a number, after `steps` of them; peaks of memory count from here on."""
+    """What takes the step of a number, after `steps` of them; `forget`: peaks of memory count from here on."""
 
     def step(index: int) -> torch.Tensor:
         return trainer.step(feed[index % len(feed)])
 
     for index in range(steps):
         step(index)
-    if device.type == "cuda":
+    if forget and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return step
 
@@ -313,6 +316,8 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="optimizer's state in host memory")
     parser.add_argument("--host-share", type=float, default=1.0, help="the share of it, for zeroshard")
     parser.add_argument("--clip", type=float, default=CLIP, help="largest global norm; 0 is no clipping")
+    parser.add_argument("--graph", action="store_true", help="replay steps as a CUDA graph: zeroshard and the floor")
+    parser.add_argument("--spare", type=float, default=0.0, help="GiB for units that stay gathered, for zeroshard")
     parser.add_argument("--tuned", action="store_true", help="what a user who reads the engine's manual adds")
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.checkpoints import load, save, wait_for_checkpoint
     from zeroshard.engine.external import register_external_parameter, unregister_external_parameter
     from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
+    from zeroshard.engine.graphed import GraphedStep
     from zeroshard.engine.memory_use import memory_status, see_memory_usage
     from zeroshard.engine.native import (
         clip_grad_norm_,
@@ -86,6 +87,7 @@ _HOME = {
     "CPUAdam": "zeroshard.optim.cpu_adam",
     "ExecutionPolicy": "zeroshard.plan.plan",
     "GatheredParameters": "zeroshard.engine.gathered",
+    "GraphedStep": "zeroshard.engine.graphed",
     "Init": "zeroshard.sharding.deferred",
     "Lamb": "zeroshard.optim.named",
     "Lion": "zeroshard.optim.named",
@@ -162,6 +164,7 @@ __all__ = [
     "CPUAdam",
     "ExecutionPolicy",
     "GatheredParameters",
+    "GraphedStep",
     "HostUpdate",
     "Init",
     "Lamb",

@@ -91,7 +91,7 @@ def _train(case: Case, rank: int, steps: int = STEPS) -> Result:
     return Result([float(loss) for loss in losses], torch.cat(whole))
 
 
-def _on_gpu(rank: int) -> None:
+def on_gpu(rank: int) -> None:
     torch.cuda.set_device(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // GPUS))
 
@@ -102,7 +102,7 @@ def _same(got: Result, expected: Result, what: object) -> None:
 
 
 def _stages(rank: int, world: int) -> None:
-    _on_gpu(rank)
+    on_gpu(rank)
     for micro, stages in ((1, (1, 2)), (2, (2,))):  # stage 1 sums micro-batches before ranks: other roundings in bf16
         expected = _train(Case(3, micro), rank)
         for stage in stages:
@@ -120,7 +120,7 @@ STREAMED = Offload(1.0, update=HostUpdate.STREAMED, stream_numel=1 << 18)
 
 
 def _streamed(rank: int, world: int) -> None:
-    _on_gpu(rank)
+    on_gpu(rank)
     for stage, micro in ((3, 1), (3, 2), (2, 1), (1, 2)):
         case = Case(stage, micro)
         expected = _train(case, rank)
@@ -138,7 +138,7 @@ def test_state_that_passes_through_the_gpu_gives_the_bits_of_state_that_stays(wo
 
 
 def _by_processor(rank: int, world: int) -> None:
-    _on_gpu(rank)
+    on_gpu(rank)
     offload = Offload(1.0, update=HostUpdate.PROCESSOR)
     for stage, micro, param in ((3, 1, False), (2, 1, False), (3, 2, False), (3, 1, True), (3, 2, True)):
         case = Case(stage, micro, master="float32", peer_copies=False if param else None)

@@ -250,6 +250,9 @@ class Collectives:
             return Pending(kind, unit, work, finish)
         # c10d has run it on the current stream: there is no work to wait for, but the watchdog wants to know its end.
         # One event for all of them, since only the last one is looked at; whoever knows the stream marks it there.
+        # What goes into a graph has not happened: its replay is watched as a whole.
+        if torch.cuda.is_current_stream_capturing():
+            return Pending(kind, unit, work, finish)
         self._event = self._event or torch.cuda.Event()
         self._last = Pending(kind, unit, work, finish, self._event)
         return self._last

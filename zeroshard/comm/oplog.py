@@ -12,6 +12,8 @@ is issued, costs several microseconds a call; here a triple is hashed once, when
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,12 +79,19 @@ class _Entry:
         self.calls = 0
 
 
+class Recording(NamedTuple):
+    """What was issued in a stretch of time, in order; see `OperationLog.recording`."""
+
+    entries: list[_Entry]
+
+
 class OperationLog:
     """Every collective that this rank issued, in order. One thread writes; any thread may read `tail`."""
 
-    __slots__ = ("_count", "_digest", "_entries", "_ring")
+    __slots__ = ("_copy", "_count", "_digest", "_entries", "_ring")
 
     def __init__(self) -> None:
+        self._copy: list[_Entry] | None = None
         self._entries: dict[tuple[str, str, int], _Entry] = {}
         self._ring: list[_Entry | None] = [None] * RING_SIZE
         self._digest = 0
@@ -103,8 +112,31 @@ class OperationLog:
         """
         self._append(_Entry(Operation(STEP, table, 0)))
 
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Also write down what is issued inside, to be repeated: a graph replays operations that nobody issues anew."""
+        assert self._copy is None, "a recording inside of another"
+        self._copy = found = []
+        try:
+            yield Recording(found)
+        finally:
+            self._copy = None
+
+    def repeat(self, recording: Recording, table: str) -> int:
+        """Append a recording once more, its step with these hyper-parameters; returns the digest at its step."""
+        digest = self._digest
+        for entry in recording.entries:
+            if entry.operation.kind == STEP:
+                self.record_step(table)
+                digest = self._digest
+            else:
+                self._append(entry)
+        return digest
+
     def _append(self, entry: _Entry) -> None:
         entry.calls += 1
+        if self._copy is not None:
+            self._copy.append(entry)
         self._digest = (self._digest * _MULTIPLIER + entry.code) & _MASK
         count = self._count
         # The slot is written before the count, so a reader never counts a slot that is not there yet.

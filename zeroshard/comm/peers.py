@@ -114,8 +114,13 @@ class Peers:
     def barrier(self, channel: Channel) -> Pending:
         """A barrier of all ranks on the current stream."""
         memory = next(iter(self._memories.values()))
+        if not memory.of(memory.rank).is_cuda:
+            self._last = memory.barrier(channel, None)
+            return self._last
+        if torch.cuda.is_current_stream_capturing():
+            return memory.barrier(channel, None)  # has not happened: a graph's replay is watched as a whole
         event = self._events.get(channel)
-        if event is None and memory.of(memory.rank).is_cuda:
+        if event is None:
             event = self._events[channel] = torch.cuda.Event()
         self._last = memory.barrier(channel, event)
         return self._last

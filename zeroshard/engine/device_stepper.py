@@ -2,7 +2,7 @@
 
     finish gradients -> squares -> small all-reduce -> [ok, norm, coefficient] -> table of scalars -> update per unit
                                                             |
-                                                            +--> pinned memory, read at the next step
+                                                            +--> outcome -> pinned memory, read at the next step
 
 What step n did is looked at when step n+1 begins (or when somebody asks): a step with inf or NaN in its gradients has
 changed nothing by then, and the loss scale has moved already. Units are updated in the order in which the next forward
@@ -12,6 +12,7 @@ gathers them, each gather waiting only for its own unit's update.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,18 +22,26 @@ from zeroshard.engine.handle import Handle
 from zeroshard.engine.statistics import DIGEST_MASK
 from zeroshard.engine.step_base import StepperBase, regions_of_units
 from zeroshard.engine.storage import Group
+from zeroshard.errors import UsageError
 from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import DeviceUpdate
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
+IN_FLIGHT = 2
+"""Steps whose outcome the host may not have looked at yet."""
+FLAGS_KEPT = 64
 _LANDED = 2**40
 """Tiles of gradients that went to host memory are numbered from here on, each group in a range of so many."""
 
 
 class DeviceStepper(StepperBase):
-    """Runs steps on a GPU with an optimizer that needs no host."""
+    """Runs steps on a GPU with an optimizer that needs no host.
+
+    Attributes:
+        captured_digest: of this rank's operations up to the step that went into a graph last.
+    """
 
     def __init__(self, handle: Handle, update: DeviceUpdate, scaler: LossScaler | None) -> None:
         super().__init__(handle, update, scaler)
@@ -43,9 +52,13 @@ class DeviceStepper(StepperBase):
         self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
         self._norm_of: SquaredNorm | None = None
         self._measured = False
-        pinned = device.type == "cuda"
-        self._landing = torch.zeros(3, dtype=torch.float64, pin_memory=pinned)
-        self._landed: torch.cuda.Event | None = None
+        self._on_gpu = device.type == "cuda"
+        self._outcome = torch.zeros(3, dtype=torch.float64, device=device)
+        self._landing_places = [torch.zeros(3, dtype=torch.float64, pin_memory=self._on_gpu) for _ in range(IN_FLIGHT)]
+        self._landings: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._flags_seen: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._digest = torch.zeros(2, dtype=torch.float64, device=device)
+        self.captured_digest = 0
 
     def step(self, optimizer: ShardedOptimizer) -> None:
         """One optimizer step; errors of the one before are raised here."""
@@ -68,7 +81,7 @@ class DeviceStepper(StepperBase):
             self.scaler.update(~ok)
         self._clip_once, self._measured = None, False
         self._learn_order()
-        runtime.after_step(changed=False)
+        runtime.after_step(changed=False, captured=self._capturing())
 
     def norm(self) -> float:
         """Norm of the averaged, unscaled gradients of the backwards since the last step. Waits for the device."""
@@ -84,18 +97,44 @@ class DeviceStepper(StepperBase):
         """See StepperBase."""
         self._measured = False
         self._norm_of = None
+        self.handle.runtime.gradients.square_into(None, ())
 
     @property
     def settled(self) -> bool:
-        return self._landed is None or self._landed.query()
+        return not self._landings or self._landings[-1][1].query()
 
     def settle(self) -> None:
-        """Look at what the last step did; waits for it."""
-        if self._landed is None:
-            return
-        self._landed.synchronize()
-        self._landed = None
-        self._conclude()
+        """Look at what the steps so far did; waits for them."""
+        self.settle_but(0)
+
+    def settle_but(self, newest: int) -> None:
+        """Look at what the steps did, but for so many of the newest; waits for them."""
+        while len(self._landings) > newest:
+            landing, landed = self._landings.popleft()
+            landed.synchronize()
+            values = landing.tolist()
+            self._landing_places.append(landing)
+            self._conclude(*values)
+
+    @property
+    def update_method(self) -> DeviceUpdate:
+        """The optimizer."""
+        return self._update_method
+
+    def prepare_replay(self, digest: int) -> None:
+        """Put what a captured step reads of the host where it finds it."""
+        short = digest & DIGEST_MASK
+        host = torch.tensor([short, short * short], dtype=torch.float64)
+        self._digest.copy_(host.pin_memory(), non_blocking=True)
+
+    def replayed(self) -> None:
+        """A captured step was launched: its outcome comes to the host as that of any other."""
+        self._land()
+
+    @property
+    def read_by_graphs(self) -> object:
+        """What must live as long as a graph of a step, beside what lives as long as this."""
+        return self._norm_of
 
     def _measure(self) -> None:
         """Finish the gradients and sum their statistics over the ranks, once per step."""
@@ -106,28 +145,47 @@ class DeviceStepper(StepperBase):
         self._record_groups()
         owned = [group for group in self._counted_groups() if not group.plan.grad_on_host]
         if self._norm_of is None:
-            shapes = [(group.own_grad.dtype, group.own_grad.numel()) for group in owned]
-            self._norm_of = SquaredNorm(shapes, self.handle.device)
-        self._norm_of.into(self._stats[0], [group.own_grad for group in owned])
+            self._norm_of = SquaredNorm([group.own_grad.numel() for group in owned], self.handle.device)
+            runtime.gradients.square_into(self._norm_of, owned)
+        runtime.gradients.square_rest(owned)
+        self._norm_of.into(self._stats[0])
         for place, group in enumerate(self._landed_groups()):
             self._stats[0] += runtime.gradients.squares(group)
             bad = runtime.gradients.first_bad(group)
             numbered = torch.where(bad < FINITE, bad + _LANDED * (place + 1), FINITE)
             torch.minimum(self._norm_of.first_bad, numbered, out=self._norm_of.first_bad)
         digest = comm.log.digest() & DIGEST_MASK
-        self._stats[1].fill_(digest)
-        self._stats[2].fill_(digest * digest)
+        if self._capturing():
+            self.captured_digest = digest
+            self._stats[1:STATS_FIXED].copy_(self._digest)
+        else:
+            self._stats[1].fill_(digest)
+            self._stats[2].fill_(digest * digest)
         self._stats[STATS_FIXED:].copy_(self._flags())
         comm.control.wait(comm.control.all_reduce(self._stats, "(step)"))
         self._measured = True
 
     def _flags(self) -> torch.Tensor:
         runtime = self.handle.runtime
-        fired = [flag for unit in runtime.units for group in runtime.gradients.fired(unit) for flag in group]
+        fired = tuple(flag for unit in runtime.units for group in runtime.gradients.fired(unit) for flag in group)
         if all(fired):
             return self._all_fired
-        host = torch.tensor(fired, dtype=torch.float64)
-        return host.pin_memory().to(self.handle.device, non_blocking=True) if self._landing.is_pinned() else host
+        found = self._flags_seen.get(fired)
+        if found is None:
+            if self._capturing():
+                raise UsageError(
+                    "other parameters got gradients while the step was captured than in the steps before, so a replay "
+                    "would not do what the function does; don't capture a step whose path depends on data"
+                )
+            host = torch.tensor(fired, dtype=torch.float64)
+            found = host.pin_memory().to(self.handle.device, non_blocking=True) if self._on_gpu else host
+            if len(self._flags_seen) < FLAGS_KEPT:
+                self._flags_seen[fired] = found
+        return found
+
+    def _capturing(self) -> bool:
+        """Whether what is issued now goes into a graph."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _agree(self) -> torch.Tensor:
         return self._stats[2] * self.handle.comm.control.size == self._stats[1].square()
@@ -137,19 +195,23 @@ class DeviceStepper(StepperBase):
         return factor if self.scaler is None else factor / self.scaler.scale
 
     def _send(self, norm: torch.Tensor, agree: torch.Tensor) -> None:
-        """Start the copy of the outcome to the host."""
+        """Start the copy of the outcome to the host; a captured step has that done after each replay."""
         assert self._norm_of is not None
-        outcome = torch.stack([norm, agree.double(), self._norm_of.first_bad.double()])
-        self._landing.copy_(outcome, non_blocking=True)
-        if self._landing.is_pinned():
-            self._landed = torch.cuda.Event()
-            self._landed.record()
-        else:
-            self._conclude()
+        self._outcome.copy_(torch.stack([norm, agree.double(), self._norm_of.first_bad.double()]))
+        if not self._on_gpu:
+            self._conclude(*self._outcome.tolist())
+        elif not self._capturing():
+            self._land()
 
-    def _conclude(self) -> None:
+    def _land(self) -> None:
+        landing = self._landing_places.pop()
+        landing.copy_(self._outcome, non_blocking=True)
+        landed = torch.cuda.Event()
+        landed.record()
+        self._landings.append((landing, landed))
+
+    def _conclude(self, norm: float, agree: float, tile: float) -> None:
         """The outcome has reached the host."""
-        norm, agree, tile = self._landing.tolist()
         if not agree:
             self.handle.comm.watchdog.explain_mismatch()
         if math.isfinite(norm):

@@ -79,6 +79,7 @@ class Gradients:
         self._log = log
         self._streams = streams
         self._reduces = reduces
+        self.square_into(None, ())
         self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
 
@@ -109,6 +110,7 @@ class Gradients:
         count = len(self._storage.units)
         self._local = [False] * count  # whole local gradients wait for a reduce
         self._reduced = [False] * count  # reduced gradients rest in grad
+        self._squared: set[int] = set()
         for unit in self._fired:
             for group in unit:
                 group[:] = [False] * len(group)
@@ -119,6 +121,11 @@ class Gradients:
     def moved(self) -> None:
         """Buffers have other addresses than before."""
         self._cuts.clear()
+
+    @property
+    def last_slot(self) -> int | None:
+        """The inbox that was written last, where ranks copy to each other."""
+        return None if self._peers is None else self._peers.last_slot
 
     @property
     def present(self) -> bool:
@@ -165,15 +172,38 @@ class Gradients:
             self._refuse_unplanned(unit)
             if sharded and reduce and not self._local[unit.index] and self._peers is not None:
                 self._reduce_by_peers(self._peers, unit, group, self._take(group, fired))
+                self._square(unit, group)
             elif sharded and reduce and not self._local[unit.index]:
                 self._wait_for_slot(unit)
                 self._collect(group, fired, self._wire(group), fresh=True)
                 self._reduce_slot(unit, group)
+                self._square(unit, group)
             else:
                 self._collect(group, fired, self._whole(group), fresh=not self._local[unit.index])
                 if reduce:
                     self._reduce_whole(unit, group)
         self._mark(unit, reduce_whole=reduce_whole, reduce_sharded=reduce_sharded)
+
+    def square_into(self, norm: SquaredNorm | None, groups: Sequence[Group]) -> None:
+        """Square each of `groups` when it has been reduced, as the tensor of `norm` of the same number; None: don't."""
+        self._norm = norm
+        self._number = {id(group): number for number, group in enumerate(groups)}
+        self._squared = set()
+
+    def square_rest(self, groups: Sequence[Group]) -> None:
+        """Square on compute what was not squared when it was reduced."""
+        assert self._norm is not None
+        for number, group in enumerate(groups):
+            if id(group) not in self._squared:
+                self._norm.square(number, group.own_grad)
+
+    def _square(self, unit: Unit, group: Group) -> None:
+        norm, number = self._norm, self._number.get(id(group))
+        if norm is None or number is None or self._policy.accumulate:
+            return
+        gradient = group.own_grad
+        self._streams.follow(Stream.REDUCE, lambda: norm.square(number, gradient), (("grad", unit.index),))
+        self._squared.add(id(group))
 
     def squares(self, group: Group) -> torch.Tensor:
         """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
@@ -196,7 +226,8 @@ class Gradients:
         assert staging is not None
         assert grad is not None
         buffers = ((("wire", slot),), (("grad", unit.index),))
-        self._streams.follow(Stream.REDUCE, lambda: squares.norm.into(squares.total, [staging]), *buffers)
+        self._streams.follow(Stream.REDUCE, lambda: squares.norm.square(0, staging), *buffers)
+        self._streams.follow(Stream.REDUCE, lambda: squares.norm.into(squares.total), *buffers)
         self._streams.follow(Stream.REDUCE, lambda: grad.copy_(staging, non_blocking=True), *buffers)
 
     def reduce_pending(self, unit: Unit) -> None:
@@ -376,7 +407,7 @@ class Gradients:
 def _squares_of(group: Group) -> _Squares:
     assert group.staging is not None
     device = group.staging.device
-    norm = SquaredNorm([(group.staging.dtype, group.staging.numel())], device)
+    norm = SquaredNorm([group.staging.numel()], device)
     return _Squares(norm, torch.zeros((), dtype=torch.float64, device=device))
 
 

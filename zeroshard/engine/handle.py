@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -54,6 +55,7 @@ class Handle:
     Attributes:
         last: statistics of the last step, None before the first.
         saver: what saves its checkpoints, None before the first save or load.
+        closers: what has to let go of the communicators before they are destroyed.
         closed: whether `close` was called.
     """
 
@@ -63,6 +65,7 @@ class Handle:
     hooks: list[RemovableHandle]
     last: Statistics | None = None
     saver: Saver | None = None
+    closers: list[Callable[[], object]] = field(default_factory=list)
     closed: bool = False
 
     @property
@@ -112,6 +115,8 @@ class Handle:
         self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
         self.runtime.model.__dict__[_CLOSED] = True
         idle = self._settle()
+        for closer in self.closers:
+            closer()
         self.comm.watchdog.close()
         if idle:
             self.comm.mesh.destroy()

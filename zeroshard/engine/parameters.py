@@ -34,6 +34,9 @@ class Parameters:
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the shards are, where ranks copy from each other instead.
         updates: updates that are under way beside compute.
+
+    Attributes:
+        each_by_itself: all gathers wait for their own unit alone, not only the first ones.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Parameters:
         self._log = log
         self._storage = storage
         self._gathers = gathers
+        self.each_by_itself = False
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -126,6 +130,11 @@ class Parameters:
         self._vacate(self._storage.units[index], slot)
         self._ledger.release(index)
 
+    def resting(self) -> Hashable:
+        """What is gathered, on its way or waited for just now: equal values lead to the same operations."""
+        in_use = tuple(unit.index for unit in self._storage.units if unit.in_use)
+        return self._ledger.state(), in_use, tuple(self._gathered), tuple(self._written), self._early
+
     def release_all(self) -> None:
         """Release every sharded unit in use, as after a forward that an exception ended."""
         for unit in self._storage.units:
@@ -136,12 +145,12 @@ class Parameters:
         """Read after write: shards belong to the optimizer until its step has run on the compute stream.
 
         The first gathers wait for their own unit. Those behind come when compute has passed the whole step anyway, so
-        that one wait for the last unit does for all.
+        that one wait for the last unit does for all. In a graph none may be left for the next forward.
         """
         if self._updates.begun(index):
             self._written[index] = self._updates.written(index)
-        self._early += 1
-        if self._early <= self._first:
+        self._early = min(self._early + 1, self._first + 1)
+        if self._early <= self._first or self.each_by_itself:
             self._streams.wait(Stream.GATHER, self._written.pop(index))
         else:
             self._streams.wait(Stream.GATHER, self._written[next(reversed(self._written))])

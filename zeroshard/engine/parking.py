@@ -32,6 +32,8 @@ class Parking:
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self.kinds: frozenset[Parkable] = frozenset()
+        self.reloads = 0
+        """How often state came back, to other addresses than before."""
 
     def refuse(self, what: str, *kinds: Parkable) -> None:
         """Raises UsageError where `what` needs something that is away: any of `kinds`, or by default anything."""
@@ -67,6 +69,7 @@ class Parking:
             storage.resize_(away.nbytes)
             _bytes(storage, storage.device).copy_(away)
             moved += away.nbytes
+        self.reloads += bool(self._held)
         self._held.clear()
         self.kinds = frozenset()
         return moved

@@ -11,8 +11,9 @@ only, never configs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,6 +35,14 @@ from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import Op, OpKind, build_programs
+
+
+@dataclass(frozen=True)
+class Resting:
+    """The engine between two steps: where its memory is, and what is gathered, on its way or waited for."""
+
+    memory: Hashable
+    gathered: Hashable
 
 
 class Runtime:
@@ -295,13 +304,19 @@ class Runtime:
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
         self.streams.touch(reads=tuple(("grad", unit.index) for unit in self.units))
 
-    def after_step(self, *, changed: bool) -> None:
-        """The optimizer has run: drop the gradients and gather what the next forward needs first."""
+    def after_step(self, *, changed: bool, captured: bool = False) -> None:
+        """The optimizer has run: drop the gradients and gather what the next forward needs first.
+
+        Args:
+            captured: the step goes into a graph, which ends when the last gather has landed.
+        """
+        self.parameters.each_by_itself = captured
         self.clear_gradients()
         if changed:
             self.parameters.written()
         for op in self._programs.after_step:
             self._execute(op)
+        self.parameters.each_by_itself = False
         if not self.plan.policy.overlap_step:
             self.parameters.settle(resting_only=True)
 
@@ -363,6 +378,24 @@ class Runtime:
         self.gradients.adopt(plan)
         self._set_plan(plan)
         self.parameters.written()  # new slots are empty, and the step before this wrote the shards
+
+    def resting(self) -> Resting:
+        """The state between two steps: from equal ones the same step issues the same operations on the same memory.
+
+        Raises UsageError amid a step: something is in progress, or gradients wait for one.
+        """
+        if self._forward.started or self._backward_running or self.gradients.present:
+            raise UsageError("amid a step: a forward, a backward or its gradients wait for optimizer.step()")
+        gathered = (self.parameters.resting(), self.gradients.last_slot)
+        return Resting((id(self.plan), self.parking.reloads), gathered)
+
+    def abandon(self) -> None:
+        """What was issued since the last step will never run: forget what it would have brought about."""
+        self.parameters.release_all()
+        self.parameters.settle()
+        self.parameters.invalidate()
+        self._recover()
+        self.clear_gradients()
 
     def drain(self) -> None:
         """Finish everything in flight. Every reader outside of a forward passes here."""

@@ -147,7 +147,11 @@ class StepperBase(ABC):
     def _record_groups(self) -> None:
         """Put the hyper-parameters of the coming step into the log whose digest the ranks compare."""
         if self.handle.comm.control.size > 1:
-            self.handle.comm.log.record_step(self._table.text(self.groups))
+            self.handle.comm.log.record_step(self.group_table())
+
+    def group_table(self) -> str:
+        """The hyper-parameters of the coming step as they stand in the log."""
+        return self._table.text(self.groups)
 
     def clip_next(self, max_norm: float) -> None:
         """Clip the coming step to `max_norm` instead of the plan's clip_norm."""

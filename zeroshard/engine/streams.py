@@ -103,16 +103,30 @@ class Streams(Protocol):
         ...
 
 
+class CudaEvent(torch.cuda.Event):
+    """A CUDA event that knows the epoch in which it was recorded."""
+
+    epoch: int = 0
+
+
 class CudaStreams:
-    """CUDA streams and events. Collectives are issued on the side streams; nothing here blocks the host."""
+    """CUDA streams and events. Collectives are issued on the side streams; nothing here blocks the host.
+
+    A graph of a step is captured from these streams. Its events mean nothing outside of it, and events of before
+    nothing inside. So time is cut into epochs, at whose borders all streams meet: what an event of an earlier epoch
+    marks has happened for every stream, and nobody waits for it.
+
+        eager work | meet | captured work, all streams fork from compute and join it | meet | eager work
+    """
 
     poisons = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._epoch = 0
         self._compute = torch.cuda.current_stream(device)
         self._side = {stream: torch.cuda.Stream(device, priority=-1) for stream in SIDE}
-        self._events: dict[tuple[Stream, Hashable], torch.cuda.Event] = {}
+        self._events: dict[tuple[Stream, Hashable], CudaEvent] = {}
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return self._compute if stream is Stream.COMPUTE else self._side[stream]
@@ -144,18 +158,33 @@ class CudaStreams:
         finally:
             torch.cuda.set_stream(self._compute)
 
-    def record(self, stream: Stream, name: Hashable = None) -> torch.cuda.Event:
+    def record(self, stream: Stream, name: Hashable = None) -> CudaEvent:
         event = None if name is None else self._events.get((stream, name))
         if event is None:
-            event = torch.cuda.Event()
+            event = CudaEvent()
             if name is not None:
                 self._events[stream, name] = event
         event.record(self._stream(stream))
+        event.epoch = self._epoch
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        self._stream(stream).wait_event(event)
+        assert isinstance(event, CudaEvent)
+        if event.epoch == self._epoch:
+            self._stream(stream).wait_event(event)
+
+    def meet(self) -> None:
+        """Begin an epoch: compute, the caller's stream, waits for all streams, and all of them for compute."""
+        self.follow_caller()
+        self.drain()
+        self.fork()
+
+    def fork(self) -> None:
+        """Begin an epoch in which all streams come after what compute has been given so far."""
+        self._epoch += 1
+        self._events = {}  # an event that a graph has captured is recorded there alone
+        for side in self._side.values():
+            side.wait_stream(self._compute)
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
         pass

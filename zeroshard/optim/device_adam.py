@@ -17,6 +17,16 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState
 
+HYPER = 8
+
+
+def _hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """[ lr | beta1 | beta2 | bias correction | decay | eps | 1-beta1 | 1-beta2 ], see `kernels.adam`."""
+    (beta1, beta2), lr, decay = map(float, group["betas"]), float(group["lr"]), float(group["weight_decay"])
+    shrink = 1.0 - lr * decay if group["decoupled"] else decay
+    corrected = float(bool(group["bias_correction"]))
+    return lr, beta1, beta2, corrected, shrink, float(group["eps"]), 1.0 - beta1, 1.0 - beta2
+
 
 class DeviceAdam(FlatState):
     """The update of all regions of this rank.
@@ -36,7 +46,10 @@ class DeviceAdam(FlatState):
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
         self._owned = self._group_of >= 0
-        self._used = sorted({group for group in group_of if group >= 0})
+        self._used = frozenset(group for group in group_of if group >= 0)
+        self._hyper = torch.zeros(max(group_of, default=-1) + 1, HYPER, dtype=torch.float64, device=device)
+        self._seen: tuple[tuple[float, ...], ...] = ()
+        self._row_of = self._group_of.clamp(min=0)
         self._steps = torch.zeros(len(group_of), dtype=torch.float64, device=device)
         self._rows = torch.zeros(len(group_of), 9, dtype=torch.float32, device=device)
 
@@ -48,28 +61,29 @@ class DeviceAdam(FlatState):
             active: bool (segments,) on the device; all False skips the step.
             groups: hyper-parameters of each optimizer group; those of groups without parameters here are not read.
         """
+        if not self._used:
+            return
+        if not (self._rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.refresh(groups)
         on = active & self._owned
         self._steps += on
-        table: torch.Tensor | None = None
-        for index in self._used:
-            rows = self._table(on, coefficient, groups[index])
-            table = rows if table is None else torch.where((self._group_of == index)[:, None], rows, table)
-        if table is not None:
-            self._rows.copy_(table)
-
-    def _table(self, on: torch.Tensor, coefficient: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Tensor:
-        (beta1, beta2), lr, decay = hyper["betas"], hyper["lr"], hyper["weight_decay"]
+        lr, beta1, beta2, corrected, *fixed = self._hyper[self._row_of].unbind(1)
         steps = self._steps.clamp(min=1.0)
-        if hyper["bias_correction"]:
-            step_size = lr / (1.0 - torch.pow(beta1, steps))
-            correction = (1.0 - torch.pow(beta2, steps)).rsqrt()
-        else:
-            step_size, correction = torch.full_like(steps, lr), torch.ones_like(steps)
-        decoupled = bool(hyper["decoupled"])
-        fixed = [1.0 - lr * decay if decoupled else decay, hyper["eps"], 1.0 - beta1, beta2, 1.0 - beta2]
-        shrink, eps, one_beta1, beta, one_beta2 = (torch.full_like(steps, value) for value in fixed)
+        step_size = lr / torch.where(corrected > 0, 1.0 - torch.pow(beta1, steps), 1.0)
+        correction = torch.where(corrected > 0, 1.0 - torch.pow(beta2, steps), 1.0).rsqrt()
+        shrink, eps, one_beta1, one_beta2 = fixed
         columns = [on.double(), coefficient.expand_as(steps), shrink, step_size, correction]
-        return torch.stack([*columns, eps, one_beta1, beta, one_beta2], dim=1)
+        self._rows.copy_(torch.stack([*columns, eps, one_beta1, beta2, one_beta2], dim=1))
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over hyper-parameters that have changed. A graph of a step reads them where this puts them."""
+        none = (0.0,) * HYPER
+        values = tuple(_hyper(groups[i]) if i in self._used else none for i in range(len(self._hyper)))
+        if values != self._seen:
+            host = torch.tensor(values, dtype=torch.float64).reshape(len(values), HYPER)
+            # A fresh pinned tensor: its memory is not reused before the copy has run.
+            self._hyper.copy_(host.pin_memory() if self._hyper.is_cuda else host, non_blocking=True)
+            self._seen = values
 
     def apply(self, number: int) -> None:
         """Update region `number` by the prepared table."""

@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
         self._handler.check_open()
-        self._check_groups()
+        self.check_groups()
         try:
             self._handler.step(self)
         except RuntimeError as error:
@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "rank; engine.save_checkpoint(directory) or zeroshard.save(model, directory) saves it"
         )
 
-    def _check_groups(self) -> None:
+    def check_groups(self) -> None:
         """The groups may have other hyper-parameters than at the start, but the same parameters in the same order."""
         same = len(self.param_groups) == len(self._members) and all(
             len(group["params"]) == len(members) and all(a is b for a, b in zip(group["params"], members, strict=True))

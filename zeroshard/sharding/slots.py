@@ -93,6 +93,10 @@ class SlotLedger:
         self._stale: set[int] = set()
         self._reuse = reuse
 
+    def state(self) -> tuple[tuple[int | None, ...], frozenset[int]]:
+        """Who is in which slot, and which buffers are out of date."""
+        return tuple(self._holder), frozenset(self._stale)
+
     def holds(self, unit: int) -> bool:
         """Whether the unit's whole parameters are there (or being gathered)."""
         slot = self._slot[unit]

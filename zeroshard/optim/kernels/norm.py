@@ -1,14 +1,17 @@
-"""Sum of squares over many flat tensors in one launch per dtype, in float64.
+"""Sum of squares over many flat tensors in float64: each is squared when it is there, the sum is made at the end.
 
-tiles, a row each:  [ number of the tensor | first element | elements ]    static
-pointers:           [ address of each tensor ]                             sent when an address has changed
-partial sums (tiles,)  --sum-->  one float64;  the first that is not finite tells where the trouble is
+    tensor 0   tensor 1             tensor 2
+    [ tile | tile | tile | tile | tile | ... ]   partial sums, float64   --sum-->  one float64
+                                                                         the first that is not finite tells where
+
+A tensor can be squared as soon as it is there, on the stream that made it, beside other work. Rejected: one launch for
+all tensors at the end, which nothing runs beside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,79 +21,46 @@ FINITE = 2**62
 """Number of the first non-finite tile where there is none."""
 
 
-@dataclass
-class _Launch:
-    members: list[int]
-    tiles: torch.Tensor
-    pointers: torch.Tensor
-    partial: torch.Tensor
-    numbers: torch.Tensor
-    addresses: tuple[int, ...] = ()
-
-
 class SquaredNorm:
-    """The sum of squares of tensors of fixed sizes and dtypes, wherever they are in each call.
+    """The sum of squares of tensors of fixed sizes.
 
     Args:
-        shapes: dtype and number of elements of each tensor; float32, bfloat16 or float16.
+        sizes: number of elements of each tensor; float32, bfloat16 or float16.
 
     Attributes:
-        first_bad: int64 scalar on the device: number of the first tile of the last call that was not finite, or FINITE.
+        first_bad: int64 scalar on the device: number of the first tile of the last sum that was not finite, or FINITE.
     """
 
-    def __init__(self, shapes: Sequence[tuple[torch.dtype, int]], device: torch.device) -> None:
-        self._device = device
-        self._where: list[tuple[int, int]] = []
-        self._launches = [self._plan(shapes, dtype) for dtype in dict.fromkeys(dtype for dtype, _ in shapes)]
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        tiles = [-(-size // NORM_TILE) for size in sizes]
+        self._starts = [0, *accumulate(tiles)]
+        self._partial = torch.zeros(self._starts[-1], dtype=torch.float64, device=device)
+        self._numbers = torch.arange(self._starts[-1], device=device)
         self.first_bad = torch.full((), FINITE, dtype=torch.int64, device=device)
-
-    def _plan(self, shapes: Sequence[tuple[torch.dtype, int]], dtype: torch.dtype) -> _Launch:
-        members = [number for number, (kind, _) in enumerate(shapes) if kind == dtype]
-        rows = [
-            (place, low, min(NORM_TILE, shapes[number][1] - low))
-            for place, number in enumerate(members)
-            for low in range(0, shapes[number][1], NORM_TILE)
-        ]
-        first = len(self._where)
-        self._where += [(members[place], low) for place, low, _ in rows]
-        device = self._device
-        return _Launch(
-            members,
-            torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device),
-            torch.zeros(len(members), dtype=torch.int64, device=device),
-            torch.zeros(len(rows), dtype=torch.float64, device=device),
-            torch.arange(first, first + len(rows), device=device),
-        )
 
     def place_of(self, tile: int) -> tuple[int, int]:
         """Tensor number and first element of a tile."""
-        return self._where[tile]
+        number = max(n for n, start in enumerate(self._starts[:-1]) if start <= tile < self._starts[n + 1])
+        return number, (tile - self._starts[number]) * NORM_TILE
 
-    def into(self, total: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the sum into `total`, a float64 scalar; nothing waits for the device."""
-        total.zero_()
-        self.first_bad.fill_(FINITE)
-        for launch in self._launches:
-            if not launch.partial.numel():
-                continue
-            self._sum_tiles(launch, [tensors[number] for number in launch.members])
-            total.add_(launch.partial.sum())
-            bad = torch.where(launch.partial.isfinite(), FINITE, launch.numbers).min()
-            torch.minimum(self.first_bad, bad, out=self.first_bad)
-
-    def _sum_tiles(self, launch: _Launch, tensors: Sequence[torch.Tensor]) -> None:
-        if self._device.type != "cuda":
-            for row, (place, low, count) in enumerate(launch.tiles.tolist()):
-                launch.partial[row] = tensors[place][low : low + count].double().square().sum()
+    def square(self, number: int, tensor: torch.Tensor) -> None:
+        """Square tensor `number` on the current stream."""
+        partial = self._partial[self._starts[number] : self._starts[number + 1]]
+        if not partial.numel():
             return
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        if addresses != launch.addresses:
-            # A fresh pinned tensor: its memory is not reused before the copy has run.
-            launch.pointers.copy_(torch.tensor(addresses, dtype=torch.int64).pin_memory(), non_blocking=True)
-            launch.addresses = addresses
-        _compiled()[(launch.tiles.shape[0],)](
-            launch.tiles, launch.pointers, launch.partial, tensors[0], TILE=NORM_TILE, num_warps=8
-        )
+        if tensor.is_cuda:
+            _compiled()[(partial.numel(),)](tensor, partial, tensor.numel(), TILE=NORM_TILE, num_warps=8)
+            return
+        for place, tile in enumerate(tensor.split(NORM_TILE)):
+            partial[place] = tile.double().square().sum()
+
+    def into(self, total: torch.Tensor) -> None:
+        """Write the sum of what was squared last into `total`, a float64 scalar; nothing waits for the device."""
+        if not self._partial.numel():
+            total.zero_()
+            return
+        torch.sum(self._partial, dim=0, out=total)
+        torch.amin(torch.where(self._partial.isfinite(), FINITE, self._numbers), dim=0, out=self.first_bad)
 
 
 def _compiled() -> Any:

@@ -1,0 +1,269 @@
+"""A training step as a CUDA graph: captured once, then replayed with other inputs; no Python runs between kernels.
+
+    call 1, 2, 3     the function runs as it is: order learned, kernels compiled, memory found
+    call 4           it runs once more, into a graph; the graph is launched
+    later calls      inputs are copied to where the graph reads them, the graph is launched
+    in between       evaluation, saving, GatheredParameters: the next call runs the function, then again the graph
+
+With small micro-batches the host takes longer to issue a step than the GPU takes to run it. Everything that the engine
+decides on the device already (clipping, skipping, loss scale) stays as it is; learning rates and other hyper-parameters
+are read from the device, where each call puts what has changed. A graph begins and ends with all streams joined, and
+is launched only from the state of the slots in which it was captured.
+
+Rejected: graphs of forward and backward apart, as `torch.cuda.make_graphed_callables` makes them: the collectives of
+one would have to be joined before the other begins, and overlap would end there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from zeroshard.comm.collectives import Pending
+from zeroshard.comm.oplog import Recording
+from zeroshard.engine.device_stepper import DeviceStepper
+from zeroshard.engine.handle import handle_of
+from zeroshard.engine.native import find_optimizer, stepper_of
+from zeroshard.engine.runtime import Resting
+from zeroshard.engine.streams import CudaStreams
+from zeroshard.errors import PlanError, UsageError, ZeroShardError
+from zeroshard.optim.device_adam import DeviceAdam
+
+_LOGGER = logging.getLogger("zeroshard")
+FIRST_EAGER = 3
+"""Calls before the first capture: one learns the order of the units, one takes its memory, one is like all others."""
+MAX_GRAPHS = 8
+"""Shapes of inputs that get a graph; each graph holds its own inputs, all share the memory of activations."""
+MAX_RESTLESS = 3
+_CAPTURED = (
+    "everything that a captured step does has to happen on the device: no .item(), no printing of tensors, no tensors "
+    "made on the CPU, no random state that is saved (activation checkpointing with preserve_rng_state=True)"
+)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured step.
+
+    Attributes:
+        inputs, outputs: where it reads and writes.
+        issued, sent: what it issues, for the logs.
+        resting: the engine's state before and after it.
+        trainable: which parameters required gradients.
+        kept: what it reads besides, and others may drop.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    outputs: Any
+    issued: Recording
+    sent: Recording
+    resting: Resting
+    trainable: tuple[bool, ...]
+    kept: object
+
+
+class GraphedStep:
+    """Calls `function`, a whole training step, and from the fourth call on replays it as a CUDA graph.
+
+        def train(ids, targets):
+            loss = model(ids, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = zeroshard.GraphedStep(model, train)
+        for ids, targets in loader:
+            loss = step(ids, targets)
+            scheduler.step()
+
+    Python in the function runs in the first calls only, so what the host decides stays outside: schedulers, printing,
+    counting. Tensors among the arguments are moved to the device and may differ in each call; another shape, or another
+    argument that is no tensor, gets a graph of its own. Without a GPU the function is simply called. Close the model
+    before `torch.distributed.destroy_process_group`: NCCL waits there for graphs that hold its communicators.
+
+    Args:
+        model: a model that `zeroshard.shard` sharded with an Adam or AdamW whose state is on the GPU.
+        function: forward and backward of all micro-batches, step and zero_grad. Tensors in what it returns are copied.
+
+    Raises:
+        PlanError: state in host memory, or an optimizer whose steps need the host.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        handle, stepper, optimizer = handle_of(model), stepper_of(model), find_optimizer(model)
+        assert optimizer is not None
+        self._handle, self._optimizer = handle, optimizer
+        self._model, self._function = model, function
+        self._streams: CudaStreams | None = None
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._calls: Counter[Hashable] = Counter()
+        self._restless = 0
+        self._launched: deque[Pending] = deque(maxlen=1)
+        if handle.device.type != "cuda":
+            return
+        streams = handle.runtime.streams
+        if not isinstance(streams, CudaStreams):
+            raise PlanError("GraphedStep: the model runs on streams of another kind than CUDA's")
+        if handle.plan.policy.host_update is not None or any(g.param_on_host for _, g in handle.plan.groups()):
+            raise PlanError("GraphedStep: state in host memory can't be stepped in a graph; keep it on the GPU")
+        if not isinstance(stepper, DeviceStepper) or type(stepper.update_method) is not DeviceAdam:
+            raise PlanError(f"GraphedStep: {optimizer.name} decides on the host; use Adam or AdamW")
+        self._streams, self._stepper, self._update = streams, stepper, stepper.update_method
+        self._stream = torch.cuda.Stream(handle.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._event = torch.cuda.Event()
+        launched, graphs = self._launched, self._graphs
+        handle.comm.watchdog.watch(lambda: launched[0] if launched else None)
+        # A communicator that a graph holds can't be destroyed: NCCL would wait for the graph's end.
+        handle.closers.append(graphs.clear)
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were captured."""
+        return len(self._graphs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; what the function returns."""
+        self._handle.check_open()
+        if self._streams is None:
+            return self._function(*args, **kwargs)
+        current = torch.cuda.current_stream(self._handle.device)
+        # Read after write, and write after read on the way back: inputs belong to the caller's stream, and so will the
+        # results. One stream for all steps, so that what libraries keep per stream is there when a graph is captured.
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = self._step(self._streams, args, kwargs)
+        current.wait_stream(self._stream)
+        return result
+
+    def _step(self, streams: CudaStreams, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((tuple(args), kwargs))
+        leaves = [self._moved(leaf) for leaf in leaves]
+        key = (str(spec), self._model.training, tuple(map(_kind, leaves)))
+        graph = self._graphs.get(key)
+        if graph is not None and graph.resting.memory != self._handle.runtime.resting().memory:
+            self._graphs.clear()
+            self._calls.clear()
+            graph = None
+        if graph is not None and self._fits(graph):
+            return self._replay(streams, graph, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self._calls[key] += 1
+        ready = self._calls[key] > (1 if self._graphs else FIRST_EAGER)
+        if graph is None and ready and len(self._graphs) < MAX_GRAPHS and self._restless < MAX_RESTLESS:
+            return self._capture(streams, key, leaves, spec)
+        return self._call(leaves, spec)
+
+    def _call(self, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        args, kwargs = tree_unflatten(leaves, spec)
+        return self._function(*args, **kwargs)
+
+    def _moved(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.requires_grad:
+            raise UsageError("GraphedStep: an argument requires a gradient; pass it detached")
+        return leaf.to(self._handle.device, non_blocking=True)
+
+    def _fits(self, graph: _Graph) -> bool:
+        return graph.resting == self._handle.runtime.resting() and graph.trainable == self._trainable()
+
+    def _trainable(self) -> tuple[bool, ...]:
+        groups = [group for unit in self._handle.runtime.units for group in unit.groups]
+        return tuple(parameter.requires_grad for group in groups for parameter in group.parameters)
+
+    def _capture(self, streams: CudaStreams, key: Hashable, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        """Capture the step, keep the graph if the engine rests after it as before, and launch it."""
+        runtime, comm = self._handle.runtime, self._handle.comm
+        self._stepper.settle()
+        self._update.refresh(self._optimizer.param_groups)
+        inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        rest = iter(inputs)
+        args = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        streams.meet()
+        resting, graph, whole = runtime.resting(), torch.cuda.CUDAGraph(), False
+        try:
+            # Other threads of this process (watchdogs, loaders) may go on calling CUDA meanwhile.
+            with (
+                comm.log.recording() as issued,
+                comm.sent.recording() as sent,
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                streams.follow_caller()
+                streams.fork()
+                outputs = self._call(args, spec)
+                streams.drain()
+                rested = runtime.resting()
+            whole = True
+        except RuntimeError as error:
+            raise _explained(error) from error
+        finally:
+            if not whole:
+                streams.meet()
+                runtime.abandon()
+                self._stepper.zero_grad()
+        kept = self._stepper.read_by_graphs
+        made = _Graph(graph, inputs, outputs, issued, sent, resting, self._trainable(), kept)
+        self._stepper.prepare_replay(self._stepper.captured_digest)
+        self._launch(streams, made)
+        if rested == resting:
+            self._graphs[key] = made
+            _LOGGER.info("GraphedStep: captured a step of %d operations", len(issued.entries))
+        else:
+            self._restless += 1
+            _LOGGER.warning("GraphedStep: the engine did not come to rest as it was before the step; no graph is kept")
+        return self._results(made)
+
+    def _replay(self, streams: CudaStreams, graph: _Graph, inputs: Sequence[torch.Tensor]) -> Any:
+        runtime, comm = self._handle.runtime, self._handle.comm
+        self._optimizer.check_groups()
+        runtime.parking.refuse("a step")
+        streams.meet()
+        runtime.inspection.before_pass()
+        runtime.inspection.take_over()
+        self._update.refresh(self._optimizer.param_groups)
+        comm.sent.repeat(graph.sent, "")
+        self._stepper.prepare_replay(comm.log.repeat(graph.issued, self._stepper.group_table()))
+        for static, given in zip(graph.inputs, inputs, strict=True):
+            static.copy_(given)
+        self._launch(streams, graph)
+        self._stepper.settle_but(1)  # of the step before; the GPU has this one to work on meanwhile
+        return self._results(graph)
+
+    def _launch(self, streams: CudaStreams, graph: _Graph) -> None:
+        graph.graph.replay()
+        self._stepper.replayed()
+        self._event.record()
+        self._launched.append(Pending("graph", "a training step", event=self._event))
+        streams.fork()
+
+    def _results(self, graph: _Graph) -> Any:
+        return tree_map_only(torch.Tensor, torch.Tensor.clone, graph.outputs)
+
+
+def _kind(leaf: Any) -> Hashable:
+    """What two calls must have in common to share a graph. Raises UsageError for what can't be compared."""
+    if isinstance(leaf, torch.Tensor):
+        return torch.Tensor, leaf.dtype, leaf.shape
+    if not isinstance(leaf, Hashable):
+        raise UsageError(f"GraphedStep: an argument of type {type(leaf).__name__} can't be compared between calls")
+    return type(leaf), leaf
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """What went wrong first: the end of a capture fails, too, where something in it has failed."""
+    first: BaseException = error
+    while first.__context__ is not None:
+        first = first.__context__
+    if isinstance(first, ZeroShardError):
+        return first
+    text = str(first).splitlines()[0] if str(first) else type(first).__name__
+    return UsageError(f"GraphedStep: the step can't be captured ({text}); {_CAPTURED}")
