@@ -43,10 +43,12 @@ def test_messages_and_plain_text_come_apart_wherever_the_stream_is_cut(texts: li
 
 
 def _told(*events: tuple[str, int, float]) -> str | None:
-    arbiter = Arbiter()
+    arbiter = Arbiter(nodes=2)
     for kind, node, when in events:
         if kind == "gone":
             arbiter.gone(node, f"node {node} is lost", when)
+        elif kind == "clear":
+            arbiter.clear(node)
         elif kind == "cause":
             arbiter.cause(node, f"node {node} failed")
         else:
@@ -62,11 +64,23 @@ def test_the_first_death_is_the_cause() -> None:
     assert "did not say why" in str(_told(*events, ("other", 2, 20.0)))
 
 
-def test_a_lost_node_or_a_killed_rank_goes_before_the_errors_it_causes() -> None:
+def test_a_lost_node_or_a_killed_rank_goes_before_the_errors_it_causes_however_late_the_news() -> None:
     errors = [("died", 0, 0.0), ("cause", 0, 0.0)]
-    assert _told(*errors, ("gone", 1, 0.3), ("other", 2, 2.0)) == "node 1 is lost"
-    assert _told(*errors, ("killed", 1, 0.3), ("cause", 1, 2.0)) == "node 1 failed"
-    assert _told(*errors, ("killed", 1, 1.3), ("cause", 1, 2.0)) == "node 0 failed", "too late to be the cause"
+    for late in (0.3, 9.0):
+        assert _told(*errors, ("gone", 1, late), ("other", 2, late + 2)) == "node 1 is lost"
+        assert _told(*errors, ("killed", 1, late), ("cause", 1, late + 2)) == "node 1 failed"
+
+
+def test_an_error_is_not_the_cause_before_every_node_has_looked_at_its_ranks() -> None:
+    errors = [("died", 0, 0.0), ("cause", 0, 0.0)]
+    assert _told(*errors, ("other", 1, 9.0)) is None
+    assert _told(*errors, ("clear", 1, 2.0)) == "node 0 failed"
+    assert _told(*errors, ("other", 1, 16.0)) == "node 0 failed", "a node that does not answer holds up nothing"
+
+
+def test_what_befalls_a_node_that_had_been_clear_follows_from_the_errors() -> None:
+    errors = [("died", 0, 0.0), ("cause", 0, 0.0), ("clear", 1, 0.2)]
+    assert _told(*errors, ("killed", 1, 1.3), ("cause", 1, 2.0)) == "node 0 failed"
     assert _told(*errors, ("gone", 1, 1.3), ("other", 2, 2.0)) == "node 0 failed"
 
 

@@ -18,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -34,7 +34,7 @@ from zeroshard.launch import report, runner
 from zeroshard.launch.job import Job
 from zeroshard.launch.logs import RankLogs, log_directory
 from zeroshard.launch.voice import Voice, say
-from zeroshard.launch.watch import KILLERS, RankProcess, RankWatch
+from zeroshard.launch.watch import RankProcess, RankWatch
 
 # Ctrl-C and SIGTERM: how long a rank may take to end by itself before SIGKILL. Torch's default is 30.
 _SHUTDOWN_SECONDS = "10"
@@ -95,32 +95,47 @@ def launch(ranks: Ranks, voice: Voice) -> Outcome:
         died=lambda death: voice.died(death.process.rank, death.violent),
         stopping=voice.stopping,
     )
-    try:
-        with watch, _asks_to_save(watch, voice), _says_who_is_missing(job, watch):
-            voice.ready()
-            launch_agent(_config(ranks), sys.executable, _command(job))
-    except ChildFailedError as error:
-        return _conclude(error, watch, ranks.host, voice)
-    except SignalException as stop:
-        death = watch.first()
-        if death is not None and not watch.announced(death):
-            voice.cause(report.announcement(death, ranks.host))  # the signal came before the agent had seen it
-        failed = None if death is None else report.exit_status(-death.signal) if death.signal else 1
-        return Outcome(voice.stopped(signal.Signals(int(stop.sigval)), failed))
-    except (RendezvousError, dist.DistError) as error:
-        raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
-    finally:
-        watch.end_leftovers()
-    return Outcome(voice.preempted() if watch.preempted else voice.ended(0, []))
+    with _asks_to_save(watch, voice) as late:
+        try:
+            with watch, _says_who_is_missing(job, watch):
+                voice.ready()
+                launch_agent(_config(ranks), sys.executable, _command(job))
+        except ChildFailedError as error:
+            outcome = _conclude(error, watch, ranks.host, voice)
+        except SignalException as stop:
+            outcome = Outcome(voice.stopped(signal.Signals(int(stop.sigval)), _failed_before(watch, ranks.host, voice)))
+        except (RendezvousError, dist.DistError) as error:
+            raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
+        else:
+            outcome = Outcome(voice.preempted() if watch.preempted else voice.ended(0, []))
+        finally:
+            watch.end_leftovers()
+    return replace(outcome, failed=False) if late else outcome
+
+
+def _failed_before(watch: RankWatch, host: str, voice: Voice) -> int | None:
+    """The exit status of the rank that had failed before a signal came; None if none had. It is told if it was not."""
+    death = watch.conclude({})
+    if death is None:
+        return None
+    if not watch.announced:
+        voice.cause(report.announcement(death, host))
+    return report.exit_status(-death.signal) if death.signal else 1
 
 
 @contextmanager
-def _asks_to_save(watch: RankWatch, voice: Voice) -> Iterator[None]:
-    """SIGTERM is a request to the ranks that can save, once; else, and from then on, what torch's agent makes of it."""
+def _asks_to_save(watch: RankWatch, voice: Voice) -> Iterator[list[int]]:
+    """SIGTERM is a request to the ranks that can save, once; else, and from then on, what torch's agent makes of it.
 
+    When the agent is through, what happened is still to be told: a signal that comes then is put into the list.
+    """
     handling: list[int] = []
+    late: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if watch.through:
+            late.append(number)
+            return
         if handling:
             return  # of a guard that is killed the kernel tells us once for each of its threads
         handling.append(number)
@@ -128,14 +143,14 @@ def _asks_to_save(watch: RankWatch, voice: Voice) -> Iterator[None]:
             if voice.may_save() and watch.ask_to_save():
                 voice.saving(signal.SIGTERM)
                 return
-            watch.stop(signal.SIGTERM)
+            watch.stop_ranks()
         finally:
             handling.clear()
         raise SignalException(f"process {os.getpid()} got SIGTERM", signal.SIGTERM)
 
     former = signal.signal(signal.SIGTERM, handle)
     try:
-        yield
+        yield late
     finally:
         signal.signal(signal.SIGTERM, former)
 
@@ -222,17 +237,15 @@ def _quiet_the_agent() -> None:
 
 def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice) -> Outcome:
     exits = {rank: _exit(rank, failure, watch) for rank, failure in error.failures.items()}
-    death = watch.first()
+    death = watch.conclude({failure.pid: failure.exitcode for failure in error.failures.values()})
     if death is None or death.process.rank not in exits:
         # Died before it could say hello, or after it had said that all is done.
         first, told = error.get_first_failure()[0], False
         voice.died(first, violent=False)
     else:
         # A death that was announced without its cause is told again with it.
-        first, told = death.process.rank, watch.announced(death) and (death.recorded or death.signal is not None)
+        first, told = death.process.rank, watch.announced and (death.recorded or death.signal is not None)
     cause = exits.pop(first)
-    if death is not None and cause.code < 0 and not death.violent and -cause.code in KILLERS:
-        voice.died(first, violent=True)  # its status could not be read when it vanished
     if not told:
         voice.cause(report.cause(cause, host))
     status = voice.ended(report.exit_status(cause.code), report.consequences(exits))

@@ -1,7 +1,7 @@
 """The nodes of a job without a launcher above them: they hold a connection to node 0, which judges what came first.
 
-    node 1 --hello, died, cause, bye--> node 0's judge --stop, cause--> every node
-    node 2 -------- end of file ------> (its agent was killed)
+    node 1 --hello, died, cause, clear, bye--> node 0's judge --stop, cause--> every node
+    node 2 ----------- end of file ----------> (its agent was killed)
 
 torchrun's static rendezvous leaves nodes alone: when one dies the others wait in their collectives until these time
 out. Here the end of a connection, or 30 s without an answer to the kernel's keep-alives, ends the job on all nodes.
@@ -62,7 +62,7 @@ class Judge:
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("", 0), backlog=nnodes)
         self._peers: dict[socket.socket, _Peer] = {}
-        self._arbiter = Arbiter()
+        self._arbiter = Arbiter(nnodes)
         self._stopped = self._told = False
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="judge", daemon=True)
@@ -133,8 +133,11 @@ class Judge:
                     self._arbiter.cause(peer.node, message["text"])
                 case "gone":
                     self._arbiter.gone(peer.node, message["text"], now)
+                case "clear":
+                    self._arbiter.clear(peer.node)
                 case "bye":
                     peer.left = True
+                    self._arbiter.clear(peer.node)
         if not open_:
             selector.unregister(connection)
             del self._peers[connection]
@@ -210,9 +213,11 @@ class Line:
         self._own = text
         self._say({"kind": "cause", "text": text})
 
-    def stopping(self, number: signal.Signals) -> None:
-        """Unless it is the judge's doing, this node is the first to go."""
-        if not self._stopped:
+    def stopping(self, number: signal.Signals, clear: bool) -> None:
+        """Unless it is the judge's doing, or a rank has failed before, this node is the first to go."""
+        if self._stopped and clear:
+            self._say({"kind": "clear"})
+        if not self._stopped and clear:
             host = self.job.node_name or socket.gethostname()
             text = f"zeroshard: node {self.job.node_rank} (host {host}) was lost first: its agent got {number.name}"
             self._say({"kind": "gone", "text": text})
@@ -223,6 +228,7 @@ class Line:
             self._leave()
             say(f"zeroshard: {number.name} received, all ranks of this node ended")
             return 128 + number
+        self._say({"kind": "clear"})
         self._heard.wait(_VERDICT_SECONDS)
         say(f"{self._verdict()}\nzeroshard: ended the ranks of this node")
         return 1 if failed is None else failed

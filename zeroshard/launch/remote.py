@@ -81,7 +81,7 @@ class RemoteJob:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = list(nodes)
-        self._arbiter = Arbiter()
+        self._arbiter = Arbiter(len(self._nodes))
         self._stop: _Stop | None = None
         self._told = False
         self._refusal: str | None = None
@@ -137,6 +137,8 @@ class RemoteJob:
                 self._lost(node, how)
             case "stopping":
                 pass  # as it was told
+            case "clear":
+                self._arbiter.clear(node.job.node_rank)
             case "saving":
                 node.saving = True
                 if not self._asked:
@@ -146,6 +148,7 @@ class RemoteJob:
                 self._lost(node, f"the agent on it was killed by {message['signal']}")
             case "left":
                 node.status, node.left_at = message["status"], now
+                self._arbiter.clear(node.job.node_rank)
             case other:
                 raise AssertionError(other)
 
@@ -183,11 +186,13 @@ class RemoteJob:
                 self._check_end(node, now)
         if self._refusal is not None and all(node.state is not State.CONNECTING for node in self._nodes):
             self._begin_stop(None)
-        # Nodes whose ranks save take as long as they take; they still want to hear that the launcher lives.
+        # Nodes whose ranks save take as long as they take; they still want to hear that the launcher lives. One that
+        # has not got its job would take a beat for it.
         if (self._stop is None or self._saving()) and now - self._beaten >= _BEAT_SECONDS:
             self._beaten = now
             for node in self._nodes:
-                node.channel.write("beat")
+                if node.state is State.RUNNING:
+                    node.channel.write("beat")
         if self._stop is not None:
             self._press(self._stop, now)
         elif now - self._began > _HELLO_SECONDS:

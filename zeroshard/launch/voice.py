@@ -2,6 +2,7 @@
 
     died     a rank has failed or vanished: at once, perhaps without a cause yet
     cause    the report of the rank that failed first on this node, with its traceback
+    clear    no rank of this node has failed that was not told of
     saving   a signal has come, and the ranks save; preempted: they have ended so
     stopping a signal has come; stopped: it has done its work
     ended    the agent is through: its exit status and what followed from the cause
@@ -41,8 +42,8 @@ class Voice(Protocol):
         """Why: the headline, then lines of traceback."""
         ...
 
-    def stopping(self, number: signal.Signals) -> None:
-        """A signal tells the agent to end its ranks."""
+    def stopping(self, number: signal.Signals, clear: bool) -> None:
+        """A signal tells the agent to end its ranks; `clear` if none of them had failed before."""
         ...
 
     def stopped(self, number: signal.Signals, failed: int | None) -> int:
@@ -82,7 +83,7 @@ class ToUser:
     def cause(self, text: str) -> None:
         say(text)
 
-    def stopping(self, number: signal.Signals) -> None:
+    def stopping(self, number: signal.Signals, clear: bool) -> None:
         pass  # `stopped` tells it, when it is done
 
     def stopped(self, number: signal.Signals, failed: int | None) -> int:
@@ -120,9 +121,11 @@ class ToLauncher:
     def cause(self, text: str) -> None:
         frames.send({"kind": "cause", "text": text})
 
-    def stopping(self, number: signal.Signals) -> None:
+    def stopping(self, number: signal.Signals, clear: bool) -> None:
         orphan = number is signal.SIGTERM and self._orphaned()
         frames.send({"kind": "stopping", "signal": number.name, "orphan": orphan})
+        if clear:
+            frames.send({"kind": "clear"})
 
     def _orphaned(self) -> bool:
         """Whether the guard is gone: the kernel sends SIGTERM when its thread that made us ends, the others follow."""
@@ -133,6 +136,7 @@ class ToLauncher:
 
     def stopped(self, number: signal.Signals, failed: int | None) -> int:
         # The launcher may have heard of what follows from our rank's failure first, and stopped us for it.
+        frames.send({"kind": "clear"})
         return 128 + number if failed is None else failed
 
     def may_save(self) -> bool:
@@ -140,6 +144,7 @@ class ToLauncher:
 
     def saving(self, number: signal.Signals) -> None:
         frames.send({"kind": "saving", "signal": number.name})
+        frames.send({"kind": "clear"})
 
     def preempted(self) -> int:
         frames.send({"kind": "ended", "status": PREEMPTED, "lines": []})
