@@ -12,7 +12,12 @@ alone. The ratio is to the floor of the same run with the same setting: the same
     7b         activation checkpointing: floor, FSDP2 plain and tuned, zeroshard 3, eager; then compiled
     offload-7b optimizer's state in host memory: zeroshard 3 in each way, FSDP2 and DeepSpeed beside
     offload-1b the same at stage 2, made for one GPU: --nproc 1
+    offload-limits  beside what the plan says: 6.7e9 parameters with all state and all parameters on the host on one
+               GPU; two GPUs of which 32 GiB may be used, beside all state on the host; the largest model of one GPU
     peers      DDP, FSDP2 in three forms, DeepSpeed plain and tuned at stages 3, 2, 1, zeroshard at stages 3, 2, 1
+
+A row may say on how many ranks it runs (`--nproc 1`). Rows with state on the host get all cores, divided between the
+ranks, unless OMP_NUM_THREADS says otherwise.
 
 Options after the preset apply to each of its rows: `--size tiny --length 64` tries a preset on a CPU. The output folder
 gets compare.json with everything and compare.md with the rows of benchmarks/README.md.
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -38,6 +44,8 @@ from rich.table import Table
 from benchmarks.ranks import ROOT, run_ranks
 
 STAGES = ("zeroshard3", "zeroshard2", "zeroshard1")
+LARGEST_SHARE = 0.75
+"""Share of the optimizer's state of `14b` that goes to the host: benchmarks.largest."""
 DEEPSPEED = ("deepspeed3", "deepspeed2", "deepspeed1")
 PRESETS: dict[str, Sequence[str]] = {
     "quick-1b": ["floor", "fsdp2", *STAGES, *(f"{name} --compile" for name in ("floor", "fsdp2", "zeroshard3"))],
@@ -62,6 +70,16 @@ PRESETS: dict[str, Sequence[str]] = {
             "deepspeed3 --offload streamed",
         )
     ],
+    "offload-limits": [
+        f"{name} --checkpointing --steps 2 --warmup 2"
+        for name in (
+            "floor --size 7b",
+            *(f"zeroshard3 --size 7b --offload {way} --plan --nproc 1" for way in ("param", "param-processor")),
+            "zeroshard3 --size 7b --offload auto --cap-gib 32 --plan --nproc 2",
+            "zeroshard3 --size 7b --offload processor --plan --nproc 2",
+            f"zeroshard3 --size 14b --offload streamed --host-share {LARGEST_SHARE} --plan --repetitions 2 --nproc 1",
+        )
+    ],
     "offload-1b": ["floor", *(f"zeroshard2 --offload {way}" for way in ("streamed", "processor"))],
     "peers": [
         *("floor", "ddp", "fsdp2", "fsdp2 --tuned", "fsdp2-z2", *DEEPSPEED),
@@ -69,7 +87,7 @@ PRESETS: dict[str, Sequence[str]] = {
         *STAGES,
     ],
 }
-SETTING = ("size", "batch", "accumulation", "checkpointing", "compiled", "length")
+SETTING = ("size", "batch", "accumulation", "checkpointing", "compiled", "length")  # a floor has no ranks
 """What two rows must share for their ratio to mean something."""
 MARKDOWN = (
     "engine",
@@ -116,10 +134,13 @@ def run(
         if left < args.least:
             outcomes.append(Outcome(request, error="left out: no time left in the budget"))
             continue
-        arguments = ["--engine", *shlex.split(request), *args.options]
-        more = {} if environment is None else environment(request.split()[0])
+        words, nproc = row_ranks(request, args.nproc)
+        arguments = ["--engine", *words, *args.options]
+        more = dict({} if environment is None else environment(words[0]))
+        if "--offload" in words and "OMP_NUM_THREADS" not in os.environ:
+            more["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
         seconds = min(args.timeout, left)
-        done = run_ranks(module, arguments, nproc=args.nproc, timeout=seconds, environment=more)
+        done = run_ranks(module, arguments, nproc=nproc, timeout=seconds, environment=more)
         outcome = Outcome(request, _last_json(done.output), done.error, round(done.seconds, 1), done.log)
         if outcome.row is not None and "step_s" not in outcome.row:
             outcome.error, outcome.row = outcome.row.get("error", "no figure"), None
@@ -133,6 +154,14 @@ def run(
         if outcome.row is not None and outcome.row.get("sync_error"):
             say.print(f"a step synchronizes: {outcome.row['sync_error']}", markup=False, highlight=False)
     return outcomes
+
+
+def row_ranks(request: str, otherwise: int) -> tuple[list[str], int]:
+    """The words of a row without its own number of ranks, and that number."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--nproc", type=int, default=otherwise)
+    found, words = own.parse_known_args(shlex.split(request))
+    return words, found.nproc
 
 
 def _last_json(output: str) -> dict[str, Any] | None:
@@ -185,6 +214,7 @@ def _describe(row: dict[str, Any]) -> str:
     parts += [f"{row['accumulation']} micro-batches"] if row["accumulation"] > 1 else []
     parts += ["checkpointing"] if row["checkpointing"] else []
     parts += [f"offload {row['offload']} {row['host_share']:g}"] if row["offload"] != "none" else []
+    parts += [f"{row['cap_gib']:g} GiB of the card"] if row.get("cap_gib") else []
     parts += ["no clipping"] if not row["clip"] else []
     return ", ".join([*parts, "compiled" if row["compiled"] else "eager"])
 
@@ -234,9 +264,56 @@ def unmeasured(outcome: Outcome, columns: Sequence[str]) -> list[str]:
 
 def markdown(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> str:
     """The table of a run for benchmarks/README.md, with where it comes from below it."""
-    lines = markdown_table(MARKDOWN, map(cells, outcomes))
+    lines = markdown_table(MARKDOWN, map(cells, outcomes)) + planned_table(outcomes)
     card = f"{origin['world']} x {origin['card']}, torch {origin['torch']}"
     return "\n".join([*lines, "", f"Commit {origin['commit']}, {card}, {origin['date']}: `{origin['command']}`", ""])
+
+
+PLANNED = (
+    "plan",
+    "setting",
+    "ranks",
+    "share on host",
+    "s/step: predicted",
+    "measured",
+    "bound",
+    "x bound",
+    "tokens/s/GPU: predicted",
+    "measured",
+    "GiB: predicted",
+    "measured",
+    "host GiB: predicted",
+    "measured",
+    "of it before",
+)
+
+
+def planned_cells(row: Mapping[str, Any]) -> list[str]:
+    """What the plan says beside what was measured, in the order of PLANNED."""
+    plan = row["planned"]
+    return [
+        f"stage {plan['stage']}" + ("" if plan["update"] is None else f", {plan['update']}"),
+        _describe(dict(row)),
+        str(row["world"]),
+        number(plan["share_on_host"], 2),
+        number(plan["step_s"], 3),
+        number(row["step_s"], 3),
+        f"{plan['bound_s']:.3f} ({plan['bound']})",
+        number(row["step_s"] / plan["bound_s"], 2),
+        number(plan["tokens_s"], 0),
+        number(row["tokens_s"], 0),
+        number(plan["allocated_gib"], 2),
+        number(row["allocated_gib"], 2),
+        number(plan["host_gib"], 1),
+        number(row["host_gib"], 1),
+        number(row["host_before_gib"], 1),
+    ]
+
+
+def planned_table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Markdown of the rows that have a prediction; nothing where none has."""
+    rows = [o.row for o in outcomes if o.row is not None and o.row.get("planned")]
+    return ["", *markdown_table(PLANNED, map(planned_cells, rows))] if rows else []
 
 
 def table(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> Table:
@@ -287,6 +364,7 @@ def main() -> int:
     add_ratios(outcomes)
     origin = provenance(args, outcomes)
     console.print(table(outcomes, origin))
+    print("\n".join(planned_table(outcomes)))
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         rows = [

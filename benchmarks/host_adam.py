@@ -1,6 +1,6 @@
 """The optimizer's step on the host: zeroshard's kernel, torch's fused AdamW and what memory gives, in one run.
 
-    python -m benchmarks host-adam [--numel 33554432] [--rounds 15] [--threads N] [--json FILE]
+    python -m benchmarks host-adam [--numel 33554432] [--rounds 15] [--threads N ...] [--json FILE]
 
 Three jobs, each with the bytes per parameter that one pass must move (read and written once):
 
@@ -157,8 +157,8 @@ def summary(contenders: list[Contender], times: list[list[float]], numel: int) -
     return rows
 
 
-def report(rows: list[dict[str, object]], args: argparse.Namespace, kernel: HostKernel) -> None:
-    table = Table(title=f"{args.numel} parameters, {args.threads} threads, {args.rounds} rounds; kernel: {kernel}")
+def report(rows: list[dict[str, object]], args: argparse.Namespace, threads: int, kernel: HostKernel) -> None:
+    table = Table(title=f"{args.numel} parameters, {threads} threads, {args.rounds} rounds; kernel: {kernel}")
     for column in ("contender", "gradient", "bytes", "ms", "Gparam/s", "GB/s", "of stream", "x torch", "goal"):
         table.add_column(column, justify="left" if column in ("contender", "gradient") else "right")
     for row in rows:
@@ -176,36 +176,41 @@ def report(rows: list[dict[str, object]], args: argparse.Namespace, kernel: Host
             "" if goal is None else f">= {goal}, 0.95 of stream",
         )
     Console(width=130).print(table)
-    if args.json is not None:
-        machine = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
-        setting = {"numel": args.numel, "threads": args.threads, "rounds": args.rounds, "kernel": str(kernel)}
-        args.json.write_text(json.dumps({"setting": setting, **machine, "rows": rows}, indent=2) + "\n")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 25, help="parameters; a multiple of 32, far more than caches")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one or several numbers")
     parser.add_argument("--twin", action="store_true", help="time the PyTorch twin too, which is slow")
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args()
 
 
-def main() -> int:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    kernel = host_kernel(args.threads)
+def run(args: argparse.Namespace, threads: int) -> dict[str, object]:
+    """Measure with a number of threads and print the table; the figures for JSON."""
+    torch.set_num_threads(threads)
+    kernel = host_kernel(threads)
     memory = Memory(args.numel)
     contenders: list[Contender] = []
     if isinstance(kernel.backend, NativeBackend):
-        contenders += stream_rows(kernel.backend, memory, args.threads)
+        contenders += stream_rows(kernel.backend, memory, threads)
     contenders += kernel_rows("zeroshard", kernel, memory)
     contenders += torch_rows(Memory(args.numel)) + deepspeed_rows(Memory(args.numel))
     if args.twin:
-        contenders += kernel_rows("zeroshard twin", HostKernel(TorchTwin(), args.threads, "asked for"), memory)
+        contenders += kernel_rows("zeroshard twin", HostKernel(TorchTwin(), threads, "asked for"), memory)
     rows = summary(contenders, measure(contenders, args.rounds), args.numel)
-    report(rows, args, kernel)
+    report(rows, args, threads, kernel)
+    return {"numel": args.numel, "threads": threads, "rounds": args.rounds, "kernel": str(kernel), "rows": rows}
+
+
+def main() -> int:
+    args = parse()
+    found = [run(args, threads) for threads in args.threads]
+    if args.json is not None:
+        machine = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+        args.json.write_text(json.dumps({**machine, "runs": found}, indent=2) + "\n")
     return 0
 
 

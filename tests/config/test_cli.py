@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,6 +67,49 @@ def test_output_that_is_not_a_terminal_has_no_escape_codes_and_no_broken_lines(g
     done = run("explain", good, environment={"COLUMNS": "20"})
     assert "\x1b" not in done.output
     assert all(len(line.split()) != 1 and line == line.rstrip() for line in done.output.splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 400])
+def test_explain_fits_the_terminal(good: Path, columns: int) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    words = [sys.executable, "-c", "from zeroshard.config.cli import app; app()", "explain", str(good), "--all"]
+    with subprocess.Popen(words, stdout=theirs, env=environment) as running:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # at its end a terminal gives an error
+            while data := os.read(ours, 65536):
+                shown += data
+    os.close(ours)
+    assert running.returncode == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown.decode()).splitlines()
+    assert max(map(len, lines)) <= columns
+    key = "zero_optimization.offload_optimizer.device"
+    narrow = [line for line in lines if line.startswith(f"{key} = ")]
+    assert len(narrow) == (columns == 80)
+    assert all(key in line or key not in line.replace(" ", "") for line in lines), "a key is broken over lines"
+
+
+@pytest.mark.parametrize("command", ["explain", "check", "migrate"])
+def test_what_has_no_end_is_not_read_for_ever(tmp_path: Path, command: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, said in ((pipe, "the text ends where a value is expected"), (Path("/dev/zero"), "more than 16 MiB")):
+        done = run(command, path)
+        assert done.exit_code == 1
+        assert said in done.output
+
+
+def test_a_file_of_another_kind_is_refused_with_a_list_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({f"key {number}": number for number in range(20000)}))
+    done = run("check", path)
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert len(lines) == 52
+    assert "more problems, which are told when these are mended" in lines[-1]
 
 
 def test_explain_for_machines_is_json(good: Path) -> None:

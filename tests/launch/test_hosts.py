@@ -118,6 +118,18 @@ def test_a_launcher_that_is_killed_takes_all_hosts_along(hosts: TestHosts, tmp_p
 
 
 @extensive
+def test_a_host_that_takes_long_to_answer_gets_its_job(hosts: TestHosts, tmp_path: Path) -> None:
+    slow = tmp_path / "bin" / "ssh"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\nsleep 12\nexec {shutil.which("ssh")} "$@"\n')  # longer than two beats
+    slow.chmod(0o755)
+    script(tmp_path, "print('ran')")
+    words = ["run", "--hostfile", hosts.hostfile(tmp_path), *hosts.ssh, "script.py"]
+    status, out, said = hosts.run(tmp_path, *words, PATH=f"{slow.parent}:{os.environ['PATH']}")
+    assert (status, out.count("ran")) == (0, 2), said
+
+
+@extensive
 def test_an_exception_is_told_first_with_its_traceback(hosts: TestHosts, tmp_path: Path) -> None:
     script(
         tmp_path,

@@ -12,10 +12,11 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -54,7 +55,7 @@ def explain(
     assumed = " (assumed; give --world-size)" if _is_assumed(world_size) else ""
     title = Text(f"{file.name}, world size {resolution.config.world_size}{assumed}", style="bold")
     warnings = [Text(f"warning: {message}", style="yellow") for message in resolution.warnings]
-    _print_all([title, _table(resolution), *warnings])
+    _print_all(title, _rows(resolution), warnings)
 
 
 @app.command()
@@ -149,29 +150,60 @@ def _console(stream: Any) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
 
 
-def _print_all(parts: list[Text | Table]) -> None:
+def _print_all(title: Text, rows: list[_Row], warnings: list[Text]) -> None:
     """Print to stdout; where that is no terminal, without the blanks that fill up a table's lines."""
     console = _console(sys.stdout)
+    table = _table(rows)
     if console.is_terminal:
-        for part in parts:
+        fits = console.measure(table, options=console.options.update_width(_WIDE)).maximum <= console.width
+        for part in (title, *([table] if fits else _blocks(rows)), *warnings):
             console.print(part)
         return
     with console.capture() as capture:
-        for part in parts:
+        for part in (title, table, *warnings):
             console.print(part)
     typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-def _table(resolution: Resolution) -> Table:
+class _Row(NamedTuple):
+    key: str
+    value: str
+    origin: str
+    status: str
+    style: str
+
+
+def _rows(resolution: Resolution) -> list[_Row]:
+    return [
+        _Row(
+            setting.path,
+            json.dumps(setting.value),
+            setting.origin,
+            _status_in_words(setting),
+            "dim" if setting.origin.startswith(DEFAULT) else "",
+        )
+        for setting in resolution.settings
+    ]
+
+
+def _table(rows: list[_Row]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("key", no_wrap=True)
     for heading in ("value", "origin", "status"):
         table.add_column(heading, overflow="fold")
-    for setting in resolution.settings:
-        style = "dim" if setting.origin.startswith(DEFAULT) else ""
-        cells = (setting.path, json.dumps(setting.value), setting.origin, _status_in_words(setting))
+    for *cells, style in rows:
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
+
+
+def _blocks(rows: list[_Row]) -> list[Text | Padding]:
+    """For a terminal that is too narrow for the table: each key with its value, the rest in words below it."""
+    blocks: list[Text | Padding] = []
+    for key, value, origin, status, style in rows:
+        words = status if status == origin else f"{origin}; {status}"
+        blocks.append(Text(f"{key} = {value}", style=style, overflow="fold"))
+        blocks.append(Padding(Text(words, style="dim"), (0, 0, 0, 4)))
+    return blocks
 
 
 def _status_in_words(setting: Setting) -> str:

@@ -82,10 +82,14 @@ class _Walk:
             here = (*parts, name)
             child = node.child(name)
             if child is None:
-                what = f"unknown key; {advice(self._table, dotted(parts), name)}"
+                # Looking for similar names takes milliseconds each.
+                what = "unknown key" if self._problems.full else f"unknown key; {self._advice(parts, name)}"
                 self._problems.add(dotted(here), self._document.origin(here), what)
             elif value is not None or _is_parameter(child):
                 self._known(value, child, here)
+
+    def _advice(self, parts: tuple[str, ...], name: str) -> str:
+        return advice(self._table, dotted(parts), name)
 
     def _known(self, value: Any, node: Node, parts: tuple[str, ...]) -> None:
         if node.key is not None:

@@ -16,6 +16,8 @@ from zeroshard.errors import ConfigError
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w-]*|\*", re.ASCII)
 _SHOWN_LENGTH = 72
+_MOST = 50
+"""Problems that are told; the rest are counted. A file of another kind can have a problem on every line."""
 
 
 @dataclass
@@ -24,18 +26,30 @@ class Problems:
 
     messages: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    untold: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether further problems are only counted."""
+        return len(self.messages) >= _MOST
 
     def add(self, path: str, origin: str, what: str) -> None:
         """Record that `path`, written at `origin` (empty if nowhere), is wrong as `what` says."""
         place = f"{path or 'the config'} ({origin})" if origin else path or "the config"
         message = f"{place}: {what}"
-        if message not in self.messages:
+        if message in self.messages:
+            return
+        if self.full:
+            self.untold += 1
+        else:
             self.messages.append(message)
 
     def warn(self, message: str) -> None:
         self.warnings.append(message)
 
     def raise_if_any(self) -> None:
+        if self.untold:
+            raise ConfigError(*self.messages, f"{self.untold} more problems, which are told when these are mended")
         if self.messages:
             raise ConfigError(*self.messages)
 
