@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.support.saved import save_tensors
 from zeroshard.checkpoint.cli import app
+from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError
 
 
@@ -66,3 +67,16 @@ def test_prune_removes_the_oldest_and_only_says_so_on_a_dry_run(base: Path) -> N
 def test_a_directory_without_checkpoints_is_an_error_of_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["ls", str(tmp_path)])
     assert isinstance(result.exception, CheckpointError)
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_the_folder_of_several_runs_is_answered_with_where_checkpoints_are(base: Path, command: str) -> None:
+    run = base / "runs" / "first"
+    run.mkdir(parents=True)
+    (base / "step0").rename(run / "step0")
+    with pytest.raises(CheckpointError, match="one level deeper") as raised:
+        CliRunner().invoke(app, [command, str(run.parent)], catch_exceptions=False)
+    assert str(run) in str(raised.value)
+    for path, said in ((run / "step0" / MANIFEST, "is a file"), (base / "nothing", "is not there")):
+        with pytest.raises(CheckpointError, match=said):
+            CliRunner().invoke(app, [command, str(path)], catch_exceptions=False)

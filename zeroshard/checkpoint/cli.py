@@ -29,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 foreign_commands.register(app)
+_LOOKED_INTO = 1000  # entries of a folder that holds no checkpoint
+_NAMED = 5
 _Path = Annotated[Path, typer.Argument(help="A directory of checkpoints, or one checkpoint.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -48,7 +50,7 @@ def list_(
         _print_json(rows)
         return
     if not rows:
-        raise CheckpointError(f"{path} holds no finished checkpoint")
+        raise CheckpointError(f"{path} holds no finished checkpoint{_below(path)}")
     newest = directory.find(path).name
     table = Table("tag", "step", "ranks", "tensors", "size", "state", title=str(path))
     for row in rows:
@@ -122,7 +124,27 @@ def _verify(reader: CheckpointReader, *, quiet: bool) -> list[str]:
 
 def _folder(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest in it."""
-    return path if (path / MANIFEST).is_file() else directory.find(path)
+    if (path / MANIFEST).is_file():
+        return path
+    try:
+        return directory.find(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_below(path)}") from error
+
+
+def _below(path: Path) -> str:
+    """What a message adds: that the path is no folder, or one of several runs, each with checkpoints."""
+    if not path.is_dir():
+        return f": {path} is {'a file' if path.exists() else 'not there'}"
+    try:
+        folders = [folder for folder in sorted(path.iterdir())[:_LOOKED_INTO] if folder.is_dir()]
+        names = [str(folder) for folder in folders if directory.whole(folder)]
+    except OSError as error:
+        return f": {error.strerror}"
+    if not names:
+        return ""
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return f"; there are some one level deeper: give one of {shown}"
 
 
 def _summary(found: directory.Found) -> dict[str, Any]:

@@ -30,6 +30,9 @@ app = typer.Typer(help="Read a DeepSpeed config as zeroshard reads it.", no_args
 _WIDE = 1000
 """Columns where the output is not a terminal: lines are as long as they need to be."""
 
+_BESIDE_KEY = 60
+"""Columns that value, origin and status need at least beside a key, which is not broken; they wrap."""
+
 File = Annotated[Path, typer.Argument(help="The JSON config.", show_default=False)]
 WorldSize = Annotated[
     int | None, typer.Option("--world-size", "-n", min=1, help="Data-parallel ranks [WORLD_SIZE, or 1].")
@@ -155,7 +158,7 @@ def _print_all(title: Text, rows: list[_Row], warnings: list[Text]) -> None:
     console = _console(sys.stdout)
     table = _table(rows)
     if console.is_terminal:
-        fits = console.measure(table, options=console.options.update_width(_WIDE)).maximum <= console.width
+        fits = console.width >= max(len(row.key) for row in rows) + _BESIDE_KEY
         for part in (title, *([table] if fits else _blocks(rows)), *warnings):
             console.print(part)
         return
