@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard
 from deepspeed import _config
+from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
 from deepspeed._parameters import describe
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -56,6 +57,10 @@ def initialize(
         zeroshard.close(model)
     raw = _config.read(source)
     parameters = list(model_parameters) if model_parameters is not None else None
+    adapters = [] if model is None else find_adapters(model)
+    for adapter in adapters:
+        assert model is not None
+        zeroshard.register_external_parameter(model, adapter)  # AdaLoRA's forward reads them all
     trains = optimizer is not None or "optimizer" in raw
     with warnings.catch_warnings():
         if not trains:  # the caller of a reference model knows that it can't be trained
@@ -79,6 +84,8 @@ def initialize(
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     if engine.optimizer is not None:
         engine.optimizer.hands_out_groups = True  # Lightning asks for it in every checkpoint, and drops it
+        if adapters:
+            engine.adopt_adapters(AdaptersBetweenSteps(engine.module, adapters))
     stage_3 = engine.zero_optimization_stage() == 3
     describe(engine.module.parameters(), resident=stage_3)
     if engine.optimizer is not None and stage_3:

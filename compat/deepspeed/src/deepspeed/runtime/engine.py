@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._adalora import AdaptersBetweenSteps
 from deepspeed._client_state import plain, restored
 from deepspeed._exports import lazy
 from zeroshard.engine.engine import Engine
@@ -32,10 +34,46 @@ class DeepSpeedEngine(Engine):
     """zeroshard's engine as transformers, accelerate and Lightning call it."""
 
     _raw: dict[str, Any]
+    _adapters: AdaptersBetweenSteps | None = None
 
     def adopt_config(self, raw: dict[str, Any]) -> None:
         """Remember the config as it was given."""
         self._raw = raw
+
+    def adopt_adapters(self, adapters: AdaptersBetweenSteps) -> None:
+        """From now on these adapters are there after each step."""
+        self._adapters = adapters
+
+    def step(self) -> None:
+        """As zeroshard's; AdaLoRA's adapters and their gradients are there afterwards."""
+        adapters, updates = self._adapters, self.is_gradient_accumulation_boundary()
+        if adapters is None or not updates:
+            super().step()
+            return
+        adapters.before_step()
+        super().step()
+        adapters.after_step(self._clipped())
+
+    def _clipped(self) -> float:
+        """What the last step multiplied the gradients with, to clip them."""
+        norm, limit = self.get_global_grad_norm(), self.plan.policy.clip_norm
+        return min(1.0, limit / (norm + 1e-6)) if limit > 0 and norm is not None and math.isfinite(norm) else 1.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step."""
+        self._rest()
+        super().zero_grad(set_to_none)
+
+    def destroy(self) -> None:
+        """As zeroshard's."""
+        if self._adapters is not None:
+            self._adapters.destroy()
+            self._adapters = None
+        super().destroy()
+
+    def _rest(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -81,6 +119,7 @@ class DeepSpeedEngine(Engine):
         background: bool | None = None,
     ) -> bool:
         """As zeroshard's; zero_to_fp32.py is put beside it."""
+        self._rest()
         saved = super().save_checkpoint(
             save_dir, tag, plain(client_state), save_latest, exclude_frozen_parameters, background=background
         )
@@ -91,6 +130,7 @@ class DeepSpeedEngine(Engine):
 
     def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
         """As zeroshard's; tensors in the client state are tensors again."""
+        self._rest()
         path, client_state = super().load_checkpoint(*args, **options)
         return path, restored(client_state)
 
@@ -101,6 +141,7 @@ class DeepSpeedEngine(Engine):
 
         Tied weights share their memory.
         """
+        self._rest()
         handle = handle_of(self.module)
         kept = handle.comm.mesh.rank == 0
         frozen = {

@@ -15,7 +15,7 @@ __getattr__, __dir__ = lazy(
         "is_initialized": "deepspeed.comm:is_initialized",
         "OnDevice": "zeroshard:OnDevice",
         "safe_get_full_fp32_param": "zeroshard:safe_get_full_fp32_param",
-        "safe_get_full_grad": "zeroshard:safe_get_full_grad",
+        "safe_get_full_grad": "deepspeed._adalora:safe_get_full_grad",
         "safe_get_full_optimizer_state": "zeroshard:safe_get_full_optimizer_state",
         "safe_get_local_fp32_param": "zeroshard:safe_get_local_fp32_param",
         "safe_get_local_grad": "zeroshard:safe_get_local_grad",
