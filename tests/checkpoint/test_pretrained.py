@@ -200,3 +200,37 @@ def test_what_builds_no_model_and_what_is_no_dtype_is_refused(tmp_path: Path) ->
     for dtype in (torch.int64, "bfloat16"):
         with pytest.raises(UsageError, match="a floating-point torch dtype"):
             zeroshard.from_pretrained(lambda: nn.Linear(2, 2, bias=False), tmp_path, dtype=dtype)  # type: ignore[arg-type]
+
+
+def test_the_index_decides_which_of_two_files_a_tensor_is_in(tmp_path: Path) -> None:
+    for number in range(2):
+        save_file({"weight": torch.full((2, 2), float(number))}, tmp_path / f"model-{number}.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: holds 'weight', and so does model-0"):
+        SafetensorsFolder(tmp_path)
+    for number in range(2):
+        table = {"weight_map": {"weight": f"model-{number}.safetensors", "bias": f"model-{1 - number}.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+        with pytest.raises(CheckpointError, match=rf"'bias' in model-{1 - number}\.safetensors, which does"):
+            SafetensorsFolder(tmp_path)
+        save_file(
+            {"weight": torch.full((2, 2), 1.0 - number), "bias": torch.zeros(2)},
+            tmp_path / f"model-{1 - number}.safetensors",
+        )
+        loaded = zeroshard.from_pretrained(lambda: nn.Linear(2, 2), tmp_path)
+        with zeroshard.GatheredParameters(loaded.model.parameters()):
+            assert torch.equal(loaded.model.get_parameter("weight"), torch.full((2, 2), float(number)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_of_another_kind_are_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2).to(dtype), "bias": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: 'weight' is {dtype}, the model's 'weight' is"):
+        zeroshard.from_pretrained(lambda: nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_floats_of_another_width_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2, dtype=dtype), "bias": torch.zeros(2)}, tmp_path / "model.safetensors")
+    loaded = zeroshard.from_pretrained(lambda: nn.Linear(2, 2), tmp_path)
+    with zeroshard.GatheredParameters(loaded.model.parameters()):
+        assert torch.equal(loaded.model.get_parameter("weight"), torch.ones(2, 2))

@@ -23,6 +23,9 @@ from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.loose import hang, shard_loosely
 
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+
 
 @dataclass(frozen=True)
 class Pretrained:
@@ -64,7 +67,8 @@ def from_pretrained(
 
     Raises:
         UsageError: `build` gives no model, or dtype is no floating-point dtype.
-        CheckpointError: the files lack a parameter or persistent buffer that is not `new`, or a shape differs.
+        CheckpointError: the files lack a parameter or persistent buffer that is not `new`, a shape differs, or they
+            have another kind of number than the model: integers, complex ones or 8-bit floats for ordinary floats.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"from_pretrained(dtype={dtype!r}): a floating-point torch dtype, torch.bfloat16 say, or None")
@@ -127,6 +131,12 @@ def _check(
         shape = tuple(members[name].shape)
         if weight is not None and weight.shape != shape:
             raise CheckpointError(f"{weight.file}: {weight.name!r} has shape {weight.shape}, the model's has {shape}")
+        if weight is not None and not _converts(weight.dtype, members[name].dtype):
+            raise CheckpointError(
+                f"{weight.file}: {weight.name!r} is {weight.dtype}, the model's {name!r} is {members[name].dtype}, and "
+                "its numbers alone don't say what they mean there (quantized weights need their scales). Convert the "
+                "file to ordinary floats with the library that wrote it, or build the model with what it holds"
+            )
     made = tuple(name for name, weight in stored.items() if weight is None)
     lacking = [name for name in made if not name.startswith(new)]
     if lacking:
@@ -136,6 +146,11 @@ def _check(
             "`rename` if they are called otherwise there, or `new` with the beginnings of names that are to be made"
         )
     return made
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers of one dtype mean the same in another: ordinary floats do, and integers, among themselves."""
+    return stored == wanted or any(stored in kind and wanted in kind for kind in (_FLOATS, _INTEGERS))
 
 
 def _fill(

@@ -1,6 +1,7 @@
 """A folder of safetensors files as the hub has them, read in flat ranges: whoever wants a slice reads no more than it.
 
-    model.safetensors.index.json   {"weight_map": {name: file}}; or one file alone, or all *.safetensors of the folder
+    model.safetensors.index.json   {"weight_map": {name: file}}, which decides where a tensor is that two files hold;
+                                   or one file alone, or all *.safetensors of the folder
     FILE                           | 8 bytes: length of the header | header: JSON | tensor | tensor | ...
 
 Reads go through `pread` into memory of the caller's. Mapping the file was rejected: its pages count as the process's
@@ -53,7 +54,9 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.weights = {weight.name: weight for file in self._files() for weight in _header(file)}
+        index = self.folder / INDEX
+        placed = _placed_by(index) if index.is_file() else {}
+        self.weights = _chosen(self._files(sorted({*placed.values()})), placed, index)
         self._descriptors: dict[Path, int] = {}
 
     def __enter__(self) -> SafetensorsFolder:
@@ -86,11 +89,10 @@ class SafetensorsFolder:
             self._descriptors[file] = os.open(file, os.O_RDONLY)
         return self._descriptors[file]
 
-    def _files(self) -> list[Path]:
-        index = self.folder / INDEX
-        if index.is_file():
-            files = [self.folder / name for name in sorted(_names_in(index))]
-        else:
+    def _files(self, named: list[str]) -> list[Path]:
+        """The files that an index names, else the one file, else all."""
+        files = [self.folder / name for name in named]
+        if not files:
             single = self.folder / SINGLE
             files = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
         missing = [file.name for file in files if not file.is_file()]
@@ -98,6 +100,25 @@ class SafetensorsFolder:
             what = f"{', '.join(missing)} of {INDEX} are missing" if missing else "there is no safetensors file"
             raise CheckpointError(f"{self.folder}: {what}; weights in other formats are to be converted first")
         return files
+
+
+def _chosen(files: list[Path], placed: dict[str, str], index: Path) -> dict[str, StoredWeight]:
+    """Each tensor where the index has it; one that the index leaves out where it is, if that is one place."""
+    found: dict[str, StoredWeight] = {}
+    for weight in (weight for file in files for weight in _header(file)):
+        place = placed.get(weight.name, weight.file.name)
+        if place != weight.file.name:
+            continue
+        if weight.name in found:
+            raise CheckpointError(
+                f"{weight.file}: holds {weight.name!r}, and so does {found[weight.name].file.name}; no {INDEX} "
+                "says which of them counts: remove one of the files, or write the index"
+            )
+        found[weight.name] = weight
+    for name, place in placed.items():
+        if name not in found:
+            raise CheckpointError(f"{index}: has {name!r} in {place}, which does not hold it; copy both files again")
+    return found
 
 
 def _header(file: Path) -> Iterator[StoredWeight]:
@@ -128,16 +149,16 @@ def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> StoredW
     return made
 
 
-def _names_in(index: Path) -> set[str]:
-    """The files that an index names: plain names in its own folder, since they become paths."""
+def _placed_by(index: Path) -> dict[str, str]:
+    """The file of each tensor as an index has it: plain names in its own folder, since they become paths."""
     table = _parsed(index.read_bytes(), f"{index}: can't be used (the index").get("weight_map")
-    if not _is_table(table):
+    if not _is_table(table) or not table:
         raise CheckpointError(f"{index}: has no table 'weight_map' from tensors to files; copy the file again")
-    names = set(map(str, table.values()))
-    for name in names:
+    placed = {tensor: str(name) for tensor, name in table.items()}
+    for name in placed.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names the file {name!r}; only *.safetensors files beside it are read")
-    return names
+    return placed
 
 
 def _parsed(text: bytes, what: str) -> dict[str, Any]:
