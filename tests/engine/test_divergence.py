@@ -17,6 +17,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_same, shard_task, train_reference, train_sharded
 from tests.support.zoo import Stack
+from zeroshard.engine.handle import handle_of
 from zeroshard.errors import DivergenceError, ZeroShardError
 
 STAGES = (0, 1, 2, 3)
@@ -44,6 +45,24 @@ def _compare(rank: int, world: int) -> None:
         for stage in STAGES:
             outcome = train_sharded(Task(Stack, loss), setting.at(stage), rank)
             assert_same(outcome.parameters, reference.parameters, f"{loss.__name__}, stage {stage}")
+
+    _first_step_that_drops_blocks(rank)
+
+
+def _first_step_that_drops_blocks(rank: int) -> None:
+    """All ranks drop the same blocks in the first step (LayerDrop): later steps gather as if it had been whole."""
+    counts = []
+    for first in (EVERY, (0, 3), (2,)):
+        model, optimizer = shard_task(Task(Stack, square_loss), Setting())
+        for step in range(3):
+            handle_of(model).comm.log.reset_totals()
+            loss = model(Batch(step, 0, rank).normal(3, WIDTH), EVERY if step else first).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(handle_of(model).comm.log.totals()["all-gather"][0])
+        zeroshard.close(model)
+    assert len(set(counts)) == 1, counts
 
 
 def test_blocks_skipped_on_some_ranks_train_right_at_every_stage() -> None:

@@ -287,6 +287,14 @@ def test_another_order_changes_slots_and_order_only() -> None:
     assert slots == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("seen", "order"),
+    [((0, 1, 4), (0, 1, 2, 3, 4)), ((0,), (0, 1, 2, 3, 4)), ((0, 4, 1), (0, 4, 1, 2, 3)), ((0, 3), (0, 1, 2, 3, 4))],
+)
+def test_units_that_an_order_lacks_come_where_the_plan_has_them(seen: tuple[int, ...], order: tuple[int, ...]) -> None:
+    assert reordered(plan_of(blocks(4), 3), seen).order == order
+
+
 @relaxed
 @given(plans)
 def test_reduce_slots_hold_all_groups_that_need_them(plan: Plan) -> None:

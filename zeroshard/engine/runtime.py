@@ -360,9 +360,9 @@ class Runtime:
     def adopt_order(self, order: tuple[int, ...] | None) -> None:
         """Between steps: run the lists in `order` from now on (None keeps the plan's), and stop watching the order."""
         self._seen_order = None
-        if order is None or order == self.plan.order[1:]:
-            return
-        self._adopt(reordered(self.plan, (self._root, *order)))
+        plan = self.plan if order is None else reordered(self.plan, (self._root, *order))
+        if plan.order != self.plan.order:
+            self._adopt(plan)
 
     def start_accumulating(self, dtype: str | None) -> None:
         """Between steps: take accumulators of `dtype` for several micro-batches per step, if there are none yet."""

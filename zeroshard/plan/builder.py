@@ -195,10 +195,19 @@ def with_peer_copies(plan: Plan) -> Plan:
 
 
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:
-    """The same plan for a forward that uses the units in another order."""
+    """The same plan for a forward that uses the units in another order.
+
+    Units that it did not use, blocks dropped by chance say, come after the unit that they follow in `plan`: at the end
+    of the list a later use of them would run it past all others.
+    """
     assert set(order) <= set(range(len(plan.units)))
-    missing = [index for index in plan.order if index not in set(order)]
-    return with_order(plan.units, (*order, *missing), plan.policy, dp=plan.dp, shard=plan.shard)
+    whole, before = list(order), None
+    for index in plan.order:
+        if index not in whole:
+            place = len(whole) - whole[::-1].index(before) if before is not None else 0
+            whole.insert(place, index)
+        before = index
+    return with_order(plan.units, whole, plan.policy, dp=plan.dp, shard=plan.shard)
 
 
 def recipe_policy(units: Sequence[UnitPlan], recipe: Recipe) -> ExecutionPolicy:
