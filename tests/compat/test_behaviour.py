@@ -231,6 +231,21 @@ def _accumulates(rank: int, world: int) -> None:
         two.zero_grad()  # after the step, as Trainer does: harmless
 
 
+def _parameters_are_there_after_a_step(rank: int, world: int) -> None:
+    """A callback that averages weights, or logs them, reads model.parameters() right after the step."""
+    for stage in range(4):
+        zero = {"stage": stage, "overlap_comm": True, "stage3_param_persistence_threshold": 10**6}
+        engine, *_ = _start(_net(), {**CONFIG, "optimizer": ADAMW, "zero_optimization": zero})
+        for _ in range(3):
+            _train(engine, rank, 1)
+            read = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.numel()}
+            whole = _whole(engine.module)
+            assert len(read) == len(whole) or (stage == 3 and read)
+            assert all(torch.equal(read[name], whole[name]) for name in read), stage
+        assert not engine.plan.policy.overlap_step
+        engine.destroy()
+
+
 def _engine_answers(rank: int, world: int) -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 30}  # the head alone stays gathered
     raw = {
@@ -362,6 +377,7 @@ def _everything(rank: int, world: int, folder: str) -> None:
         _init_shards,
         _gathered,
         _accumulates,
+        _parameters_are_there_after_a_step,
         _engine_answers,
         _again_after_destroy,
         _several_models,

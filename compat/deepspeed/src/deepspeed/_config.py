@@ -50,6 +50,11 @@ def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
     if isinstance(aio, dict) and "thread_count" in aio:  # Lightning writes it always, under the name it once had
         aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
         aio.pop("thread_count", None)
+    zero = values.get("zero_optimization")
+    if isinstance(zero, dict):
+        # DeepSpeed's overlap_comm concerns the backward, where zeroshard always overlaps. Ours lets the gathers of a
+        # step run on after it, but these callers read model.parameters() there.
+        zero["overlap_comm"] = False
     if not optimizer and "optimizer" not in values:
         values.pop("scheduler", None)
     return values

@@ -12,6 +12,7 @@ from torch import nn
 import zeroshard
 from deepspeed import _config
 from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
+from deepspeed._lightning import divides_loss
 from deepspeed._parameters import describe
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -81,6 +82,7 @@ def initialize(
             mesh_param=mesh_param,
         )
     engine.adopt_config(raw)
+    engine.divides_loss = not divides_loss(model)
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     if engine.optimizer is not None:
         engine.optimizer.hands_out_groups = True  # Lightning asks for it in every checkpoint, and drops it

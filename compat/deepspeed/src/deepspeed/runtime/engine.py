@@ -31,7 +31,13 @@ if __name__ == "__main__":
 
 
 class DeepSpeedEngine(Engine):
-    """zeroshard's engine as transformers, accelerate and Lightning call it."""
+    """zeroshard's engine as transformers, accelerate and Lightning call it.
+
+    Attributes:
+        divides_loss: whether `backward` divides the loss by the accumulation steps where its caller does not say.
+    """
+
+    divides_loss = True
 
     _raw: dict[str, Any]
     _adapters: AdaptersBetweenSteps | None = None
@@ -43,6 +49,12 @@ class DeepSpeedEngine(Engine):
     def adopt_adapters(self, adapters: AdaptersBetweenSteps) -> None:
         """From now on these adapters are there after each step."""
         self._adapters = adapters
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool | None = None
+    ) -> torch.Tensor:
+        """As zeroshard's; by default the loss is divided by the accumulation steps, unless the caller has done so."""
+        return super().backward(loss, retain_graph, self.divides_loss if scale_wrt_gas is None else scale_wrt_gas)
 
     def step(self) -> None:
         """As zeroshard's; AdaLoRA's adapters and their gradients are there afterwards."""
