@@ -11,6 +11,7 @@ WITHOUT_GPU = {
     "host_overhead": "a step with nearly nothing to compute, against FSDP2: what Python costs",
     "planner": "what the planner predicts beside what was measured, and beside published sizing rows",
     "host_adam": "the optimizer's step on the host against torch's fused AdamW and the rate of memory",
+    "largest": "the largest model that the plan says one GPU and its host train",
     "checkpoint": "how fast checkpoints are written and read, beside dd on the same disk",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }

@@ -10,12 +10,13 @@
 `tuned` is what a user who reads the manual adds. FSDP2: the norm is taken on local tensors, blocks are prefetched by
 explicit lists, embedding and head are units of their own, and on torch 2.13 and newer reductions get a communicator of
 their own and two buffers. DeepSpeed: the throughput timer, which synchronises, is off, and blocks are leaf modules.
-zeroshard: embedding and head are units of their own (units), and what `spare` GiB hold stays gathered from forward to
-backward (spare_nbytes). `graph`: steps are replayed as a CUDA
-graph, by `zeroshard.GraphedStep`, or by torch's own for the floor.
+zeroshard: embedding and head are units of their own (units). `spare`: what so many GiB hold stays gathered from forward
+to backward (spare_nbytes). `graph`: steps are replayed as a CUDA graph, by `zeroshard.GraphedStep`, or by torch's own
+for the floor.
 
-`offload` puts the optimizer's state into host memory: streamed or processor say how zeroshard updates it, param adds
-the parameters; FSDP2 has its CPUOffloadPolicy, which moves parameters too, and DeepSpeed offload_optimizer.
+`offload` puts the optimizer's state into host memory: streamed or processor say how zeroshard updates it, param and
+param-processor add the parameters, auto lets its planner choose stage, offload and share for the memory there is; FSDP2
+has its CPUOffloadPolicy, which moves parameters too, and DeepSpeed offload_optimizer.
 
 All train with AdamW, clip the global norm to 1 (unless `clip` says otherwise) and keep the master state in fp32. An
 engine is imported by its builder only, so that one that is missing takes nothing else with it.
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from benchmarks.llama import SIZES, Block, Llama, Shape, initialize
+
+if TYPE_CHECKING:
+    from zeroshard.plan.plan import Plan
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 SEED = 0
@@ -74,6 +78,8 @@ class Setting:
         clip: largest global norm; 0 is no clipping.
         graph: replay steps as a CUDA graph (zeroshard, and the floor).
         spare: GiB in which units may stay gathered, for zeroshard.
+        cap_gib: memory of the device that may be used; None is all of it.
+        length: tokens of a sequence, for those who plan.
     """
 
     engine: str
@@ -91,6 +97,8 @@ class Setting:
     clip: float = CLIP
     graph: bool = False
     spare: float = 0.0
+    cap_gib: float | None = None
+    length: int = 2048
 
     @property
     def shape(self) -> Shape:
@@ -107,13 +115,15 @@ class Trainer:
     """A model that is ready: `step` takes the micro-batches of one step and gives the loss of the last one.
 
     `step` never waits for the device by itself; whether the engine does is what is measured. `outside` are bytes on the
-    device that torch's allocator doesn't count; they are added to what it says.
+    device that torch's allocator doesn't count; they are added to what it says. `plan` gives the plan that zeroshard
+    runs, None for the others.
     """
 
     step: Callable[[Sequence[MicroBatch]], torch.Tensor]
     numel: int
     outside: int = 0
     close: Callable[[], None] = lambda: None
+    plan: Callable[[], Plan | None] = lambda: None
 
 
 def load(engine: str) -> None:
@@ -353,7 +363,7 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
         zero.update(reduce_bucket_size=DEEPSPEED_BUCKET, allgather_bucket_size=DEEPSPEED_BUCKET)
     if setting.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if setting.offload == "param":
+    if setting.offload.startswith("param"):
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
@@ -398,7 +408,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
     sharded, optimizer = zeroshard.shard(
         model,
         _adamw(model.parameters(), setting, fused=False),
-        plan=recipe,
+        plan=_automatic(setting, recipe) if setting.offload == "auto" else recipe,
         units=units if setting.tuned else None,
         device=setting.device,
     )
@@ -412,16 +422,26 @@ def build_zeroshard(setting: Setting) -> Trainer:
         return loss
 
     taken = zeroshard.GraphedStep(sharded, step) if setting.graph else step
-    return Trainer(taken, numel, zeroshard.peer_memory_nbytes(sharded), lambda: zeroshard.close(sharded))
+    outside = zeroshard.peer_memory_nbytes(sharded)
+    return Trainer(taken, numel, outside, lambda: zeroshard.close(sharded), lambda: zeroshard.plan_of(sharded))
 
 
 def _zeroshard_offload(setting: Setting) -> Any:
     import zeroshard
 
-    if setting.offload == "none":
+    if setting.offload in ("none", "auto"):
         return None
-    update = zeroshard.HostUpdate.PROCESSOR if setting.offload == "processor" else zeroshard.HostUpdate.STREAMED
-    return zeroshard.Offload(setting.host_share, setting.offload == "param", update)
+    update = zeroshard.HostUpdate.PROCESSOR if "processor" in setting.offload else zeroshard.HostUpdate.STREAMED
+    return zeroshard.Offload(setting.host_share, setting.offload.startswith("param"), update)
+
+
+def _automatic(setting: Setting, recipe: Any) -> Any:
+    """Stage, offload and its share by what is free, or by `cap_gib`."""
+    import zeroshard
+
+    ids = torch.empty(setting.batch, setting.length, dtype=torch.int64, device="meta")
+    cap = None if setting.cap_gib is None else setting.cap_gib * 2**30
+    return zeroshard.AutoPlan(recipe, example=(ids, ids), device_memory=cap)
 
 
 ENGINES: dict[str, Callable[[Setting], Trainer]] = {

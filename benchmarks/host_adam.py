@@ -11,7 +11,8 @@ Three jobs, each with the bytes per parameter that one pass must move (read and 
 torch has no pass that does the second and third: it copies the gradient to float32 before and the parameter to bf16
 after. Memory's rate is that of a triad with stores past the caches (12 bytes) or of a scaling in place (16 bytes),
 whichever is faster. All contenders take a turn in each round, in an order that rotates; a ratio is the median of the
-rounds' ratios, so that what disturbs the machine disturbs both. DeepSpeedCPUAdam takes part where it can be imported.
+rounds' ratios, so that what disturbs the machine disturbs both. DeepSpeedCPUAdam takes part where it can be imported,
+and compiled: it builds its kernel at first use.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,12 +98,15 @@ def torch_rows(memory: Memory) -> list[Contender]:
 
 
 def deepspeed_rows(memory: Memory) -> list[Contender]:
+    # It compiles its kernel at first use, with ninja and a compiler, in minutes: in a folder of its own, since another
+    # process that was killed meanwhile leaves a lock in the usual one, for which everybody after it waits.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp(prefix="host-adam-"))
     try:
         found = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
         param = torch.nn.Parameter(memory.master)
         param.grad = memory.grad
         optimizer = found([param], lr=RATE)
-        optimizer.step()  # it compiles its kernel at first use
+        optimizer.step()
     except (ImportError, RuntimeError, OSError) as error:
         print(f"DeepSpeedCPUAdam takes no part: {type(error).__name__}: {str(error).splitlines()[0]}")
         return []
@@ -182,7 +188,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 25, help="parameters; a multiple of 32, far more than caches")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one or several numbers")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one or several numbers"
+    )
     parser.add_argument("--twin", action="store_true", help="time the PyTorch twin too, which is slow")
     parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args()

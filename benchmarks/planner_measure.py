@@ -22,15 +22,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.planned import machine
 from benchmarks.planner_cases import CASES, Case, predict
 from benchmarks.ranks import run_ranks
-from zeroshard.engine.host_memory import available_bytes
-from zeroshard.errors import PlanError
-from zeroshard.planner.calibration import calibrated, load_calibration
-from zeroshard.planner.hardware import GIB, Cluster, find_gpu, parse_cluster
+from zeroshard.planner.hardware import GIB, Cluster
 from zeroshard.planner.rows import Row
 
-ASSUMED = "H100-80GB"
 MEMORY_LIMIT, TIME_LIMIT = 0.03, 0.10
 KEPT_FREE = 4 * GIB
 """Host memory that is left to everything else."""
@@ -53,7 +50,7 @@ def measure(options: Options) -> int:
     """Measure, print the table, write the JSON; 1 where a row on a GPU is outside of the limits or missing."""
     gpus = torch.cuda.device_count()
     nproc = options.nproc or max(1, gpus)
-    cluster = _cluster(nproc, options.calibration)
+    cluster = machine(nproc, options.calibration)
     cases = tuple(_cases(options.size))
     report = Report(cluster, options.length, torch.cuda.get_device_name(0) if gpus else None)
     began = time.monotonic()
@@ -187,18 +184,3 @@ def _cases(size: str | None) -> Iterator[Case]:
     for case in CASES:
         if size is None or case.size == chosen:
             yield replace(case, size=size or case.size)
-
-
-def _cluster(nproc: int, calibration: Path | None) -> Cluster:
-    """The machine as the planner knows it: its card, or an H100 where there is none that it knows."""
-    gpu = ASSUMED
-    if torch.cuda.is_available():
-        try:
-            gpu = find_gpu(torch.cuda.get_device_name(0)).name
-        except PlanError as error:
-            print(f"{error}; taken for {ASSUMED}", file=sys.stderr)
-    cluster = parse_cluster(f"{nproc}x{gpu}")
-    cluster = replace(cluster, host_memory=available_bytes() or cluster.host_memory)
-    if torch.cuda.is_available():
-        cluster = replace(cluster, gpu=replace(cluster.gpu, memory=torch.cuda.mem_get_info(0)[1]))
-    return cluster if calibration is None else calibrated(cluster, load_calibration(calibration))

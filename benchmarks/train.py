@@ -11,7 +11,8 @@ the peak of the timed steps, also on the worst rank. Tokens are random and the s
     host_s        seconds in which the host issues a step that starts on an empty queue, the smallest of the repetitions
     mfu           model flops per second over the card's dense bf16 peak; null for a card that is not in PEAKS
     allocated_gib, reserved_gib     peaks of torch's allocator; null without a GPU
-    host_gib                        peak of a process's host memory
+    host_gib, host_before_gib       peak of a process's host memory, locked pages included, and before it built anything
+    planned                         with --plan: what zeroshard's planner says of the plan that ran (benchmarks.planned)
     init_s, init_gib                to build model and engine until it could take a step, and what it then holds
 
 `--profile FILE` also writes a chrome trace of a few steady steps of rank 0 and prints its account (benchmarks.account).
@@ -22,6 +23,7 @@ GPU everything runs on gloo and the CPU; such times say nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -46,7 +48,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B
 """Dense bf16 peaks by a part of the card's name, in flop/s; the first that fits."""
 PROFILED_STEPS = 4
 CHECKED_STEPS = 2
-OFFLOADS = ("none", "streamed", "processor", "param")
+OFFLOADS = ("none", "streamed", "processor", "param", "param-processor", "auto")
 BATCHES = 4
 
 
@@ -76,7 +78,10 @@ def main() -> int:
         clip=args.clip,
         graph=args.graph,
         spare=args.spare,
+        cap_gib=args.cap_gib,
+        length=args.length,
     )
+    limit_memory(setting)
     try:
         result, failed = measure(setting, args)
     except NotInstalled as error:
@@ -106,9 +111,17 @@ def start() -> torch.device:
     return device
 
 
+def limit_memory(setting: Setting) -> None:
+    """Let torch's allocator take no more of the card than `cap_gib`."""
+    if setting.cap_gib is not None and setting.device.type == "cuda":
+        total = torch.cuda.mem_get_info(setting.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, setting.cap_gib * GIB / total), setting.device)
+
+
 def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Build, warm up, time, and what else was asked for; the JSON row and whether a step was broken off."""
     load(setting.engine)
+    before = host_peak()
     began = time.perf_counter()
     trainer = build(setting)
     synchronize(setting.device)
@@ -123,12 +136,17 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
         "allocated_gib": slowest(memory(setting.device, torch.cuda.max_memory_allocated, trainer.outside)),
         "reserved_gib": slowest(memory(setting.device, torch.cuda.max_memory_reserved, trainer.outside)),
         "host_gib": slowest(host_peak()),
+        "host_before_gib": slowest(before),
         "init_s": round(slowest(init_s) or 0.0, 2),
         "init_gib": init_gib,
         "loss": round(timing.loss, 4),
     }
     if args.profile is not None:
         row["account"] = profiled(step, setting.device, args.profile, statistics.median(timing.steps))
+    plan = trainer.plan() if args.plan else None
+    if plan is not None and dist.get_rank() == 0:
+        planned = importlib.import_module("benchmarks.planned").planned  # the planner is nothing to the other rows
+        row["planned"] = planned(setting, plan, dist.get_world_size(), args.calibration)
     failed = False
     if args.sync_error:
         row["sync_error"] = synchronizes(step, setting.device)
@@ -140,7 +158,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
 
 def identity(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """What was measured, and on what."""
-    fields = {name: value for name, value in asdict(setting).items() if name not in ("device", "exact", "rate")}
+    apart = ("device", "exact", "rate", "length")
+    fields = {name: value for name, value in asdict(setting).items() if name not in apart}
     card = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else "cpu"
     return {
         **fields,
@@ -318,6 +337,9 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", type=float, default=CLIP, help="largest global norm; 0 is no clipping")
     parser.add_argument("--graph", action="store_true", help="replay steps as a CUDA graph: zeroshard and the floor")
     parser.add_argument("--spare", type=float, default=0.0, help="GiB for units that stay gathered, for zeroshard")
+    parser.add_argument("--cap-gib", type=float, help="GiB of the card that may be used, as if it had no more")
+    parser.add_argument("--plan", action="store_true", help="what zeroshard's planner says of the plan that ran")
+    parser.add_argument("--calibration", type=Path, help="with rates that zeroshard doctor measured on this machine")
     parser.add_argument("--tuned", action="store_true", help="what a user who reads the engine's manual adds")
 
 

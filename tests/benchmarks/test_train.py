@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import subprocess
 import sys
 
@@ -11,13 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import compare, losses, train
+from benchmarks import compare, largest, losses, train
 from benchmarks.engines import ENGINES, NotInstalled, Setting, build
 from benchmarks.llama import SIZES, Llama
 from benchmarks.ranks import ROOT
 from benchmarks.ranks import run_ranks as launch
 from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
+from zeroshard.planner.hardware import parse_cluster
 
 SMALL = ["--size", "tiny", "--length", "16", "--batch", "1", "--steps", "1", "--warmup", "1", "--repetitions", "1"]
 CPU = torch.device("cpu")
@@ -77,7 +77,18 @@ def test_every_row_of_every_preset_is_a_measurement() -> None:
         assert rows[0].startswith("floor")
         assert len(set(rows)) == len(rows), name
         for row in rows:
-            assert train.parse(["--engine", *shlex.split(row)]).engine in ENGINES
+            words, ranks = compare.row_ranks(row, 2)
+            assert ranks in (1, 2)
+            assert train.parse(["--engine", *words]).engine in ENGINES
+
+
+@only_with_all_cases
+def test_the_largest_size_is_what_the_plan_says_and_one_layer_more_does_not_fit() -> None:
+    args = largest.parse(["--offload", "streamed"])
+    cluster = parse_cluster(args.cluster)
+    found = largest.largest(SIZES["13b"], "streamed", cluster, (args.batch, args.length), largest.limits(args, cluster))
+    assert found is not None
+    assert (found.layers, found.share) == (SIZES["14b"].layers, compare.LARGEST_SHARE)
 
 
 def test_options_after_a_preset_apply_to_its_rows_and_only_keeps_the_floors() -> None:

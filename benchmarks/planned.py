@@ -1,0 +1,95 @@
+"""What the planner says of the plan that a measured engine runs: to stand beside what was measured.
+
+    allocated_gib    peak of the device, as torch's allocator counts it
+    host_gib         state in host memory of one rank; a process has its libraries beside
+    step_s           the simulated step
+    bound_s          the busiest of compute, the link to the host and the host's own update, `bound` says which: what a
+                     step can't fall below, however well all of it overlaps
+
+Rejected: predicting from the benchmark's arguments. The engine may decide more (who updates, which share, peers), and
+the plan it runs says what it decided.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engines import Setting
+from benchmarks.planner_cases import workload
+from zeroshard.engine.host_memory import available_bytes
+from zeroshard.errors import PlanError
+from zeroshard.plan.builder import reordered
+from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.plan import Plan
+from zeroshard.planner.calibration import calibrated, load_calibration
+from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.hardware import GIB, Cluster, find_gpu, parse_cluster
+from zeroshard.planner.memory import step_memory
+from zeroshard.planner.timeline import step_time
+
+ASSUMED = "H100-80GB"
+
+
+def planned(setting: Setting, plan: Plan, world: int, calibration: Path | None = None) -> dict[str, Any]:
+    """The planner's figures of a step under `plan` on this machine, for JSON."""
+    work = workload(setting.size, setting.batch, setting.length, setting.checkpointing)
+    traced = work.trace(plan, Checkpointing.OFF)  # the model checkpoints by itself
+    plan = reordered(plan, (0, *traced.order))
+    cluster = machine(world, calibration)
+    memory = step_memory(plan, traced)
+    time = step_time(plan, traced, cluster, micro_batches=setting.accumulation)
+    bounds = {"compute": sum(time.compute.values()), "link": time.busy["copies"], "host": time.busy["cpu"]}
+    bound = max(bounds, key=lambda name: bounds[name])
+    tokens = setting.batch * setting.accumulation * setting.length
+    update = plan.policy.host_update
+    return {
+        "stage": _stage(plan),
+        "update": None if update is None else update.value,
+        "share_on_host": round(_share_on_host(plan), 3),
+        "step_s": round(time.seconds, 4),
+        "tokens_s": round(tokens / time.seconds),
+        "allocated_gib": round(memory.peak.total / GIB, 3),
+        "host_gib": round(sum(memory.tiers.host.values()) / GIB, 3),
+        "moment": memory.peak.label,
+        "bound_s": round(bounds[bound], 4),
+        "bound": bound,
+        "bounds": {name: round(seconds, 4) for name, seconds in bounds.items()},
+        "card": cluster.gpu.name,
+    }
+
+
+def _stage(plan: Plan) -> int:
+    """ZeRO's number of what most units do."""
+    groups = [group for _, group in plan.groups() if group.trainable]
+    held = [
+        [group.placement(kind) for group in groups] for kind in (StateKind.MOMENTS, StateKind.GRAD, StateKind.PARAM)
+    ]
+    divided = [sum(p is not None and p.axis is not None for p in found) * 2 >= len(groups) for found in held]
+    return sum(divided)
+
+
+def _share_on_host(plan: Plan) -> float:
+    """Elements whose moments rest in host memory, of all that are trained."""
+    sizes = [(group.layout.numel, group.placement(StateKind.MOMENTS)) for _, group in plan.groups() if group.trainable]
+    away = sum(numel for numel, placement in sizes if placement is not None and placement.tier is Tier.HOST)
+    return away / max(1, sum(numel for numel, _ in sizes))
+
+
+def machine(world: int, calibration: Path | None = None) -> Cluster:
+    """This machine as the planner knows it: its card, or an H100 where there is none that it knows."""
+    gpu = ASSUMED
+    if torch.cuda.is_available():
+        try:
+            gpu = find_gpu(torch.cuda.get_device_name(0)).name
+        except PlanError as error:
+            print(f"{error}; taken for {ASSUMED}", file=sys.stderr)
+    cluster = parse_cluster(f"{world}x{gpu}", per_node=world)
+    cluster = replace(cluster, host_memory=available_bytes() or cluster.host_memory)
+    if torch.cuda.is_available():
+        cluster = replace(cluster, gpu=replace(cluster.gpu, memory=torch.cuda.mem_get_info(0)[1]))
+    return cluster if calibration is None else calibrated(cluster, load_calibration(calibration))
