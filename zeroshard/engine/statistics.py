@@ -10,12 +10,14 @@ leave a variance in d. Rejected: a norm per parameter tensor; it costs a kernel 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.engine.runtime import Runtime
 from zeroshard.engine.storage import Group
+from zeroshard.optim.kernels.norm import KERNEL_DTYPES, SquaredNorm
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
 CHUNK = 1 << 16
@@ -66,8 +68,14 @@ def exchange(
 
 
 def squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, in chunks so that no float64 copy of the whole is made."""
+    """Sum of squares in float64, in tiles or chunks so that no float64 copy of the whole is made."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
+        # Chunks would be a hundred thousand launches for a rank's part of a model of 7e9 parameters.
+        norm = SquaredNorm([values.numel()], values.device)
+        norm.square(0, values)
+        norm.into(total)
+        return total
     for chunk in values.split(CHUNK):
         wide = chunk.to(torch.float64)
         total += torch.dot(wide, wide)

@@ -1,21 +1,25 @@
 """The update of state in host memory by native code: a rule on flat regions, its arithmetic done by a host kernel.
 
 One pass reads the gradient in the dtype in which it came down, unscales and clips it, and writes master weights,
-moments and the compute-dtype parameter, which may lie where the gradient was. Regions on the device, and rules without
-a kernel, are updated by the rule itself.
+moments and the compute-dtype parameter, which may lie where the gradient was. Regions on a GPU, where only a share of
+the state is away, take Adam's kernel there. Rules without a kernel update by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from zeroshard.optim.host.choose import host_kernel
+from zeroshard.optim.host.scalars import adam_scalars
 from zeroshard.optim.host.steps import Piece, host_step
+from zeroshard.optim.kernels.adam import COLUMNS, adam_kernel
+from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region, Run
-from zeroshard.optim.rules import Rule
+from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.updates import FlatUpdate
 
 
@@ -26,9 +30,34 @@ class KernelUpdate(FlatUpdate):
         super().__init__(rule, regions, groups)
         self._step = host_step(rule)
         self._kernel = None if self._step is None else host_kernel()
+        self._tiles: dict[int, torch.Tensor] = {}
+        if rule in (ADAM, ADAMW) and find_spec("triton") is not None:
+            for number, region in enumerate(regions):
+                if region.memory is None and region.master.is_cuda:
+                    self._tiles[number] = tile_table(region.pieces, region.master.device)
 
     def __str__(self) -> str:
         return f"{self._rule.name}, {self._kernel or 'PyTorch'}"
+
+    def apply_region(
+        self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See PiecewiseUpdate."""
+        tiles = self._tiles.get(number)
+        if tiles is None:
+            super().apply_region(number, coefficient, active, hyper)
+            return
+        region, (first, second), steps = self.regions[number], self._state[number], self._steps[number]
+        rows = [[0.0] * COLUMNS for _ in steps]
+        for index, group in enumerate(region.hyper):
+            if group >= 0 and active[region.first_flag + index]:
+                steps[index] += 1
+                scalars = adam_scalars(hyper[group], steps[index], coefficient)
+                rows[index] = [1.0, *scalars.values[: COLUMNS - 1]]
+        # A fresh pinned tensor: its memory is not reused before the copy has run.
+        table = torch.tensor(rows, dtype=torch.float32).pin_memory().to(region.master.device, non_blocking=True)
+        decoupled = bool(self._rule.defaults["decoupled"])
+        adam_kernel(region.master, region.param, region.grad(), first, second, tiles, table, decoupled=decoupled)
 
     def _update_run(
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float

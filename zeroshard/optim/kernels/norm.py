@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 NORM_TILE = 16_384
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FINITE = 2**62
 """Number of the first non-finite tile where there is none."""
 
