@@ -239,6 +239,15 @@ def _checkpointed(reentrant: bool, segment: int) -> Task:
     return Task(lambda: Checkpointed(reentrant, segment), square_loss)
 
 
+def _trained_inside() -> nn.Module:
+    """As adapters under a frozen embedding and head, whose output is made to require a gradient."""
+    model = Checkpointed(reentrant=True, segment=3)
+    for module in (model.inner, model.outer):
+        module.requires_grad_(False)
+    model.inner.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    return model
+
+
 def _tiny_transformer() -> nn.Module:
     return Transformer(depth=2)
 
@@ -251,7 +260,7 @@ STRUCTURES: dict[str, Task] = {
     "checkpoint each block, reentrant": _checkpointed(True, 1),
     "checkpoint segments of blocks": _checkpointed(False, 2),
     "checkpoint segments of blocks, reentrant": _checkpointed(True, 2),
-    "checkpoint uneven segments, reentrant": _checkpointed(True, 3),
+    "checkpoint uneven segments, reentrant, which hold all that is trained": Task(_trained_inside, square_loss),
     "blocks called in rounds": Task(Rounds, square_loss),
     "one block called repeatedly": Task(OneBlockRepeated, square_loss),
     "no element, one element, no dim": Task(_sequence(Degenerate, Degenerate), square_loss),

@@ -417,8 +417,12 @@ def in_backward() -> bool:
 def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
 
-    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls.
+    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls. A backward
+    that was not told what to compute gives them theirs, and is not asked more: nodes that a reentrant checkpoint makes
+    are in a graph of their own, so where all that is trained lies in checkpoints this graph has none of them.
     """
+    if torch.autograd._is_checkpoint_valid():
+        return True
     for parameter in parameters:
         if parameter.requires_grad:
             try:
