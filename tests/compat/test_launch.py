@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat import tiny
+
 pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 pytest.importorskip("accelerate")
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 CONFIG = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 2,
@@ -59,7 +59,7 @@ def test_accelerate_launch_takes_a_deepspeed_config(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     command += ["--deepspeed_config_file", "ds.json", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=tiny.environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "ended: DeepSpeedEngine 2 3" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -68,7 +68,7 @@ def test_accelerate_launch_takes_a_deepspeed_config(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 def test_ds_report_says_what_the_machine_has() -> None:
     command = [sys.executable, "-c", "from deepspeed.env_report import cli_main; cli_main()"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "zeroshard under DeepSpeed's import name" in done.stdout
     assert "torch" in done.stdout

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat import tiny
+
 pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 pytestmark = [
     pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1"),
@@ -80,12 +82,10 @@ if trainer.global_rank == 0:
 def _run(folder: Path, stage: int | None, steps: int, source: str | None, target: str) -> list[float]:
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*command, json.dumps([stage, steps, source, target])],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=tiny.environment(),
         capture_output=True,
         text=True,
         timeout=200,

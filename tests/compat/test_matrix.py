@@ -293,7 +293,7 @@ def test_the_example_takes_the_usual_command_line_and_its_checkpoint_becomes_fp3
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "deepspeed.launcher", "--num_gpus=2", str(root / "examples" / "sft.py")]
     command += ["--deepspeed", "ds.json", "--model_name_or_path", "./model", "--dataset_name", "rows.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    environment = tiny.environment()
     subprocess.run([*command, "--output_dir", "out", *USUAL], cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     folder = tmp_path / "out" / "checkpoint-8"

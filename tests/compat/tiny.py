@@ -44,6 +44,12 @@ AUTO_SCHEDULER = {
 AUTO_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 
 
+def environment() -> dict[str, str]:
+    """For scripts in processes of their own: this checkout first, then what this process finds."""
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
 def tokenizer() -> Any:
     """A byte-pair tokenizer trained on the sentences."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
