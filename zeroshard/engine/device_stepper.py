@@ -81,7 +81,7 @@ class DeviceStepper(StepperBase):
             self.scaler.update(~ok)
         self._clip_once, self._measured = None, False
         self._learn_order()
-        runtime.after_step(changed=False, captured=self._capturing())
+        runtime.after_step(changed=False, captured=self.capturing)
 
     def norm(self) -> float:
         """Norm of the averaged, unscaled gradients of the backwards since the last step. Waits for the device."""
@@ -155,7 +155,7 @@ class DeviceStepper(StepperBase):
             numbered = torch.where(bad < FINITE, bad + _LANDED * (place + 1), FINITE)
             torch.minimum(self._norm_of.first_bad, numbered, out=self._norm_of.first_bad)
         digest = comm.log.digest() & DIGEST_MASK
-        if self._capturing():
+        if self.capturing:
             self.captured_digest = digest
             self._stats[1:STATS_FIXED].copy_(self._digest)
         else:
@@ -172,7 +172,7 @@ class DeviceStepper(StepperBase):
             return self._all_fired
         found = self._flags_seen.get(fired)
         if found is None:
-            if self._capturing():
+            if self.capturing:
                 raise UsageError(
                     "other parameters got gradients while the step was captured than in the steps before, so a replay "
                     "would not do what the function does; don't capture a step whose path depends on data"
@@ -183,8 +183,9 @@ class DeviceStepper(StepperBase):
                 self._flags_seen[fired] = found
         return found
 
-    def _capturing(self) -> bool:
-        """Whether what is issued now goes into a graph."""
+    @property
+    def capturing(self) -> bool:
+        """See StepperBase."""
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _agree(self) -> torch.Tensor:
@@ -200,7 +201,7 @@ class DeviceStepper(StepperBase):
         self._outcome.copy_(torch.stack([norm, agree.double(), self._norm_of.first_bad.double()]))
         if not self._on_gpu:
             self._conclude(*self._outcome.tolist())
-        elif not self._capturing():
+        elif not self.capturing:
             self._land()
 
     def _land(self) -> None:

@@ -494,4 +494,6 @@ class Engine(nn.Module):
                 f"engine.{call}: there is no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}) "
                 "or pass one to initialize(optimizer=...)"
             )
-        return stepper_of(self.module)
+        stepper = stepper_of(self.module)
+        stepper.refuse_capture(f"engine.{call}")
+        return stepper

@@ -85,6 +85,19 @@ class StepperBase(ABC):
         return ()
 
     @property
+    def capturing(self) -> bool:
+        """Whether what is issued now goes into a graph."""
+        return False
+
+    def refuse_capture(self, call: str) -> None:
+        """Raises UsageError while a step is captured: `call` counts on the host, and no replay would."""
+        if self.capturing:
+            raise UsageError(
+                f"{call} in a GraphedStep: its counters and schedules would stand still in a replay; train with "
+                "loss.backward() and the optimizer of zeroshard.shard() there"
+            )
+
+    @property
     def report(self) -> StepReport:
         """What the last step did; where that is still running on the device, this waits for it."""
         self.settle()
