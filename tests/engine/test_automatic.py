@@ -109,7 +109,7 @@ def test_all_ranks_choose_the_same_by_what_the_least_of_them_has_free() -> None:
     assert "40% are left to activations" in reasons[-1]
 
 
-@pytest.mark.parametrize("plan", ["automatic", "3"])
+@pytest.mark.parametrize("plan", ["automatic", "3", "", None, True, 2.0, (3,)])
 def test_a_word_that_is_no_plan_is_refused(plan: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="'auto'"):

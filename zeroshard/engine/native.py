@@ -56,6 +56,8 @@ _OPTIMIZER = "_zeroshard_optimizer"
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerSource = OptimizerLike | None
 
+_PLANS = "a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto' is needed"
+
 
 class ShardOptions(TypedDict, total=False):
     """The keyword arguments of `shard`, for its overloads."""
@@ -123,7 +125,7 @@ def shard(
     device = default_device() if device is None else device
     if isinstance(plan, (AutoPlan, str)):
         if isinstance(plan, str) and plan != "auto":
-            raise PlanError(f"plan={plan!r}: a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto'")
+            raise PlanError(f"plan={plan!r}: {_PLANS}")
         auto = AutoPlan() if isinstance(plan, str) else plan
         plan = _chosen(model, auto, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
     made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
@@ -277,10 +279,12 @@ def make_plan(
         if "accumulate" in changes and plan.policy.accumulate != accumulate:
             raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
         return plan.with_policy(**changes)
-    if isinstance(plan, int):
+    if isinstance(plan, int) and not isinstance(plan, bool):
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
         plan = Recipe(sharding=STAGES[plan])
+    if not isinstance(plan, Recipe):
+        raise PlanError(f"plan={plan!r}: {_PLANS}")
     if source is not None:
         changes["parameter_sums"], changes["parameter_maxima"] = source.parameter_sums, source.parameter_maxima
         compressed = source.compressed is not None

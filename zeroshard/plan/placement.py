@@ -66,8 +66,8 @@ class Blocks:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise PlanError(f"blocks of {self.bits}-bit codes: 8 and 4 bits are there")
-        if self.size < 2 or self.size % 2:
-            raise PlanError(f"block_size {self.size}: an even number of at least 2 is needed")
+        if not isinstance(self.size, int) or self.size < 2 or self.size % 2:
+            raise PlanError(f"block_size {self.size!r}: an even number of at least 2 is needed")
 
     def suit(self, numel: int) -> bool:
         """Whether a parameter of `numel` elements is kept in blocks; small ones and odd ones stay in float32."""

@@ -77,6 +77,12 @@ class Example:
         return samples_in([self.args, self.kwargs])
 
 
+_NO_HOST = (
+    "state is to be in host memory, of which none is left here (where the device is the processor, all of it is the "
+    "device's); leave the offload out, give the stage, or say how much of the memory is the device's (device_memory)"
+)
+
+
 @dataclass(frozen=True)
 class Decision:
     """The stage and offload to take, the share of the optimizer's state that goes, and why, in a sentence."""
@@ -130,7 +136,7 @@ def decide(
             best = _least_share(_best(able, tracer, room), make, tracer, room)
             return Decision(best.stage, best.offload, _reason(best, looked, tracer, room), best.share)
     if not looked:
-        raise PlanError(f"auto: no stage can be run: {refused[0] if refused else 'there is no candidate'}")
+        raise PlanError(f"auto: no stage can be run: {refused[0] if refused else _NO_HOST}")
     raise PlanError(_nothing_fits(looked, make, tracer, room))
 
 
