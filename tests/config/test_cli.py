@@ -96,7 +96,7 @@ def test_explain_fits_the_terminal(good: Path, columns: int) -> None:
 def test_what_has_no_end_is_not_read_for_ever(tmp_path: Path, command: str) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path, said in ((pipe, "the text ends where a value is expected"), (Path("/dev/zero"), "more than 16 MiB")):
+    for path, said in ((pipe, "the text ends where a value is expected"), (Path("/dev/zero"), "has more than 16 MiB")):
         done = run(command, path)
         assert done.exit_code == 1
         assert said in done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,25 @@ def test_slots_are_counted_before_there_is_a_place_for_each(tmp_path: Path) -> N
 
 def test_a_byte_order_mark_is_no_part_of_a_name_and_addresses_are_names(tmp_path: Path) -> None:
     text = "\ufeffa slots=1\r\nuser@b slots=1\n::1 slots=1\n[fe80::1%eth0] slots=1\n"
-    assert list(_chosen(_hosts(tmp_path, text))) == ["a", "user@b", "::1", "[fe80::1%eth0]"]
+    assert list(_chosen(_hosts(tmp_path, text))) == ["a", "user@b", "::1", "fe80::1%eth0"]
+
+
+def test_an_address_in_brackets_is_the_address_as_ssh_takes_it(tmp_path: Path) -> None:
+    path = _hosts(tmp_path, "[fe80::1] slots=4\nu@[fe80::2] slots=2\n")
+    assert [host.name for host in read_hostfile(path)] == ["fe80::1", "u@fe80::2"]
+    assert _chosen(path, include="[fe80::1]:0,2") == {"fe80::1": (0, 2)}
+    with pytest.raises(UsageError, match="fe80::1 has no slot 4"):
+        _chosen(path, include="[fe80::1]:4")
+
+
+def test_a_hostfile_without_an_end_is_not_read_for_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it names no host"):
+        read_hostfile(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it has more than 16 MiB"):
+        read_hostfile(Path("/dev/zero"))
+    with pytest.raises(UsageError, match="line 4097: more than 4096 hosts"):
+        read_hostfile(_hosts(tmp_path, "".join(f"h{number} slots=8\n" for number in range(5000))))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeroshard.bounded import read_bounded
 from zeroshard.config.jsontext import MAX_DEPTH, JsonReader
 from zeroshard.config.problems import Problems, dotted, show
 from zeroshard.errors import ConfigError
 
 _MAX_INT_BITS = 128
-_MAX_BYTES = 16 << 20  # thousands of times a real config
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -58,23 +58,12 @@ def _is_json_text(source: str) -> bool:
 def file_text(path: Path) -> str:
     """The text of a config file, byte for byte but for its encoding. Raises `ConfigError` when it can't be read."""
     try:
-        return _bounded(path).decode("utf-8")  # a byte order mark is blank to the reader; line ends are kept
+        return read_bounded(path).decode("utf-8")  # a byte order mark is blank to the reader; line ends are kept
     except UnicodeDecodeError as error:
         raise ConfigError(f"{show(str(path))} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"the config file {show(str(path))} can't be read: {reason}; check the path") from error
-
-
-def _bounded(path: Path) -> bytes:
-    """All bytes of what may be a device without an end, or a named pipe into which nobody writes."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # for pipes: does not wait for a writer
-    with os.fdopen(descriptor, "rb") as file:
-        os.set_blocking(descriptor, True)
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{show(str(path))} has more than {_MAX_BYTES >> 20} MiB; no config is so large")
-    return content
 
 
 def _parse(text: str, label: str, problems: Problems) -> Document:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zeroshard.bounded import read_bounded
 from zeroshard.errors import UsageError
 
 # Networking and numerics that must agree between nodes, and where Python finds its modules.
@@ -83,7 +84,7 @@ def find_files(given: Path | None, places: Sequence[Path]) -> list[Path]:
 def read_file(path: Path) -> dict[str, str]:
     """The lines NAME=VALUE of a file; empty lines and lines that begin with # are skipped."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_bounded(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: the file of variables can't be read ({error})") from error
     values: dict[str, str] = {}

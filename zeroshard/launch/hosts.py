@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zeroshard.bounded import read_bounded
 from zeroshard.errors import UsageError
 
 # A name, an address, an IPv6 address bare or in brackets; no lists or ranges, which pdsh would take apart.
 _NAME = r"(?:[\w.-]+@)?(?:[\w:][\w.:%-]*|\[[\w.:%]+\])"
 _LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>[0-9]+)")
 _MOST_SLOTS = 4096
+_MOST_HOSTS = 4096  # the launcher holds an ssh to each
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     Raises UsageError with the number of the line that is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"--hostfile {path}: can't be read ({reason})") from error
@@ -51,13 +53,16 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise UsageError(f"{path}, line {number}: {line!r} is not of the form 'host slots=N'")
-        name, slots = match["name"], int(match["slots"][:9])
+        # Brackets are for URLs: to ssh they are part of a name, to pdsh a range.
+        name, slots = match["name"].replace("[", "").replace("]", ""), int(match["slots"][:9])
         if slots > _MOST_SLOTS:
             raise UsageError(f"{path}, line {number}: {name} with {match['slots']} slots; at most {_MOST_SLOTS} can be")
         if slots == 0:
             raise UsageError(f"{path}, line {number}: {name} has no slots; leave the line out, or give slots=1 or more")
         if name in hosts:
             raise UsageError(f"{path}, line {number}: {name} is there twice, first in line {hosts[name].line}")
+        if len(hosts) == _MOST_HOSTS:
+            raise UsageError(f"{path}, line {number}: more than {_MOST_HOSTS} hosts; that many need Slurm or mpirun")
         hosts[name] = Host(name, tuple(range(slots)), number)
     if not hosts:
         raise UsageError(f"--hostfile {path}: it names no host; write a line 'host slots=N' for each")
@@ -95,13 +100,21 @@ def _parse(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int
     known = {host.name: host for host in hosts}
     parsed: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
-        name, colon, slots = part.strip().partition(":")
+        name, colon, slots = _apart(part.strip())
         if name not in known:
             raise UsageError(f"{option} {text}: {name!r} is no host; there are {', '.join(known)}")
         if name in parsed:
             raise UsageError(f"{option} {text}: {name} is there twice; write its slots as {name}:0,1")
         parsed[name] = _slots(option, text, slots, known[name]) if colon else None
     return parsed
+
+
+def _apart(part: str) -> tuple[str, str, str]:
+    """Name, colon and slots; the colons of an address are its own within brackets: `[fe80::1]:0,1`."""
+    if not part.startswith("["):
+        return part.partition(":")
+    name, _, rest = part[1:].partition("]")
+    return name, rest[:1], rest[1:]
 
 
 def _slots(option: str, text: str, slots: str, host: Host) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ from zeroshard.launch.rendezvous import Rendezvous, find_place
 from zeroshard.launch.transport import Launcher, Reach
 from zeroshard.launch.voice import say
 
+_NAMED_HOSTS = 16  # in the line that says where the job runs
+
 
 @dataclass(frozen=True)
 class Where:
@@ -130,7 +132,8 @@ def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
     if where.given.nproc is not None:
         raise UsageError("--nproc: with a hostfile its slots say how many ranks; use --num-gpus for the first so many")
     ranks = sum(len(host.slots) for host in chosen)
-    names = ", ".join(f"{host.name} ({len(host.slots)})" for host in chosen)
+    names = ", ".join(f"{host.name} ({len(host.slots)})" for host in chosen[:_NAMED_HOSTS])
+    names += f" and {len(chosen) - _NAMED_HOSTS} more" if len(chosen) > _NAMED_HOSTS else ""
     say(f"zeroshard: {ranks} ranks on {len(chosen)} hosts: {names}")
     job = replace(
         job,

@@ -31,6 +31,7 @@ from zeroshard.checkpoint.foreign.inert import Inert, shape_of
 from zeroshard.checkpoint.foreign.stored import FileRange, Lazy, StoredTensor, Tile, Tiled, numel
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.checkpoint.foreign.unpickle import Limits, unpickle
+from zeroshard.checkpoint.jsonfile import read_bytes
 from zeroshard.checkpoint.manifest import check_name
 from zeroshard.errors import CheckpointError
 
@@ -123,13 +124,7 @@ def open_dcp(directory: str | os.PathLike[str]) -> Contents:
 
 def _sort(folder: Path) -> Sorted:
     path = folder / METADATA
-    try:
-        size = path.stat().st_size
-        if size > Limits().pickle_bytes:
-            raise CheckpointError(f"{path} has {size} bytes, more than {Limits().pickle_bytes}")
-        metadata = unpickle(path.read_bytes(), str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+    metadata = unpickle(read_bytes(path, Limits().pickle_bytes), str(path))
     entries = _attribute(metadata, "state_dict_metadata", path)
     storage = _attribute(metadata, "storage_data", path)
     places = metadata.attribute("planner_data")
