@@ -184,3 +184,22 @@ def test_an_incomplete_state_is_refused_by_name() -> None:
 def test_a_value_out_of_range_is_an_error_that_names_the_key(values: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LossScaler("cpu", **values)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_hysteresis_beyond_any_run_never_halves_the_scale() -> None:
+    scaler = LossScaler("cpu", initial=8.0, hysteresis=2**63 - 1)
+    for _ in range(3):
+        scaler.update(torch.ones(()))
+    assert float(scaler.scale) == 8.0
+    again = LossScaler("cpu", hysteresis=2**63 - 1)
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+
+
+@pytest.mark.parametrize("value", [2**31, -1, float("nan"), "many", None])
+def test_a_state_that_can_not_be_is_refused_and_nothing_changes(value: object) -> None:
+    scaler = LossScaler("cpu")
+    before = scaler.state_dict()
+    with pytest.raises(CheckpointError, match="total_skips"):
+        scaler.load_state_dict({**before, "good_steps": 5, "total_skips": value})  # pyright: ignore[reportArgumentType]
+    assert scaler.state_dict() == before

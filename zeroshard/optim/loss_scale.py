@@ -23,6 +23,8 @@ from zeroshard.errors import CheckpointError, ConfigError
 FACTOR = 2.0
 CEILING = 2.0**126
 """Gradients that are all zero let the scale grow for ever; at inf it could never come back."""
+_MOST = 2**31 - 1
+"""Of a counter: more overflows than that no run has, so a larger hysteresis means the same, never."""
 
 
 class LossScaler:
@@ -66,12 +68,12 @@ class LossScaler:
                 raise ConfigError(f"fp16.{name} must be above 0 and at most 2**126, got {value}")
         self.dynamic = dynamic
         self.window = window
-        self.hysteresis = hysteresis
+        self.hysteresis = min(hysteresis, _MOST)
         self.consecutive_hysteresis = consecutive_hysteresis
         self.minimum = minimum
         self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self.hysteresis_left = torch.full((), hysteresis, dtype=torch.int32, device=device)
+        self.hysteresis_left = torch.full((), self.hysteresis, dtype=torch.int32, device=device)
         self.consecutive_skips = torch.zeros((), dtype=torch.int32, device=device)
         self.total_skips = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -119,11 +121,15 @@ class LossScaler:
         """Takes what `state_dict` gave, in place. A static scale keeps the value it was made with.
 
         Raises:
-            CheckpointError: an entry is missing.
+            CheckpointError: an entry is missing or can't be.
         """
         missing = sorted(set(self._tensors()) - set(state))
         if missing:
             raise CheckpointError(f"the loss scaler's state lacks {', '.join(missing)}; the checkpoint is not complete")
+        for name in self._tensors():
+            value, most = state[name], CEILING if name == "scale" else _MOST
+            if not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise CheckpointError(f"the loss scaler's state says {name} = {value!r}; the checkpoint is damaged")
         for name, tensor in self._tensors().items():
             if name != "scale" or self.dynamic:
                 tensor.fill_(state[name])
