@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launcher import script, zeroshard
 from zeroshard.launch.ends import Ends, Unknown
 from zeroshard.launch.watch import Death, RankWatch
 
@@ -169,26 +168,3 @@ def test_a_rank_that_closes_what_it_does_not_know_is_not_dead(tmp_path: Path) ->
         _until(lambda: any(what == "told" for what, *_ in ranks.heard))
     ranks.end()
     assert ranks.heard == [("died", 0, False), ("told", 0, False)]
-
-
-def test_the_launcher_names_a_killed_rank_whose_socket_stays_open_beyond_it(tmp_path: Path) -> None:
-    text = """
-        import os, signal, socket, subprocess, time
-        if os.environ["RANK"] == "1":
-            line = int(os.environ["ZEROSHARD_LINE"].split(":")[1])
-            subprocess.Popen(["sleep", "4"], pass_fds=[line])
-            peer = socket.socket(socket.AF_UNIX)
-            while peer.connect_ex("meeting"):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind("meeting")
-        listener.listen()
-        listener.accept()[0].recv(1)
-        raise ConnectionError("lost a peer")
-    """
-    done = zeroshard(tmp_path, "run", "--nproc", "2", script(tmp_path, text))
-    said = [line for line in done.stderr.splitlines() if line.startswith("zeroshard: ")][1:]
-    assert "rank 1 (" in said[0], done.stderr
-    assert "failed first: killed by signal SIGKILL" in said[0], done.stderr
-    assert done.returncode == 128 + signal.SIGKILL
