@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from zeroshard import checkpointing
 from zeroshard.auto_config import ConfigSource, chosen_document, example_from, kept_in_fp32
 from zeroshard.cluster import rank_place
 from zeroshard.comm.join import init_distributed
-from zeroshard.config import Config, LeafModules, load_config
+from zeroshard.config import ActivationConfig, Config, LeafModules, load_config
 from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.config.resolve import resolve
 from zeroshard.engine.batching import BatchSizes
@@ -33,6 +34,7 @@ from zeroshard.optim.schedules import build_scheduler
 from zeroshard.optim.sources import Source
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import recipe_of
+from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
 from zeroshard.sharding.marks import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -131,6 +133,7 @@ def build_engine(
     parameters = list(model_parameters) if model_parameters is not None else None
     source = _source(resolved, model, optimizer, parameters)
     _mark_leaves(model, resolved.zero.leaf_modules)
+    _checkpoint(model, resolved.activations)
     if resolved.zero.stage == "auto":
         example = example_from(training_data, collate_fn, resolved.batch.micro)
         read = partial(resolve, world_size=world, client_optimizer=own, client_scheduler=scheduled)
@@ -178,6 +181,15 @@ def _mark_leaves(model: nn.Module, leaves: LeafModules) -> None:
     for key, missing in (("names", names), ("name_suffixes", suffixes)):
         if missing:
             raise ConfigError(f"{section}.{key}: the model has no module {missing[0]!r}; name one that it has")
+
+
+def _checkpoint(model: nn.Module, wanted: ActivationConfig) -> None:
+    """Checkpoint the blocks that the config asks for, once, and tell calls of `checkpoint` how they are made."""
+    checkpointing.apply(checkpointing.settings_of(wanted))
+    if wanted.policy == "calls" or is_checkpointed(model):
+        return
+    selective = wanted.policy == "selective"
+    checkpoint_activations(model, number=wanted.number, selective=selective, on_host=wanted.on_host)
 
 
 def _scaler(config: Config, device: torch.device) -> LossScaler | None:

@@ -1,7 +1,8 @@
 """DeepSpeed JSON in, a frozen resolved `Config` out."""
 
-from zeroshard.config.resolve import load_config
+from zeroshard.config.resolve import activation_section, load_config
 from zeroshard.config.resolved import (
+    ActivationConfig,
     BatchConfig,
     Config,
     LeafModules,
@@ -14,6 +15,7 @@ from zeroshard.config.resolved import (
 )
 
 __all__ = [
+    "ActivationConfig",
     "BatchConfig",
     "Config",
     "LeafModules",
@@ -23,5 +25,6 @@ __all__ = [
     "ReductionConfig",
     "SchedulerConfig",
     "ZeroConfig",
+    "activation_section",
     "load_config",
 ]

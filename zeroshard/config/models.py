@@ -107,6 +107,14 @@ class DataTypesSection(Section):
     keep_in_fp32_modules: NamesOrAuto = "auto"
 
 
+class ActivationSection(Section):
+    policy: Annotated[Literal["calls", "full", "selective"], one_of("calls", "full", "selective")] = "calls"
+    number_checkpoints: Count | None = None
+    cpu_checkpointing: Flag = False
+    synchronize_checkpoint_boundary: Flag = False
+    profile: Flag = False
+
+
 class CheckpointSection(Section):
     in_background: Flag = Field(default=False, alias="async")
     keep: Count | None = None
@@ -133,6 +141,7 @@ class ObeyedSections(Section):
     fp16: Fp16Section = Field(default_factory=Fp16Section)
     torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
+    activation_checkpointing: ActivationSection = Field(default_factory=ActivationSection)
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
     communication_data_type: DtypeName | None = None

@@ -29,6 +29,7 @@ from zeroshard.config.models import ObeyedSections, Section, ZeroSection
 from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
+    ActivationConfig,
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -179,6 +180,7 @@ class _Resolver:
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
             checkpoint=CheckpointConfig(saving.in_background, saving.keep, saving.directory),
+            activations=_activations(sections),
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
@@ -412,6 +414,30 @@ def _discard(values: dict[str, Any], location: tuple[str | int, ...]) -> None:
         inner.pop(rest[0], None)
     else:
         values.pop(first, None)
+
+
+def _activations(sections: ObeyedSections) -> ActivationConfig:
+    asked = sections.activation_checkpointing
+    return ActivationConfig(
+        asked.policy,
+        asked.number_checkpoints,
+        asked.cpu_checkpointing,
+        asked.synchronize_checkpoint_boundary,
+        asked.profile,
+    )
+
+
+def activation_section(source: Source) -> ActivationConfig:
+    """The section `activation_checkpointing` of a config alone, whatever else it holds.
+
+    Raises:
+        ConfigError: a wrong value in it.
+    """
+    document = read_document(source, Problems()).root
+    name = "activation_checkpointing"
+    alone = {name: document[name]} if document.get(name) is not None else {}
+    batch_key = {"train_micro_batch_size_per_gpu": 1}
+    return resolve({**batch_key, **alone}, world_size=1, client_optimizer=True).config.activations
 
 
 def _loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:

@@ -133,6 +133,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class ActivationConfig:
+    """Activation checkpointing.
+
+    Attributes:
+        policy: where the script calls `checkpoint` only ("calls"), or at blocks of the model: all of it computed again
+            ("full"), or all but products and attention ("selective").
+        number: so many blocks, evenly; None is all.
+        on_host, synchronize, profile: see `zeroshard.checkpointing`.
+    """
+
+    policy: Literal["calls", "full", "selective"]
+    number: int | None
+    on_host: bool
+    synchronize: bool
+    profile: bool
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one."""
 
@@ -155,6 +173,7 @@ class Config:
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
     checkpoint: CheckpointConfig
+    activations: ActivationConfig
     drop_last: bool
     steps_per_print: int | None
     allow_untested_optimizer: bool

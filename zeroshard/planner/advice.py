@@ -105,7 +105,10 @@ def _checkpointing(s: Situation) -> str:
         if r.fits and r.runs and r.setting.checkpointing is Checkpointing.OFF and r.time.seconds < s.row.time.seconds
     ]
     if not without:
-        return "Switch checkpointing on in the model (gradient_checkpointing_enable()): the config can't say it."
+        return (
+            "Switch checkpointing on, in the model (gradient_checkpointing_enable()) or for zeroshard in the config "
+            '("activation_checkpointing": {"policy": "full"}, which --write writes).'
+        )
     return f"Checkpointing is not needed: {without[0].setting.label} fits and is faster."
 
 

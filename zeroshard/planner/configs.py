@@ -20,6 +20,7 @@ from zeroshard.config.resolve import resolve
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.placement import Blocks
+from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.hardware import Cluster, Gpu
 from zeroshard.planner.rows import Setting
 from zeroshard.planner.tiers import Offload
@@ -113,8 +114,10 @@ def with_batch(document: Document, micro: int | None, accumulation: int | None) 
 
 
 def with_setting(document: Document, setting: Setting) -> Document:
-    """The document of one row: its stage and its offload. Checkpointing is the model's, not the config's."""
+    """The document of one row: its stage, its offload, and checkpointed blocks, by a key that DeepSpeed passes over."""
     changed = copy.deepcopy(document)
+    if setting.checkpointing is not Checkpointing.OFF:
+        changed["activation_checkpointing"] = {**(changed.get("activation_checkpointing") or {}), "policy": "full"}
     zero = changed.setdefault("zero_optimization", {})
     zero["stage"] = setting.stage
     zero.pop("offload_optimizer", None)

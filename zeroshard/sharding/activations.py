@@ -18,12 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.sharding.units import find_units
 
 _MARK = "_zeroshard_checkpointed"
+_ATEN = torch.ops.aten
+KEPT_RESULTS = (
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""What the selective policy keeps: results of products and attention, which are dear to compute once more."""
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -31,6 +43,8 @@ def checkpoint_activations(
     model: nn.Module,
     *,
     every: int = 1,
+    number: int | None = None,
+    selective: bool = False,
     on_host: bool = False,
     units: Sequence[str] | None = None,
     context_fn: ContextFn | None = None,
@@ -40,9 +54,11 @@ def checkpoint_activations(
 
     Args:
         every: of so many blocks in a row one is checkpointed; 1 is all of them.
+        number: so many of the blocks, spread evenly, instead; all of them where there are no more.
+        selective: keep results of matrix products and attention, and compute only what is cheap again.
         on_host: the kept inputs rest in host memory between forward and backward.
         units: module paths of the blocks, instead of the ones found.
-        context_fn: what torch's checkpoint takes to keep some results nevertheless (selective checkpointing).
+        context_fn: what torch's checkpoint takes to keep other results than `selective` does.
         use_reentrant: torch's older kind, by a nested backward.
 
     Returns:
@@ -54,9 +70,15 @@ def checkpoint_activations(
     """
     if every < 1:
         raise UsageError(f"checkpoint_activations: every={every} must be 1 or more")
+    if number is not None and (number < 1 or every != 1):
+        raise UsageError(f"checkpoint_activations: number={number} must be 1 or more, and takes the place of every")
+    if selective and context_fn is not None:
+        raise UsageError("checkpoint_activations: give selective or a context_fn, not both")
+    if selective:
+        context_fn = partial(create_selective_checkpoint_contexts, list(KEPT_RESULTS))
     if use_reentrant and context_fn is not None:
-        raise UsageError("checkpoint_activations: context_fn needs use_reentrant=False")
-    chosen = _blocks(model, units)[::every]
+        raise UsageError("checkpoint_activations: selective and context_fn need use_reentrant=False")
+    chosen = _spread(_blocks(model, units)[::every], number)
     if not chosen:
         raise PlanError(f"checkpoint_activations: {type(model).__name__} has no blocks; name some with units=[...]")
     options: dict[str, Any] = {"use_reentrant": use_reentrant}
@@ -67,9 +89,21 @@ def checkpoint_activations(
         if _MARK in module.__dict__:
             raise UsageError(f"checkpoint_activations: {name!r} is checkpointed already")
         # An attribute of this instance alone: hooks, names and the class stay as they are.
-        module.forward = partial(_run, module.forward, on_host, options)
+        module.forward = partial(run_checkpointed, module.forward, on_host, options)
         module.__dict__[_MARK] = True
     return chosen
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether `checkpoint_activations` has been called on `model`."""
+    return any(_MARK in module.__dict__ for module in model.modules())
+
+
+def _spread(names: list[str], number: int | None) -> list[str]:
+    """So many of `names`, evenly: the first of each part."""
+    if number is None or number >= len(names):
+        return names
+    return [names[index * len(names) // number] for index in range(number)]
 
 
 def _blocks(model: nn.Module, units: Sequence[str] | None) -> list[str]:
@@ -78,7 +112,10 @@ def _blocks(model: nn.Module, units: Sequence[str] | None) -> list[str]:
     return [name for name in named if name and next(model.get_submodule(name).children(), None) is not None]
 
 
-def _run(forward: Callable[..., Any], on_host: bool, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def run_checkpointed(
+    forward: Callable[..., Any], on_host: bool, options: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `forward` under torch's checkpoint with `options`, its inputs in host memory or not."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     with HostSaves() if on_host else nullcontext():
