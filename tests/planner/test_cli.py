@@ -96,6 +96,32 @@ def test_a_config_of_autos_is_planned_and_written_with_them(tmp_path: Path) -> N
     assert kept["zero_optimization"]["stage"] == found["choice"]["stage"]
 
 
+def test_moments_in_few_bits_are_planned_without_offload_and_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "bits.json"
+    optimizer = {"type": "AdamW8bit", "params": {"lr": 1e-4}}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "train_batch_size": 2, "optimizer": optimizer}))
+    found = _json("--cluster", "2xH100", "--config", str(path), "--checkpointing", "off")
+    assert {row["offload"] for row in found["rows"]} == {"none"}
+    assert any("No rows with offload: moments in 8 or 4 bits" in note for note in found["notes"])
+
+
+def test_who_updates_offloaded_state_follows_from_the_cores_of_a_gpu() -> None:
+    for cores, who in ((16, "streamed"), (24, "processor")):
+        rows = _json("--cluster", "2xH100", "--host-cores", str(cores), "--checkpointing", "off")["rows"]
+        assert {row["updated_by"] for row in rows if row["offload"] in ("cpu", "cpu+param")} == {who}
+        assert all(row["updated_by"] is None for row in rows if row["offload"] == "none")
+
+
+def test_explain_of_what_fits_says_so_and_what_could_be_freed(tmp_path: Path) -> None:
+    path = tmp_path / "fits.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 4}), encoding="utf-8")
+    args = ["--params", "1e9", "--layers", "4", "--hidden", "2048", "--seq", "1024", "--cluster", "8xA100-80GB"]
+    shown = CliRunner().invoke(plan_app, [*args, "--explain", str(path)], catch_exceptions=False).output
+    assert ": fits." in shown
+    assert "stay free. The cheapest changes that would free more:" in shown
+    assert '"stage": 1' in shown
+
+
 def test_explain_names_the_moment_and_cures(tmp_path: Path) -> None:
     path = tmp_path / "oom.json"
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}}

@@ -99,6 +99,15 @@ def test_a_row_that_fits_with_room_is_preferred_to_one_that_barely_fits() -> Non
     assert "to spare" in choice.reasons[rows[0].setting]
 
 
+def test_a_row_that_is_a_little_faster_is_not_said_to_be_as_fast() -> None:
+    cluster = parse_cluster("8xA100")
+    best, other = _row(cluster, 3), _row(cluster, 1)
+    other = replace(other, time=replace(other.time, seconds=best.time.seconds * 0.995))
+    choice = choose([best, other])
+    assert choice.row is best
+    assert choice.reasons[other.setting].startswith("0.5% faster by the plan, too little to count, and")
+
+
 def test_offload_moves_state_and_takes_time() -> None:
     cluster = parse_cluster("8xA100")
     rows = {offload: _row(cluster, offload=offload) for offload in Offload}

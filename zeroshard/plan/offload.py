@@ -31,6 +31,11 @@ STREAM_BUFFERS = 3
 """One that comes up, one that is updated, one that goes down."""
 
 
+ENOUGH_THREADS = 12
+"""Threads of a rank from which native code updates state sooner than a link carries it to a GPU and back: one moves
+about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/0015)."""
+
+
 @dataclass(frozen=True)
 class Offload:
     """What rests in host memory.

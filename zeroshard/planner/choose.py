@@ -13,6 +13,8 @@ ROOM = 0.95
 """Share of the memory above which a row is taken only where nothing smaller fits: fragmentation may end the run."""
 SAME_SPEED = 0.01
 """Rows whose steps differ by less are equally fast; the one that takes less memory is better."""
+EQUAL = 0.0005
+"""A difference that is not worth a word."""
 
 OFFLOAD_GAIN = 0.10
 """Offload is taken only where it is faster by more: it lives from copies that hide behind compute, and takes the host's
@@ -53,10 +55,15 @@ def _reason(row: Row, best: Row) -> str:
         room = human_bytes(row.cluster.gpu.memory - row.total)
         return f"Fits with only {room} to spare, which fragmentation may eat; {_relative(slower)}."
     saved = best.total - row.total
-    if abs(slower) <= SAME_SPEED:
-        return f"As fast as the choice, and {human_bytes(-saved)} larger." if saved < 0 else "As fast as the choice."
+    larger = f", and {human_bytes(-saved)} larger" if saved < 0 else ""
+    if abs(slower) < EQUAL:
+        return f"As fast as the choice{larger}."
+    if slower < 0 and row.setting.offload is not Offload.NONE:
+        return f"{-slower:.1%} faster by the plan, which is too little for what it takes of the host and the link."
     if slower < 0:
-        return f"{-slower:.0%} faster by the plan, which is too little for what it takes of the host and the link."
+        return f"{-slower:.1%} faster by the plan, too little to count{larger}."
+    if slower <= SAME_SPEED:
+        return f"{slower:.1%} slower than the choice{larger}."
     if saved > 0:
         return f"{slower:.0%} slower than the choice; would free {human_bytes(saved)} more."
     return f"{slower:.0%} slower than the choice and {human_bytes(-saved)} larger."
@@ -67,9 +74,9 @@ def _is_tight(row: Row) -> bool:
 
 
 def _relative(slower: float) -> str:
-    if abs(slower) <= SAME_SPEED:
+    if abs(slower) < EQUAL:
         return "as fast as the choice"
-    return f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'} than the choice"
+    return f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than the choice"
 
 
 def _obstacle(row: Row) -> str:

@@ -13,11 +13,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from zeroshard.errors import PlanError
+from zeroshard.plan.offload import ENOUGH_THREADS
+from zeroshard.plan.offload import Offload as HostState
+from zeroshard.plan.plan import HostUpdate
 from zeroshard.planner.advice import Situation, advice
 from zeroshard.planner.calibration import calibrated, load_calibration
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import Choice, choose
 from zeroshard.planner.chrome import write_trace
+from zeroshard.planner.compiled import NOTE as COMPILED_NOTE
 from zeroshard.planner.configs import (
     Document,
     Meaning,
@@ -58,6 +62,15 @@ class Request:
     work: Workload
     micro: int
     accumulation: int
+    cores: int | None = None
+    """Of a node; None where nobody said."""
+    compiling: bool = False
+
+    @property
+    def update(self) -> HostUpdate | None:
+        """Who updates state in host memory, as the engine chooses by a rank's threads; None is the GPU if it can."""
+        enough = self.cores is not None and self.cores // self.cluster.per_node >= ENOUGH_THREADS
+        return HostUpdate.PROCESSOR if enough else None
 
     def means(self, setting: Setting) -> Meaning:
         document = with_setting(self.document, setting)
@@ -73,9 +86,20 @@ class Request:
     def row(self, setting: Setting, samples: int | None = None) -> Row:
         """The row of a setting; with fewer samples per micro-batch there are more micro-batches."""
         means = self.means(setting)
-        work = self.work if samples in (None, self.micro) else Workload(self.source, samples or 1, self.work.length)
+        work = self.work if samples in (None, self.micro) else replace(self.work, samples=samples or 1)
         count = self.accumulation * self.micro // work.samples
-        return make_row(work, means.recipe, setting, self.cluster, micro_batches=count, refused=means.refused)
+        recipe = means.recipe
+        if self.update is not None and setting.offload is not Offload.NONE:
+            recipe = replace(recipe, offload=replace(recipe.offload or HostState(), update=self.update))
+        return make_row(
+            work,
+            recipe,
+            setting,
+            self.cluster,
+            micro_batches=count,
+            refused=means.refused,
+            compiling=self.compiling,
+        )
 
     def mildest(self, row: Row) -> Row:
         """Of offload to the CPU that fits, the row that offloads the least share of the state which is enough."""
@@ -101,6 +125,10 @@ def plan(
     scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node (8, or all of fewer).")] = None,
     host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
+    host_cores: Annotated[
+        int | None, typer.Option(help="Cores of a node: who updates state in host memory (GPUs, if not given).")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Estimate with every block compiled.")] = False,
     disk: Annotated[float, typer.Option(help="What a node's disks read or write, GB/s.")] = 2.0,
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour (data/prices.tsv, where listed).")] = None,
     calibration: Annotated[Path | None, typer.Option(help="What zeroshard doctor measured.")] = None,
@@ -116,22 +144,40 @@ def plan(
     where = replace(where, price=_price(price, where))
     if calibration is not None:
         where = calibrated(where, load_calibration(calibration))
+    if host_cores is not None and host_cores < 1:
+        raise PlanError(f"--host-cores {host_cores}: cores of a node, 1 or more")
     request = _request(source, where, explain_ or config, seq, micro_batch, accumulation)
+    request = replace(request, cores=host_cores, compiling=compiled)
     if explain_ is not None:
         _explain(request, _ways(checkpointing)[0], json_)
         return
     if scale is not None:
         _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
         return
-    rows = [request.mildest(request.row(setting)) for setting in settings(checkpointing=_ways(checkpointing))]
+    rows, impossible = _rows(request, _ways(checkpointing))
     choice = choose(rows)
     advised = _advice(request, rows, choice)
-    notes = [*rows[0].traced.notes, *_assumptions(where)]
+    estimated = [COMPILED_NOTE] if compiled else []
+    notes = [*rows[0].traced.notes, *estimated, *impossible, *_assumptions(where, host_cores)]
     if json_:
         typer.echo(json.dumps(as_json(rows, choice, notes, advised), indent=1))
     else:
         _print(request, rows, choice, advised, notes)
     _outputs(request, rows, choice, [*advised, *notes], write=write, html=html, png=png, trace=trace)
+
+
+def _rows(request: Request, ways: tuple[Checkpointing, ...]) -> tuple[list[Row], list[str]]:
+    """The table, and why there are no rows of an offload that the optimizer can't have."""
+    rows: list[Row] = []
+    impossible: list[str] = []
+    for setting in settings(checkpointing=ways):
+        try:
+            rows.append(request.mildest(request.row(setting)))
+        except PlanError as error:
+            if setting.offload is Offload.NONE:
+                raise
+            impossible.append(f"No rows with offload: {str(error).removeprefix('offload: ')}.")
+    return rows, list(dict.fromkeys(impossible))
 
 
 def _request(
@@ -146,7 +192,7 @@ def _request(
     document = with_batch(document, micro, accumulation)
     means = meaning(document, cluster, keep_fp32=source.keep_fp32)
     length = seq if seq is not None else min(DEFAULT_LENGTH, source.positions or DEFAULT_LENGTH)
-    work = Workload(source, means.micro, length)
+    work = Workload(source, means.micro, length, means.autocast)
     return Request(source, cluster, document, work, means.micro, means.accumulation)
 
 
@@ -201,9 +247,14 @@ def _advice(request: Request, rows: list[Row], choice: Choice) -> list[str]:
     return advice(Situation(row, rows, request.work.length, request.source.positions))
 
 
-def _assumptions(cluster: Cluster) -> list[str]:
+def _assumptions(cluster: Cluster, cores: int | None) -> list[str]:
     gpu = cluster.gpu
     notes = [f"{gpu.name}: {gpu.source}."]
+    if cores is None:
+        notes.append(
+            f"Offloaded state is taken to be updated by the GPU; with {ENOUGH_THREADS} cores a GPU or more the "
+            "processor does it: give --host-cores."
+        )
     if not gpu.name.startswith("H100"):
         notes.append(
             f"Times on {gpu.name} are not measured: its published peaks times the shares that an H100 reaches."

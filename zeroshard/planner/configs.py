@@ -19,6 +19,7 @@ from zeroshard.config.optimizers import LOW_BIT, ONE_BIT
 from zeroshard.config.resolve import resolve
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.plan.builder import Recipe
+from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.placement import Blocks
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.hardware import Cluster, Gpu
@@ -42,6 +43,7 @@ class Meaning:
     accumulation: int
     setting_stage: int
     refused: str
+    autocast: str | None = None
 
 
 def default_document(gpu: Gpu) -> Document:
@@ -148,7 +150,9 @@ def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] 
         recipe = replace(recipe, precision=replace(recipe.precision, master="float32"))
     stage = config.zero.stage
     assert stage != AUTO  # without_autos took it out
-    return Meaning(recipe, config.batch.micro, config.batch.accumulation, stage, refused)
+    low = config.precision.autocast
+    autocast = None if low is None else dtype_name(low)
+    return Meaning(recipe, config.batch.micro, config.batch.accumulation, stage, refused, autocast)
 
 
 def _config(document: Document, world: int) -> Config:

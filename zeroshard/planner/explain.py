@@ -1,16 +1,22 @@
-"""Why a config does not fit: what takes the memory, at which moment, and the three cheapest changes that cure it."""
+"""Why a config does not fit: what takes the memory, at which moment, and the three cheapest changes that cure it.
+
+Of a config that fits, what the three cheapest changes would free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from zeroshard.errors import PlanError
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.rows import Row, Setting
 from zeroshard.planner.tiers import Offload, allowed
 
 CHANGES = 3
+WORTH_FREEING = 0.02
+"""Share of the card that a change to a config that fits must free to be spoken of."""
 RATIOS = (0.25, 0.5, 0.75)
 """Shares of the optimizer's state that are tried before all of it goes to host memory."""
 CHECKPOINTING = "activation checkpointing"
@@ -45,12 +51,20 @@ def explain(setting: Setting, samples: int, make: MakeRow) -> Explanation:
     found: list[Change] = []
     for family in _families(setting, samples):
         for what, changed, size in family:
-            made = make(changed, size)
-            if made.fits:  # the first of a family is its mildest
+            try:
+                made = make(changed, size)
+            except PlanError:  # what the optimizer can't have is no change to propose
+                continue
+            if _helps(made, row):  # the first of a family is its mildest
                 found.append(Change(what, made, made.time.seconds / row.time.seconds - 1))
                 break
     found.sort(key=lambda change: (not change.row.runs, round(change.slower, 2), " and " in change.what))
     return Explanation(row, tuple((name, n) for name, n in items if n), tuple(found[:CHANGES]))
+
+
+def _helps(made: Row, row: Row) -> bool:
+    """Whether a change makes it fit or, where it does already, frees memory that is worth it."""
+    return made.fits and (not row.fits or row.total - made.total >= WORTH_FREEING * row.cluster.gpu.memory)
 
 
 def in_words(explanation: Explanation) -> list[str]:
@@ -68,15 +82,20 @@ def in_words(explanation: Explanation) -> list[str]:
         f"  {human_bytes(row.reserve):>8}  {row.reserve / total:4.0%}  allocator's slack, context, communicators"
     )
     if row.fits:
-        return lines
+        room = f"{human_bytes(row.cluster.gpu.memory - row.total)} stay free."
+        if not explanation.changes:
+            return [*lines, room]
+        return [*lines, f"{room} The cheapest changes that would free more:", *_listed(explanation)]
     if not explanation.changes:
         return [*lines, "No single change makes it fit; take more GPUs, or a smaller model or sequence."]
-    lines.append("The cheapest changes that make it fit:")
+    return [*lines, "The cheapest changes that make it fit:", *_listed(explanation)]
+
+
+def _listed(explanation: Explanation) -> Iterator[str]:
     for number, change in enumerate(explanation.changes, 1):
         price = f"{change.slower:+.0%} time per step" if abs(change.slower) >= 0.005 else "no slower"
         later = "" if change.row.runs else f" (not executed by this version: {change.row.refused})"
-        lines.append(f"  {number}. {change.what}: {human_bytes(change.row.total)}, {price}{later}")
-    return lines
+        yield f"  {number}. {change.what}: {human_bytes(change.row.total)}, {price}{later}"
 
 
 def _families(setting: Setting, samples: int) -> Iterator[list[Option]]:

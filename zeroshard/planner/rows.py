@@ -13,11 +13,12 @@ from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.compiled import compiled
 from zeroshard.planner.hardware import GIB, Cluster
 from zeroshard.planner.memory import StepMemory, step_memory
 from zeroshard.planner.tiers import Offload, allowed, gpu_recipe, with_files
 from zeroshard.planner.timeline import StepTime, step_time
-from zeroshard.planner.trace import Trace
+from zeroshard.planner.trace import Trace, total_kernels
 from zeroshard.planner.workload import Workload
 
 BILLION = 10**9
@@ -106,7 +107,7 @@ class Row:
 
     @property
     def mfu(self) -> float:
-        peak = self.cluster.gpu.peak(_compute_dtype(self.plan))
+        peak = self.cluster.gpu.peak(_compute_dtype(self.traced, self.plan))
         return self.model_flops * self.micro_batches / self.time.seconds / peak
 
     @property
@@ -154,11 +155,13 @@ def make_row(
     shard: int | None = None,
     two_levels: bool = False,
     secondary: bool = False,
+    compiling: bool = False,
 ) -> Row:
     """Plan, memory and time of one setting.
 
     Args:
         recipe: as a config describes it; the setting's stage is put into it.
+        compiling: every block is compiled; an estimate.
     """
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
     chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axis=recipe.sharding.axis), policy=policy)
@@ -167,6 +170,8 @@ def make_row(
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
         plan = with_peer_copies(plan)
     plan = with_files(plan, setting.offload)
+    if compiling:
+        traced = compiled(traced, keeps_inputs_only=setting.checkpointing is not Checkpointing.OFF)
     plain = work.trace(plan, Checkpointing.OFF)
     memory = step_memory(plan, traced)
     time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels, secondary=secondary)
@@ -178,8 +183,13 @@ def _reaches_peers(cluster: Cluster) -> bool:
     return cluster.nodes == 1 and cluster.count > 1 and cluster.gpu.link.startswith("NVLink")
 
 
-def _compute_dtype(plan: Plan) -> torch.dtype:
-    """The dtype in which most parameters compute."""
+def _compute_dtype(traced: Trace, plan: Plan) -> torch.dtype:
+    """The dtype of most of the arithmetic; of most parameters where there is none."""
+    flops: dict[torch.dtype, int] = {}
+    for kernel, count in total_kernels(traced.segments).items():
+        flops[kernel.dtype] = flops.get(kernel.dtype, 0) + kernel.flops * count
+    if any(flops.values()):
+        return max(flops, key=lambda dtype: flops[dtype])
     sizes: dict[str, int] = {}
     for _, group in plan.groups():
         sizes[group.param.dtype] = sizes.get(group.param.dtype, 0) + group.layout.numel

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from zeroshard.plan.plan import HostUpdate
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import Choice
@@ -39,7 +40,7 @@ def columns(row: Row) -> dict[str, int]:
 def plan_table(rows: Sequence[Row], choice: Choice, title: str) -> Group:
     """The table, one line per row, and a sentence for each below it."""
     table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("", "stage", "offload", "ratio", "ckpt"):
+    for name in ("", "stage", "offload", "ratio", "by", "ckpt"):
         table.add_column(name, no_wrap=True)
     headings = [*COLUMNS, "reserve", "total", "fits", "host", "disk", "step s", "tok/s", "MFU", "$/1B"]
     for name in headings:
@@ -64,6 +65,7 @@ def _cells(row: Row, best: bool) -> list[str]:
         str(row.setting.stage),
         row.setting.offload.value if row.setting.offload is not Offload.NONE else "-",
         f"{row.setting.ratio:.0%}" if row.setting.offload is not Offload.NONE else "-",
+        _updater(row),
         how,
         *(_gb(nbytes) for nbytes in columns(row).values()),
         _gb(row.total),
@@ -75,6 +77,12 @@ def _cells(row: Row, best: bool) -> list[str]:
         f"{row.mfu:.0%}",
         "-" if cost is None else f"{cost:,.0f}",
     ]
+
+
+def _updater(row: Row) -> str:
+    """Who updates what rests off the device."""
+    update = row.plan.policy.host_update
+    return {None: "-", HostUpdate.PROCESSOR: "cpu", HostUpdate.STREAMED: "gpu"}[update]
 
 
 def scale_table(ways: Sequence[Way], title: str) -> Table:
@@ -114,6 +122,7 @@ def _setting(row: Row) -> dict[str, Any]:
         "offload": setting.offload.value,
         "ratio": setting.ratio,
         "checkpointing": setting.checkpointing.value,
+        "updated_by": None if row.plan.policy.host_update is None else row.plan.policy.host_update.value,
     }
 
 

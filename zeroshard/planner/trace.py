@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.planner.autocast import Autocast
 from zeroshard.planner.kernels import Kernel
 from zeroshard.planner.ledger import Ledger, Live, Purpose
 from zeroshard.planner.substitutes import GpuPaths
@@ -110,6 +112,7 @@ def trace(
     *,
     loss: Any,
     tokens: int,
+    autocast: torch.dtype | None = None,
 ) -> Trace:
     """Trace a forward and backward of `model`, which is on the meta device in the dtypes in which it computes.
 
@@ -117,11 +120,12 @@ def trace(
         units: its units, root first, as `find_units` gives them.
         args, kwargs: what the forward is called with, on the meta device.
         loss: gives the scalar that backward starts from, of the forward's result.
+        autocast: the dtype of torch.autocast around the forward; None for none.
 
     Raises:
         PlanError: the model needs values, or leaves no gradient.
     """
-    tracer = _Tracer(model, units)
+    tracer = _Tracer(model, units, None if autocast is None else Autocast(autocast))
     try:
         tracer.run(args, kwargs, loss)
     finally:
@@ -132,8 +136,8 @@ def trace(
 class _Tracer:
     """Hooks on the units that cut the run into segments and drop gradients where the engine would."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitSpec]) -> None:
-        self._model, self._units = model, units
+    def __init__(self, model: nn.Module, units: Sequence[UnitSpec], autocast: Autocast | None) -> None:
+        self._model, self._units, self._autocast = model, units, autocast
         self._ledger = Ledger(self._where)
         self._segments: list[Segment] = []
         self._complete: list[tuple[int, ...]] = []
@@ -174,8 +178,10 @@ class _Tracer:
         for tensor in [*args, *kwargs.values()]:
             if isinstance(tensor, torch.Tensor):
                 ledger.hold(tensor, Purpose.INPUTS)
-        with ledger, GpuPaths(ledger.record):
+        with ledger, GpuPaths(ledger.record), self._autocast or nullcontext():
             value = loss(self._forward(args, kwargs))
+            if self._autocast is not None:
+                self._autocast.forget()
             if not value.requires_grad:
                 raise PlanError("the loss needs no gradient: nothing of the model is trainable")
             self._cut(Phase.BACKWARD, 0, uses=False)

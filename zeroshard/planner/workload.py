@@ -27,11 +27,13 @@ class Workload:
 
     Attributes:
         samples, length: the micro-batch on one GPU: sequences and tokens in each.
+        autocast: name of the dtype of torch.autocast around the forward, None for none.
     """
 
     source: ModelSource
     samples: int
     length: int
+    autocast: str | None = None
     units: list[UnitSpec] = field(init=False)
     _traces: dict[tuple[str, Checkpointing], Trace] = field(default_factory=dict, init=False)
 
@@ -74,9 +76,10 @@ class Workload:
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch_dtype(dtypes[name]))
         enable(module, self.units, how)
+        low = None if self.autocast is None else torch_dtype(self.autocast)
         with torch.device("meta"):
             batch = self.source.batch(module, self.samples, self.length)
-        return trace(module, self.units, (), _cast(batch, cast), loss=loss_of, tokens=self.tokens)
+        return trace(module, self.units, (), _cast(batch, cast), loss=loss_of, tokens=self.tokens, autocast=low)
 
 
 def loss_of(output: Any) -> torch.Tensor:

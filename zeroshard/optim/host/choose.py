@@ -14,10 +14,7 @@ from zeroshard.errors import ZeroShardWarning
 from zeroshard.optim.host.kernel import HostKernel
 from zeroshard.optim.host.native import NativeBackend, load_library
 from zeroshard.optim.host.torch_twin import TorchTwin
-
-ENOUGH_THREADS = 12
-"""Threads of a rank from which native code updates state sooner than a link carries it to a GPU and back: one moves
-about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/0015)."""
+from zeroshard.plan.offload import ENOUGH_THREADS
 
 
 def host_kernel(threads: int | None = None) -> HostKernel:
