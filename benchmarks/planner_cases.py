@@ -24,6 +24,8 @@ from zeroshard.planner.tiers import Offload
 from zeroshard.planner.workload import Workload
 
 ALL_MEMORY = 2**60
+WHOLE_GRADIENTS = ("1c03287",)
+"""Commits whose stage 1 kept whole gradients at one micro-batch a step."""
 RECIPE = Recipe(
     precision=Precision("bfloat16"),
     policy=ExecutionPolicy(clip_norm=1.0, overlap_step=True, prefetch=1, cast_inputs="bfloat16"),
@@ -33,7 +35,12 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `offload` is that of benchmarks.engines: none, streamed, processor or param."""
+    """One configuration.
+
+    Attributes:
+        offload: that of benchmarks.engines: none, streamed, processor or param.
+        whole_gradients: stage 1 as it was before it gave up whole gradients where a step has one micro-batch.
+    """
 
     size: str
     stage: int
@@ -41,6 +48,7 @@ class Case:
     checkpointing: bool = False
     offload: str = "none"
     tuned: bool = False
+    whole_gradients: bool = False
 
     def label(self, length: int) -> str:
         batch = f"{self.samples} x {length}"
@@ -92,10 +100,13 @@ def predict(case: Case, length: int, cluster: Cluster) -> Row:
     offload = Offload.NONE if case.offload == "none" else Offload.CPU_PARAM if case.offload == "param" else Offload.CPU
     update = HostUpdate.PROCESSOR if case.offload == "processor" else HostUpdate.STREAMED
     recipe = replace(RECIPE, policy=policy, offload=HostState(update=update))
+    if case.whole_gradients:
+        recipe = replace(recipe, transient_gradients=False)
     work = workload(case.size, case.samples, length, case.checkpointing)
     return make_row(work, recipe, Setting(case.stage, offload, Checkpointing.OFF), cluster)
 
 
 def case_of(found: Measured) -> Case:
     """The case of a measured row; that of the floor stands for its model."""
-    return Case(found.model, found.stage or 0, found.samples, found.checkpointing, found.offload, found.tuned)
+    whole = found.stage == 1 and found.commit in WHOLE_GRADIENTS
+    return Case(found.model, found.stage or 0, found.samples, found.checkpointing, found.offload, found.tuned, whole)

@@ -32,10 +32,10 @@ def test_the_allocator_keeps_what_is_left_of_a_segment_where_it_is_too_small_to_
     assert rounding(nbytes) == added
 
 
-def _memory(*, peers: bool, stage: int) -> StepMemory:
+def _memory(*, peers: bool, stage: int, micro: int = 1) -> StepMemory:
     setting = Setting(stage, Offload.NONE, Checkpointing.OFF)
-    recipe = replace(BF16, peer_copies=None if peers else False)
-    return make_row(workload("tiny", 1, 64, False), recipe, setting, parse_cluster("2xH100-80GB")).memory
+    recipe, work = replace(BF16, peer_copies=None if peers else False), workload("tiny", 1, 64, False)
+    return make_row(work, recipe, setting, parse_cluster("2xH100-80GB"), micro_batches=micro).memory
 
 
 def _local(memory: StepMemory, label: str) -> int:
@@ -51,5 +51,5 @@ def test_gradients_that_peers_copy_stay_until_the_next_unit_is_reduced() -> None
 
 
 def test_whole_gradients_are_collected_whoever_copies() -> None:
-    copied, collected = _memory(peers=True, stage=1), _memory(peers=False, stage=1)
+    copied, collected = (_memory(peers=peers, stage=1, micro=2) for peers in (True, False))
     assert _local(copied, "backward of blocks.1") == _local(collected, "backward of blocks.1")
