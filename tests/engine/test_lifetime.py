@@ -17,6 +17,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task, square_loss
 from tests.support.training import Setting, adamw, assert_close, build, full_parameters, shard_task, train_reference
 from tests.support.zoo import Checkpointed, Stack
+from zeroshard.engine.guard import sharded_gradient
 from zeroshard.engine.handle import handle_of
 from zeroshard.errors import UsageError
 
@@ -186,3 +187,14 @@ def _wrapped(rank: int, world: int) -> None:
 
 def test_the_wrapper_of_torch_compile_trains() -> None:
     run_ranks(2, _wrapped)
+
+
+def test_code_is_compiled_amid_an_accumulation() -> None:
+    """Parameters carry stand-ins then, which torch.compile describes beside them."""
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
+    for parameter in model.parameters():
+        parameter.grad = sharded_gradient(parameter)
+    compiled = torch.compile(model, backend="aot_eager")
+    for length in (3, 5):
+        ids = torch.arange(length)
+        assert torch.equal(compiled(ids), model(ids))

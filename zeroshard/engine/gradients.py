@@ -148,6 +148,11 @@ class Gradients:
         """Per trainable group and parameter: whether it got a gradient on this rank."""
         return self._fired[unit.index]
 
+    def silent(self) -> list[int]:
+        """Per unit, how many parameters got no gradient on this rank; 0 throughout where there was no backward."""
+        count = self.present
+        return [sum(flags.count(False) for flags in unit) if count else 0 for unit in self._fired]
+
     def notice_dropped(self) -> None:
         """Forget gradients that the user dropped through the model: model.zero_grad() removes all stand-ins."""
         members = (p for unit in self._storage.units for group in unit.trainable for p in group.parameters)

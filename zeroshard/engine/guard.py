@@ -16,8 +16,13 @@ from zeroshard.errors import UsageError
 _READABLE = frozenset(
     {"shape", "dtype", "device", "requires_grad", "is_sparse", "layout", "grad_fn", "is_leaf"}
     | {"is_meta", "is_cuda", "is_cpu", "ndim", "nbytes", "itemsize"}
+    | {"_base", "grad", "is_mkldnn", "is_nested", "is_quantized"}
 )
-_METHODS = frozenset({"size", "numel", "dim", "detach", "requires_grad_", "data_ptr", "untyped_storage"})
+_METHODS = frozenset(
+    {"size", "numel", "dim", "detach", "requires_grad_", "data_ptr", "untyped_storage"}
+    # torch.compile describes the gradient of each parameter, also where it compiles anew amid an accumulation.
+    | {"_is_view", "is_conj", "is_neg", "is_inference", "storage_offset", "stride", "is_complex", "is_floating_point"}
+)
 
 
 class ShardedGradient(torch.Tensor):

@@ -73,11 +73,16 @@ class StepperBase(ABC):
         self._skipped_in_a_row = 0
         self._clip_once: float | None = None
         self._table = GroupTable(handle)
+        self._silent = [0] * len(handle.runtime.units)
         self.groups: Sequence[Mapping[str, Any]] = ()
 
     def check_open(self) -> None:
-        """Raises UsageError when the model was closed."""
+        """Raises UsageError when the model was closed, or where parameters of it were replaced since it was sharded."""
         self.handle.check_open()
+        silent = self.handle.runtime.gradients.silent()
+        if silent != self._silent:  # one that was replaced gets no gradient any more; looking at all takes a while
+            self._silent = silent
+            self.handle.check_members()
 
     @property
     def state_buffers(self) -> Sequence[torch.Tensor]:
