@@ -255,6 +255,32 @@ def test_two_models_have_a_watchdog_each_and_closing_leaves_no_thread() -> None:
     assert run_ranks(2, _two_models) == [("DivergenceError", False)] * 2
 
 
+def _in_a_barrier(rank: int, world: int) -> str:
+    """Rank 0 runs something alone and rank 1 is ahead, in a barrier of the user's."""
+    mesh, log = build_mesh(), OperationLog()
+    watchdog = Watchdog(mesh.store(), rank, world, log, patience_s=0.5, exit_grace_s=60)
+    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    me = _Rank(rank, mesh, log, watchdog, comm)
+    me.gather("embedding")
+    try:
+        if rank == 0:
+            me.gather("layers.3")
+    except ZeroShardError as error:
+        dist.barrier()  # lets rank 1 go on
+        return str(error)
+    dist.barrier()
+    with pytest.raises(DivergenceError) as caught:
+        watchdog.raise_if_failed()
+    return str(caught.value)
+
+
+def test_a_rank_in_a_barrier_and_one_that_waits_for_it_are_told_so() -> None:
+    texts = run_ranks(2, _in_a_barrier, timeout=100)
+    assert texts[0] == texts[1]
+    assert "rank 1 waits for all ranks in torch.distributed.barrier (test_watchdog.py:" in texts[0]
+    assert "rank 0 waited for all-gather of unit layers.3" in texts[0]
+
+
 _STUCK = """
 import os, time
 from datetime import timedelta

@@ -69,20 +69,26 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says when an alarm is raised, or when it leaves."""
+    """What a rank says when an alarm is raised, or when it leaves.
+
+    Attributes:
+        elsewhere: the collective of torch.distributed, none of ours, in which its main thread is.
+    """
 
     tail: LogTail
     waiting_for: str | None
+    elsewhere: str | None = None
 
     def to_text(self) -> str:
         """JSON."""
-        return json.dumps({"tail": self.tail.to_json(), "waiting_for": self.waiting_for})
+        told = {"tail": self.tail.to_json(), "waiting_for": self.waiting_for, "elsewhere": self.elsewhere}
+        return json.dumps(told)
 
     @staticmethod
     def from_text(text: str) -> Answer:
         """The inverse of `to_text`."""
         data = json.loads(text)
-        return Answer(LogTail.from_json(data["tail"]), data["waiting_for"])
+        return Answer(LogTail.from_json(data["tail"]), data["waiting_for"], data["elsewhere"])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
            ├──> a rank left or died, others wait for it ──> that rank is gone
            ├──> a rank's process lives but is silent    ──> busy (a C call holds the interpreter lock): keep waiting
            ├──> no answer and no sign of life           ──> unreachable
+           ├──> a rank stays in a collective of torch.distributed that needs the waiting one  ──> neither will come
            └──> a rank's log is shorter                 ──> slow: keep waiting
 
 It runs in the watchdog thread of the one rank that judges an alarm. The alternative, every rank judging for itself,
@@ -22,7 +23,11 @@ from zeroshard.comm.oplog import LogTail
 
 @dataclass
 class Inquiry:
-    """What the judging rank has found out so far; `poll` until `settled`, then `verdict`."""
+    """What the judging rank has found out so far; `poll` until `settled`, then `verdict`.
+
+    Attributes:
+        before: in which foreign collective each rank was when this rank last asked.
+    """
 
     board: Board
     number: int
@@ -33,6 +38,7 @@ class Inquiry:
     answers: dict[int, Answer] = field(default_factory=dict)
     left: dict[int, Answer] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
+    before: dict[int, str] = field(default_factory=dict)
 
     def poll(self) -> None:
         """Read what has come in since."""
@@ -92,7 +98,21 @@ class Inquiry:
                 f"{name_ranks(unreachable)} is dead or unreachable: no answer came {where}. "
                 "Look at its own output and at the network."
             )
+        stuck = {rank: place for rank, place in self.elsewhere().items() if self.before.get(rank) == place}
+        if stuck:
+            return Verdict(
+                f"{name_ranks(stuck)} waits for all ranks in {next(iter(stuck.values()))} {where}: each waits for the "
+                "other, for ever. All ranks must run the same forwards (generate and evaluate too) and the same "
+                "collectives in the same order.",
+                True,
+                self._readers(),
+            )
         return None
+
+    def elsewhere(self) -> dict[int, str]:
+        """The ranks that this one waits for and that are in a collective of the user's."""
+        late = {r: a for r, a in self.answers.items() if a.tail.count < self.own.count and a.waiting_for is None}
+        return {rank: answer.elsewhere for rank, answer in late.items() if answer.elsewhere is not None}
 
     def slow(self) -> str:
         """Which ranks the others wait for, and where they are, when nothing is wrong but time."""

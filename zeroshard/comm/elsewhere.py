@@ -1,0 +1,58 @@
+"""Where this rank's main thread is while others wait for it: in a collective of torch.distributed that is not ours?
+
+    rank 0    model.generate(...)    waits for the all-gather of unit X, which needs rank 1
+    rank 1    dist.barrier()         waits for rank 0                              neither will ever come
+
+The logs of operations can't tell that from a rank which is only slow, for the barrier is in none of them. Seen from
+the watchdog thread, in the frames of the main thread. Only collectives of all ranks count, and of them only those that
+need all: a receiver of a broadcast waits for its source alone. Wrapping torch's functions was rejected: they are the
+user's, and may have been imported by name already.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_NEED_ALL = frozenset(
+    {"barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor"}
+    | {"all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor"}
+)
+_FILE = distributed_c10d.__file__
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def foreign_collective() -> str | None:
+    """'torch.distributed.barrier (train.py:12)' if the main thread is in such a call just now."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_OURS):
+            return None
+        if code.co_filename == _FILE and code.co_name in _NEED_ALL and _of_all_ranks(frame):
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return None
+    caller = _caller(found)
+    return f"torch.distributed.{found.f_code.co_name} ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
+
+
+def _of_all_ranks(frame: FrameType) -> bool:
+    group = frame.f_locals.get("group")
+    return group is None or group is dist.group.WORLD
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """The frame from which torch was called."""
+    torch_folder = os.path.dirname(os.path.dirname(_FILE)) + os.sep
+    caller = frame
+    while caller.f_back is not None and caller.f_code.co_filename.startswith(torch_folder):
+        caller = caller.f_back
+    return caller
