@@ -150,6 +150,11 @@ def _double(model: nn.Module, optimizer: ShardedOptimizer) -> object:
     return model.double()(torch.ones(2, WIDTH).double())
 
 
+def _resize(model: nn.Module, _: ShardedOptimizer) -> object:
+    _first(model).data = torch.zeros(3, WIDTH)
+    return model(torch.ones(2, WIDTH))
+
+
 def _drop_one(model: nn.Module, _: ShardedOptimizer) -> None:
     _first(model).grad = None
 
@@ -164,6 +169,7 @@ def _hyper(key: str, value: object) -> Callable[[nn.Module, ShardedOptimizer], N
 BREAKS = {
     "in place, between backward and step": Break(_change, "was changed"),
     "other data": Break(_replace_data, "was given other data"),
+    "another shape": Break(_resize, "has another shape than"),
     "another dtype": Break(_double, "is torch.float64 now"),
     "one gradient dropped": Break(_drop_one, "had its gradient taken away"),
     "a parameter added": Break(_replace, "was added or replaced"),

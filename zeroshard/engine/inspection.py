@@ -32,6 +32,7 @@ _BETWEEN = (
     f"model's forward. Use parameters in modules only; {_CHANGE}"
 )
 _ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
+_RESIZED = "has another shape than when the model was sharded; resize it before shard() or initialize()"
 _DTYPE = "choose the dtype before shard(), or a precision in the plan or config"
 _FROZEN = (
     "was frozen when the model was sharded and requires a gradient now, which the plan has not; unfreeze it before "
@@ -91,6 +92,8 @@ class Inspection:
         for _, group in self._groups():
             dtype, trainable = group.whole.dtype, group.plan.trainable
             for index, parameter in enumerate(group.parameters):
+                if parameter.numel() and parameter.shape != group.views[index].shape:
+                    _refuse(group, index, _RESIZED)
                 if parameter.dtype != dtype:
                     _refuse(group, index, f"was sharded as {dtype} and is {parameter.dtype} now; {_DTYPE}")
                 if parameter.requires_grad and not trainable:
