@@ -84,8 +84,9 @@ class Efficiency:
     """Seconds of the engine's own Python for one gather or reduce. Both are of one machine; hosts differ by a third."""
     step_latency: float = 1e-3
     """Idle time between norm and update: the small all-reduce, its table of scalars, the first gather's start."""
-    host_memory_rate: float = 150e9
-    """Bytes per second of an optimizer step on the host: 140 to 174 GB/s measured with 16 and more threads."""
+    host_memory_rate: float = 180e9
+    """Bytes per second of an optimizer step on the host: 151 to 172 GB/s by itself with 32 threads, 190 in steps of 6.7e9
+    parameters on two H200 (docs/decisions/0014 and 0015)."""
     disk_rate: float = 2.0e9
 
 
