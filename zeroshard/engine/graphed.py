@@ -57,7 +57,7 @@ class _Graph:
         issued, sent: what it issues, for the logs.
         resting: the engine's state before and after it.
         trainable: which parameters required gradients.
-        kept: what it reads besides, and others may drop.
+        kept: what it reads besides, and others may drop; and the plan, so that no other one is taken for it.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -199,7 +199,8 @@ class GraphedStep:
             ):
                 streams.follow_caller()
                 streams.fork()
-                outputs = self._call(args, spec)
+                # Without their autograd graph, which would keep the forward's pass alive.
+                outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, self._call(args, spec))
                 streams.drain()
                 rested = runtime.resting()
             whole = True
@@ -210,7 +211,7 @@ class GraphedStep:
                 streams.meet()
                 runtime.abandon()
                 self._stepper.zero_grad()
-        kept = self._stepper.read_by_graphs
+        kept = (self._stepper.read_by_graphs, runtime.plan)
         made = _Graph(graph, inputs, outputs, issued, sent, resting, self._trainable(), kept)
         self._stepper.prepare_replay(self._stepper.captured_digest)
         self._launch(streams, made)
