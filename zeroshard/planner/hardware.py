@@ -85,7 +85,7 @@ class Efficiency:
     step_latency: float = 1e-3
     """Idle time between norm and update: the small all-reduce, its table of scalars, the first gather's start."""
     host_memory_rate: float = 180e9
-    """Bytes per second of an optimizer step on the host: 151 to 172 GB/s by itself with 32 threads, 190 in steps of 6.7e9
+    """Bytes per second of an optimizer step on the host: 151 to 172 GB/s with 32 threads alone, 190 in steps of 6.7e9
     parameters on two H200 (docs/decisions/0014 and 0015)."""
     disk_rate: float = 2.0e9
 
