@@ -9,14 +9,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.planner_cases import workload
+from tests.planner.settings import BF16
 from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.launch.cli import app
 from zeroshard.planner.calibration import Calibration, calibrated, load_calibration
+from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.doctor import disk_rates
 from zeroshard.planner.fabric import fit, gather_seconds
 from zeroshard.planner.hardware import parse_cluster
+from zeroshard.planner.host_speed import LAYERS, launch_seconds, launches
+from zeroshard.planner.rows import Setting, make_row
+from zeroshard.planner.tiers import Offload
 
 
 def test_the_machine_is_measured_and_the_planner_uses_it(tmp_path: Path) -> None:
@@ -32,6 +38,20 @@ def test_the_machine_is_measured_and_the_planner_uses_it(tmp_path: Path) -> None
     if not found.gpu:
         assert calibrated(cluster, found).efficiency.disk_rate == found.efficiency["disk_rate"]
         assert calibrated(cluster, found).efficiency.products == cluster.efficiency.products
+
+
+def test_the_hosts_speed_is_seconds_over_the_planners_own_count() -> None:
+    per_block = (launches() - 3) / LAYERS  # the loss and its backward beside
+    assert 15 < per_block < 60
+    assert 1e-7 < launch_seconds(torch.device("cpu")) < 1
+
+
+def test_a_host_twice_as_slow_makes_a_step_longer_that_it_bounds() -> None:
+    cluster = parse_cluster("2xH100")
+    slow = calibrated(cluster, Calibration("", "", {"host_launch": 74e-6, "host_operation": 0.76e-3}, {}))
+    work = workload("tiny", 1, 64, False)
+    fast, late = (make_row(work, BF16, Setting(3, Offload.NONE, Checkpointing.OFF), c) for c in (cluster, slow))
+    assert late.time.seconds > 1.6 * fast.time.seconds
 
 
 def test_a_calibration_of_another_card_is_refused() -> None:

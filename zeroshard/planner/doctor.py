@@ -2,7 +2,7 @@
 
     always          host memory (an add over all threads), disk (write and read past the cache), and which code would
                     make an optimizer's step on the host
-    with a GPU      device memory copy, PCIe both ways, sustained matrix products
+    with a GPU      device memory copy, PCIe both ways, sustained matrix products, and how fast the host issues kernels
     with several    all-gathers of 1 to 512 MiB, from which latency and rate are fitted
 
 What it prints are the figures; what it saves are the planner's shares. A kernel of a model does not reach the rate of a
@@ -27,7 +27,8 @@ from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.host.choose import available_kernel
 from zeroshard.planner.calibration import Calibration
 from zeroshard.planner.fabric import measure_gathers
-from zeroshard.planner.hardware import find_gpu
+from zeroshard.planner.hardware import Efficiency, find_gpu
+from zeroshard.planner.host_speed import launch_seconds
 
 GIB, MIB = 2**30, 2**20
 COPY_TO_ELEMENTWISE, COPY_TO_UPDATE, COPY_TO_NORM = 0.73, 0.98, 0.69
@@ -133,6 +134,11 @@ def _device(name: str, efficiency: dict[str, float], measured: dict[str, str]) -
     measured["device memory"] = f"{copy / 1e9:,.0f} GB/s (copy, read and written)"
     measured["PCIe"] = f"{up / 1e9:.1f} GB/s up, {down / 1e9:.1f} down, pinned"
     measured["matrix products"] = f"{products / 1e12:,.0f} TFLOP/s sustained, {PRODUCT} cubed, bf16"
+    launch = launch_seconds(torch.device("cuda", 0))
+    measured["host"] = f"{1e6 * launch:.1f} us to issue a kernel of a model"
+    # The engine's own Python was measured on one host; another is as much faster at it as at issuing kernels.
+    slower = launch / Efficiency.host_launch
+    efficiency.update(host_launch=launch, host_operation=slower * Efficiency.host_operation)
     try:
         gpu = find_gpu(name)
     except PlanError as error:
