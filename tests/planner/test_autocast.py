@@ -28,7 +28,7 @@ def _kept() -> int:
     kept: list[torch.Tensor] = []  # so that no address comes twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
+        kept.append(tensor.detach())  # with its graph, which holds this function, it would never be freed
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
