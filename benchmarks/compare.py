@@ -7,8 +7,8 @@ Every row is a measurement of benchmarks.train in processes of its own, so that 
 streams. A row that has no time left is left out and said so; a row that fails or is not installed leaves the others
 alone. The ratio is to the floor of the same run with the same setting: the same machine, minutes apart.
 
-    quick-1b   floor, FSDP2 and zeroshard at stages 3, 2, 1; then the first three compiled
-    mb1        one sequence a GPU, where the host decides: floor, FSDP2 plain and tuned, zeroshard at stages 3, 2, 1
+    quick-1b   floor, FSDP2, zeroshard at stages 3, 2, 1 and in a graph; then floor, FSDP2 and stage 3 compiled
+    mb1        one sequence a GPU, where the host decides: floor, FSDP2, zeroshard at stages 3, 2, 1 and in a graph
     7b         activation checkpointing: floor, FSDP2 plain and tuned, zeroshard 3, eager; then compiled
     offload-7b optimizer's state in host memory: zeroshard 3 in each way, FSDP2 and DeepSpeed beside
     offload-1b the same at stage 2, made for one GPU: --nproc 1
@@ -48,12 +48,18 @@ LARGEST_SHARE = 0.75
 """Share of the optimizer's state of `14b` that goes to the host: benchmarks.largest."""
 DEEPSPEED = ("deepspeed3", "deepspeed2", "deepspeed1")
 PRESETS: dict[str, Sequence[str]] = {
-    "quick-1b": ["floor", "fsdp2", *STAGES, *(f"{name} --compile" for name in ("floor", "fsdp2", "zeroshard3"))],
-    "mb1": [f"{name} --batch 1" for name in ("floor", "fsdp2", "fsdp2 --tuned", *STAGES, "zeroshard3 --tuned")],
+    "quick-1b": [
+        *("floor", "fsdp2", *STAGES, "zeroshard3 --graph", "zeroshard1 --tuned --graph"),
+        *(f"{name} --compile" for name in ("floor", "fsdp2", "zeroshard3", "zeroshard3 --graph")),
+    ],
+    "mb1": [
+        f"{name} --batch 1"
+        for name in ("floor", "floor --graph", "fsdp2", "fsdp2 --tuned", *STAGES, "zeroshard3 --graph")
+    ],
     "7b": [
         f"{name} --size 7b --checkpointing --steps 4 --warmup 3"
         for name in (
-            *("floor", "fsdp2", "fsdp2 --tuned", "zeroshard3"),
+            *("floor", "fsdp2", "fsdp2 --tuned", "zeroshard3", "zeroshard3 --graph"),
             *("floor --compile", "fsdp2 --compile", "zeroshard3 --compile"),
         )
     ],

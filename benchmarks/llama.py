@@ -135,6 +135,11 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+def recomputed(block: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+    """The block, run again in the backward; nothing in it is random, and a graph can't save a random state."""
+    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 class Llama(nn.Module):
     """Gives the mean loss in nats, float32, for int64 ids and targets of shape (batch, length).
 
@@ -154,7 +159,7 @@ class Llama(nn.Module):
         x = self.embed(ids)
         cos, sin = rotary_table(ids.shape[1], self.shape.head_dim, x)
         for block in self.blocks:
-            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.checkpointing else block(x, cos, sin)
+            x = recomputed(block, x, cos, sin) if self.checkpointing else block(x, cos, sin)
         logits = self.head(self.norm(x)).float()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
