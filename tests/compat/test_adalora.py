@@ -1,6 +1,6 @@
 """AdaLoRA of peft: ranks that it takes away after each step, from gradients that the step has consumed by then.
 
-ZeRO-3 by default; `ZEROSHARD_HF_TESTS=1` adds the other stages, bf16 and Accelerate.
+ZeRO-3 by default; `ZEROSHARD_HF_TESTS=1` adds the other stages.
 """
 
 from __future__ import annotations
