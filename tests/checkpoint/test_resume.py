@@ -16,6 +16,7 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.directory import check_tag
+from zeroshard.checkpoint.jsonfile import decode, encode
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.native import stepper_of
 from zeroshard.errors import CheckpointError, UsageError
@@ -208,6 +209,11 @@ def _damage(directory: str, rank: int) -> None:
     def other_count(data: bytes) -> bytes:
         return data.replace(b'"global_steps": 1', b'"global_steps": 8')
 
+    def edited(data: bytes) -> bytes:
+        value = decode(data, table)
+        value["state"]["counters"]["global_steps"] = -1
+        return encode(value)
+
     damages: list[tuple[Path, Callable[[bytes], bytes | None], str]] = [
         (weights, lambda data: None, "tensor|hold"),
         (weights, lambda data: b"", "0 bytes"),
@@ -219,6 +225,7 @@ def _damage(directory: str, rank: int) -> None:
         (table, lambda data: None, "no checkpoint"),
         (table, lambda data: data[:-9], "JSON"),
         (table, other_count, "checksum"),
+        (table, edited, r"counters\.global_steps is -1"),
     ]
     for file, damage, word in damages:
         if rank == 0:
@@ -270,6 +277,10 @@ def _misuse(directory: str, rank: int) -> None:
         engine.save_checkpoint(directory, tag="../up")
     with pytest.raises(CheckpointError, match=r"client_state\.a\[0\] is a set"):
         engine.save_checkpoint(directory, tag="set", client_state={"a": [{1}]})
+    with pytest.raises(CheckpointError, match="client_state is a list"):
+        engine.save_checkpoint(directory, tag="list", client_state=[1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="directory is a bytes"):
+        engine.save_checkpoint(b"folder")  # pyright: ignore[reportArgumentType]
     # One rank alone fails: so do all.
     with pytest.raises(CheckpointError, match="a set" if rank == 1 else "rank 1 failed"):
         engine.save_checkpoint(directory, tag="one", client_state={"set": {1}} if rank == 1 else {})

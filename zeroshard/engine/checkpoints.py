@@ -122,7 +122,7 @@ def save(
             stacklevel=2,
         )
     saver = saver_of(handle)
-    base = Path(save_dir)
+    base = _directory(save_dir)
 
     def request() -> Request:
         directory.check_tag(tag)
@@ -164,7 +164,7 @@ def load(
     saver.wait()
     handle.runtime.drain()
     handle.check_members()
-    folder = _agreed_folder(handle, Path(load_dir), tag)
+    folder = _agreed_folder(handle, _directory(load_dir), tag)
 
     def prepare() -> _Load:
         reader = CheckpointReader(folder)
@@ -222,6 +222,22 @@ def _agreed_folder(handle: Handle, base: Path, tag: str | None) -> Path:
 # What is saved beside the tensors.
 
 
+def _check_counters(counters: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no engine has counted. A native save has none."""
+    counted = {name: value for name, value in counters.items() if name != "data"}
+    places = [value for place in counters.get("data", []) for value in place.values()]
+    for name, value in [*counted.items(), *(("data", value) for value in places)]:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"counters.{name} is {value!r}")
+
+
+def _directory(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise UsageError(f"a checkpoint's directory is a {type(path).__name__}; give text or a pathlib.Path") from error
+
+
 def _state(
     handle: Handle,
     model: nn.Module,
@@ -232,6 +248,8 @@ def _state(
     frozen: bool,
 ) -> dict[str, Any]:
     optimizer = find_optimizer(model)
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of what is to be kept")
     return {
         "optimizer": _optimizer_state(optimizer, stepper),
         "scaler": None if stepper is None or stepper.scaler is None else dict(stepper.scaler.state_dict()),
@@ -308,6 +326,7 @@ class _Load:
         loading.check(reader, [*self._targets, *states], self._problems)
         loading.verify(reader, [*self._targets, *states])
         client_state, counters = unpack(reader.state["client_state"]), unpack(reader.state["counters"])
+        _check_counters(counters)
         self.loaded = Loaded(reader.folder, client_state, counters)
 
     def _parameters(self) -> list[loading.Target]:
