@@ -10,9 +10,9 @@ Three jobs, each with the bytes per parameter that one pass must move (read and 
 
 torch has no pass that does the second and third: it copies the gradient to float32 before and the parameter to bf16
 after. Memory's rate is that of a triad with stores past the caches (12 bytes) or of a scaling in place (16 bytes),
-whichever is faster. All contenders take a turn in each round, in an order that rotates; a ratio is the median of the
-rounds' ratios, so that what disturbs the machine disturbs both. DeepSpeedCPUAdam takes part where it can be imported,
-and compiled: it builds its kernel at first use.
+whichever is faster. All contenders take a turn in each round, in an order that rotates: two runs, of which the second
+is timed. A ratio is the median of the rounds' ratios, so that what disturbs the machine disturbs both. DeepSpeedCPUAdam
+takes part where it can be imported, and compiled: it builds its kernel at first use.
 """
 
 from __future__ import annotations
@@ -122,13 +122,16 @@ def stream_rows(backend: NativeBackend, memory: Memory, threads: int) -> list[Co
 
 
 def measure(contenders: list[Contender], rounds: int) -> list[list[float]]:
-    """Seconds of each contender in each round."""
+    """Seconds of each contender in each round: of the second of two runs in a row.
+
+    The first wakes its threads, while those of the contender before it may still spin: an optimizer updates many units
+    in a row, and is asleep before the first of them only.
+    """
     times: list[list[float]] = [[] for _ in contenders]
-    for contender in contenders:
-        contender.run()
     for turn in range(rounds):
         for place in range(len(contenders)):
             number = (place + turn) % len(contenders)
+            contenders[number].run()
             started = time.perf_counter()
             contenders[number].run()
             times[number].append(time.perf_counter() - started)

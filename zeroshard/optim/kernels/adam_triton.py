@@ -25,6 +25,19 @@ def adam_step(
     start = tl.multiple_of(tl.load(tiles + tile * 3).to(tl.int64), 64)
     end = tl.load(tiles + tile * 3 + 1)
     row = rows + tl.load(tiles + tile * 3 + 2) * COLUMNS
+    index = start + tl.arange(0, TILE)
+    inside = index < end
+    # All loads go out before any of them is waited for: whether the row is on is known later than where it lies, and a
+    # step that is left out is rare. One wait less for each tile is 2 to 20 percent of the time.
+    g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
+    if SPLIT:
+        upper = tl.load(param + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        remainder = tl.load(master + index, mask=inside, other=0).to(tl.int32)
+        p = ((upper << 16) + remainder).to(tl.float32, bitcast=True)
+    else:
+        p = tl.load(master + index, mask=inside, other=0.0)
+    m = tl.load(first + index, mask=inside, other=0.0)
+    v = tl.load(second + index, mask=inside, other=0.0)
     if tl.load(row) != 0.0:
         coefficient = tl.load(row + 1)
         decay = tl.load(row + 2)
@@ -34,17 +47,7 @@ def adam_step(
         one_beta1 = tl.load(row + 6)
         beta2 = tl.load(row + 7)
         one_beta2 = tl.load(row + 8)
-        index = start + tl.arange(0, TILE)
-        inside = index < end
-        g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32) * coefficient
-        if SPLIT:
-            upper = tl.load(param + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-            remainder = tl.load(master + index, mask=inside, other=0).to(tl.int32)
-            p = ((upper << 16) + remainder).to(tl.float32, bitcast=True)
-        else:
-            p = tl.load(master + index, mask=inside, other=0.0)
-        m = tl.load(first + index, mask=inside, other=0.0)
-        v = tl.load(second + index, mask=inside, other=0.0)
+        g = g * coefficient
         if DECOUPLED:
             p = p * decay
         else:
