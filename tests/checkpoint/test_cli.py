@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,19 +65,33 @@ def test_prune_removes_the_oldest_and_only_says_so_on_a_dry_run(base: Path) -> N
     assert "nothing to remove" in _run("prune", str(base), "--keep", "1")
 
 
-def test_a_directory_without_checkpoints_is_an_error_of_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["ls", str(tmp_path)])
-    assert isinstance(result.exception, CheckpointError)
-
-
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_the_folder_of_several_runs_is_answered_with_where_checkpoints_are(base: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [["ls"], ["ls", "--json"], ["verify"], ["prune", "--keep", "1"]])
+def test_the_folder_of_several_runs_or_of_none_is_answered_with_where_checkpoints_are(
+    base: Path, command: list[str]
+) -> None:
     run = base / "runs" / "first"
     run.mkdir(parents=True)
     (base / "step0").rename(run / "step0")
-    with pytest.raises(CheckpointError, match="one level deeper") as raised:
-        CliRunner().invoke(app, [command, str(run.parent)], catch_exceptions=False)
-    assert str(run) in str(raised.value)
-    for path, said in ((run / "step0" / MANIFEST, "is a file"), (base / "nothing", "is not there")):
-        with pytest.raises(CheckpointError, match=said):
-            CliRunner().invoke(app, [command, str(path)], catch_exceptions=False)
+    (base / "empty").mkdir()
+    cases = [
+        (run.parent, f"one level deeper: give one of {run}"),
+        (base / "empty", "holds no finished checkpoint"),
+        (run / "step0" / MANIFEST, "is a file"),
+        (base / "nothing", "is not there"),
+    ]
+    if command[0] == "prune":
+        cases.append((run / "step0", f"one checkpoint itself; give the directory that it is in, {run}"))
+    for path, said in cases:
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            CliRunner().invoke(app, [*command, str(path)], catch_exceptions=False)
+
+
+def test_square_brackets_in_paths_and_names_are_shown(tmp_path: Path) -> None:
+    base = tmp_path / "run[bold]"
+    folder = save_tensors(base, "one", {"w[red]": torch.zeros(2)}, 1, {"tied[a]": "w[red]"})
+    assert "run[bold]" in _run("ls", str(base))
+    assert f"{folder} is whole" in _run("verify", str(base)).replace("\n", "")
+    listed = _run("ls", str(folder))
+    assert all(text in listed for text in ("run[bold]", "w[red]", "tied[a]", "same as w[red]"))
+    (folder / "model-00000-0.safetensors").unlink()
+    assert "run[bold]" in _run("ls", str(base)).split("state", 1)[1].replace("\n", "")

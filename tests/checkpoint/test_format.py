@@ -222,6 +222,12 @@ def test_a_table_that_lies_is_refused_before_anything_is_opened_or_allocated(tmp
         b'{"checksum": 1, "checksum": 2}',
         b'{"checksum": NaN}',
         b'{"checksum": 1e999}',
+        b'{"checksum": 1, "state": [1e999]}',
+        b'{"checksum": 1, "state": {"x": -1e400}}',
+        b'{"checksum": 1, "state": Infinity}',
+        b'{"checksum": 1, "state": %s}' % (b"9" * 5000),
+        b'{"checksum": 1, "state": "\\ud800"}',
+        b'{"checksum": null}',
         b"{" + b" " * 100,
     ],
 )

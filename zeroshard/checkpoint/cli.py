@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from zeroshard.checkpoint import directory, foreign_commands
 from zeroshard.checkpoint.dtypes import name_of
@@ -45,19 +46,16 @@ def list_(
     if tensors or (path / MANIFEST).is_file():
         _list_tensors(_folder(path), as_json)
         return
-    rows = [_summary(found) for found in directory.whole(path)]
+    rows = [_summary(found) for found in _there(path)]
     if as_json:
         _print_json(rows)
         return
-    if not rows:
-        raise CheckpointError(f"{path} holds no finished checkpoint{_below(path)}")
     newest = directory.find(path).name
-    table = Table("tag", "step", "ranks", "tensors", "size", "state", title=str(path))
+    table = Table("tag", "step", "ranks", "tensors", "size", "state", title=Text(str(path)))
     for row in rows:
         state = row["problem"] or ("latest" if row["tag"] == newest else "")
-        table.add_row(
-            row["tag"], _shown(row["step"]), _shown(row["ranks"]), _shown(row["tensors"]), _size(row["bytes"]), state
-        )
+        numbers = (_shown(row["step"]), _shown(row["ranks"]), _shown(row["tensors"]), _size(row["bytes"]))
+        table.add_row(row["tag"], *numbers, Text(state))
     Console().print(table)
 
 
@@ -80,7 +78,7 @@ def verify(path: _Path, as_json: _Json = False) -> None:
         for problem in problems:
             console.print(problem, style="red", markup=False, highlight=False)
         if not problems:
-            console.print(f"{folder} is whole: {_size(nbytes)} match their checksums", highlight=False)
+            console.print(f"{folder} is whole: {_size(nbytes)} match their checksums", markup=False, highlight=False)
     if problems:
         raise typer.Exit(1)
 
@@ -93,6 +91,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
     """Remove all but the newest checkpoints of a directory. What `latest` names stays."""
+    _there(path)
     tags = directory.prunable(path, keep)
     for number, found in enumerate(tags):
         if not dry_run:
@@ -132,8 +131,18 @@ def _folder(path: Path) -> Path:
         raise CheckpointError(f"{error}{_below(path)}") from error
 
 
+def _there(path: Path) -> list[directory.Found]:
+    """The checkpoints of a directory, oldest first. Raises CheckpointError where there are none."""
+    found = directory.whole(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no finished checkpoint{_below(path)}")
+    return found
+
+
 def _below(path: Path) -> str:
-    """What a message adds: that the path is no folder, or one of several runs, each with checkpoints."""
+    """What a message adds: that the path is no folder, one checkpoint, or one of several runs, each with some."""
+    if (path / MANIFEST).is_file():
+        return f": it is one checkpoint itself; give the directory that it is in, {path.resolve().parent}"
     if not path.is_dir():
         return f": {path} is {'a file' if path.exists() else 'not there'}"
     try:
@@ -190,11 +199,11 @@ def _list_tensors(folder: Path, as_json: bool) -> None:
     if as_json:
         _print_json({"checkpoint": str(folder), "tensors": rows, "aliases": dict(manifest.aliases)})
         return
-    table = Table("name", "kind", "dtype", "shape", "size", title=str(folder))
+    table = Table("name", "kind", "dtype", "shape", "size", title=Text(str(folder)))
     for row in rows:
-        table.add_row(row["name"], row["kind"], row["dtype"], str(row["shape"]), _size(row["bytes"]))
+        table.add_row(Text(row["name"]), row["kind"], row["dtype"], str(row["shape"]), _size(row["bytes"]))
     for alias, name in manifest.aliases.items():
-        table.add_row(alias, f"same as {name}", "", "", "")
+        table.add_row(Text(alias), Text(f"same as {name}"), "", "", "")
     Console().print(table)
 
 

@@ -8,6 +8,7 @@ The checksum is of the values, not of the bytes, so a file that was only formatt
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import zlib
@@ -40,13 +41,16 @@ def encode(content: Mapping[str, Any]) -> bytes:
 def decode(data: bytes, where: Path) -> dict[str, Any]:
     """The content of a file. Raises CheckpointError naming the file."""
     try:
-        value = json.loads(data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        value = json.loads(
+            data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant, parse_float=_finite_number
+        )
+        checksum = value.pop(_CHECKSUM, None) if isinstance(value, dict) else None
+        text = canonical(value)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: it is not JSON as zeroshard writes it ({error})") from error
-    if not isinstance(value, dict) or _CHECKSUM not in value:
+    if checksum is None:
         raise CheckpointError(f"{where} is damaged: it is no JSON object with a checksum")
-    checksum = value.pop(_CHECKSUM)
-    if checksum != zlib.crc32(canonical(value).encode()):
+    if checksum != zlib.crc32(text.encode()):
         raise CheckpointError(f"{where} is damaged: its content does not match its checksum")
     return value
 
@@ -78,6 +82,14 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
     return found
+
+
+def _finite_number(text: str) -> float:
+    """Python reads 1e999 as infinity, which is no number of JSON either."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no number that fits in 64 bits")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:
