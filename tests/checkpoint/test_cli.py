@@ -44,6 +44,14 @@ def test_ls_lists_checkpoints_and_tensors(base: Path) -> None:
     assert "same as w" in _run("ls", str(base), "--tensors")
 
 
+def test_ls_warns_of_a_latest_that_names_nothing(base: Path) -> None:
+    (base / "latest").write_text("step9")
+    for options in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["ls", str(base), *options], env={"NO_COLOR": "1"})
+        assert "latest names 'step9', which is no checkpoint there; a load takes step3" in result.stderr
+        assert "step9" not in result.stdout
+
+
 def test_verify_finds_damage_and_ends_with_status_1(base: Path) -> None:
     assert json.loads(_run("verify", str(base), "--json"))["whole"] is True
     assert "is whole" in _run("verify", str(base / "step0"))

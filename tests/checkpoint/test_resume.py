@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +293,79 @@ def _misuse(directory: str, rank: int) -> None:
     engine.destroy()
 
 
+class _Faulty:
+    """A scheduler that fails in a way that nobody has foreseen."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._at == "save":
+            raise RuntimeError("no state today")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._at == "load":
+            raise KeyError("missing")
+
+
+def _unforeseen(directory: str, rank: int) -> None:
+    """Errors of any kind at any moment on rank 1: in seconds both ranks raise, and name rank and cause."""
+    engine = Run(scheduler=False).start()
+    faulty = dict.fromkeys(("save", "load"), _Faulty(""))
+    zeroshard.save(engine.module, directory, "whole", scheduler=_Faulty(""))
+
+    def save(background: bool = False) -> None:
+        zeroshard.save(engine.module, directory, "new", scheduler=faulty["save"], background=background)
+        zeroshard.wait_for_checkpoint(engine.module)
+
+    def load() -> None:
+        zeroshard.load(engine.module, directory, scheduler=faulty["load"])
+
+    def fails(error: Exception) -> Callable[..., Any]:
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        return raising
+
+    here = "zeroshard.engine.checkpoints"
+    cases: list[tuple[Callable[[], object], str, Exception, str]] = [
+        (save, "zeroshard.checkpoint.saver.write_pieces", zlib.error("odd"), "error: odd"),
+        (partial(save, True), "zeroshard.checkpoint.saver.write_pieces", OSError(5, "bad disk", "f"), "f: bad disk"),
+        (partial(save, True), "zeroshard.checkpoint.staging.Staging.copy", MemoryError("full"), "MemoryError: full"),
+        (save, f"{here}.buffer_sums", ValueError("sums"), "ValueError: sums"),
+        (save, f"{here}.pieces", LookupError("pieces"), "LookupError: pieces"),
+        (load, f"{here}.CheckpointReader", OSError(5, "bad disk"), "bad disk"),
+        (load, f"{here}.loading.apply", ArithmeticError("late"), "ArithmeticError: late.*do not train on"),
+        (load, f"{here}.set_generators", BufferError("later"), "BufferError: later.*do not train on"),
+    ]
+    for call, place, error, said in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(place, fails(error))
+            started = time.monotonic()
+            with pytest.raises(CheckpointError, match=f"(?s){said}" if rank == 1 else f"(?s)rank 1 failed: .*{said}"):
+                call()
+            assert time.monotonic() - started < 5, place
+        torch.distributed.barrier()
+        assert sorted(os.listdir(directory)) == ["latest", "whole"], place
+        torch.distributed.barrier()
+    for at, said in (("save", "RuntimeError: no state today"), ("load", "KeyError: 'missing'.*do not train on")):
+        faulty[at] = _Faulty(at if rank == 1 else "")
+        with pytest.raises(CheckpointError, match=f"(?s){said}" if rank == 1 else f"(?s)rank 1 failed: .*{said}"):
+            (save if at == "save" else load)()
+    faulty["load"] = _Faulty("")
+    load()
+    engine.destroy()
+
+
 def _refusals(rank: int, world_size: int, directory: str) -> None:
-    for name in ("damage", "misfit", "misuse"):
+    for name in ("damage", "misfit", "misuse", "unforeseen"):
         os.makedirs(f"{directory}/{name}", exist_ok=True)
     _damage(f"{directory}/damage", rank)
     _misfit(f"{directory}/misfit")
     _misuse(f"{directory}/misuse", rank)
+    _unforeseen(f"{directory}/unforeseen", rank)
 
 
 def test_what_is_damaged_missing_or_of_another_run_is_refused_on_all_ranks_and_nothing_changes(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.checkpoint import directory
-from zeroshard.checkpoint.manifest import MANIFEST, TensorInfo, TensorKind
+from zeroshard.checkpoint.draft import begin, write_manifest
+from zeroshard.checkpoint.manifest import TensorInfo, TensorKind
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 
 
@@ -28,7 +28,7 @@ def save_tensors(
     base: Path, tag: str, tensors: Mapping[str, torch.Tensor], ranks: int, aliases: Mapping[str, str] | None = None
 ) -> Path:
     """A checkpoint in which each tensor is divided evenly over `ranks`."""
-    folder = directory.begin(base, tag)
+    draft = begin(base, tag)
     for rank in range(ranks):
         pieces = []
         for name, tensor in tensors.items():
@@ -36,7 +36,8 @@ def save_tensors(
             start, stop = rank * numel // ranks, (rank + 1) * numel // ranks
             if start < stop or (rank == 0 and not numel):
                 pieces.append(Piece(info_of(name, tensor), start, stop, reads(tensor)))
-        write_pieces(folder, rank, pieces, {"rank": rank})
-    manifest = join_tables(folder, ranks, aliases or {}, {"step": 7})
-    directory.write_synced(folder / MANIFEST, manifest.encode())
-    return directory.publish(base, tag, latest=True)
+        write_pieces(draft.folder, rank, pieces, {"rank": rank})
+    write_manifest(draft, join_tables(draft.folder, ranks, aliases or {}, {"step": 7}))
+    folder = draft.publish(latest=True)
+    draft.close()
+    return folder

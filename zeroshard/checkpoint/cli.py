@@ -7,6 +7,7 @@ is damage that was found, 2 a mistake of the call.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,13 +48,15 @@ def list_(
         _list_tensors(_folder(path), as_json)
         return
     rows = [_summary(found) for found in _there(path)]
+    newest = directory.newest(path)
+    if newest.passed_over is not None:
+        print(f"warning: {newest.passed_over}; a load takes {newest.tag}", file=sys.stderr)
     if as_json:
         _print_json(rows)
         return
-    newest = directory.find(path).name
     table = Table("tag", "step", "ranks", "tensors", "size", "state", title=Text(str(path)))
     for row in rows:
-        state = row["problem"] or ("latest" if row["tag"] == newest else "")
+        state = row["problem"] or ("latest" if row["tag"] == newest.tag else "")
         numbers = (_shown(row["step"]), _shown(row["ranks"]), _shown(row["tensors"]), _size(row["bytes"]))
         table.add_row(row["tag"], *numbers, Text(state))
     Console().print(table)
@@ -95,7 +98,7 @@ def prune(
     tags = directory.prunable(path, keep)
     for number, found in enumerate(tags):
         if not dry_run:
-            directory.remove(found.folder)
+            directory.remove(found)
         if not as_json:
             print(f"{'would remove' if dry_run else 'removed'} {found.tag} ({number + 1} of {len(tags)})")
     if as_json:

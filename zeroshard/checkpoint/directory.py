@@ -1,32 +1,40 @@
-"""A directory of checkpoints: which there are, which is the newest, and how one takes its place without being half.
+"""A directory of checkpoints: which there are, which is the newest, and which ones are removed.
 
-    DIR/TAG            a checkpoint that is whole: it got its name when all of it was on the disk
-    DIR/latest         the tag of the newest one, for people and for other tools
-    DIR/.TAG.partial   one that is being written, or was when its writer was killed; the next save removes it
-    DIR/.TAG.old       the one that TAG replaces, until TAG is there; found under TAG if the writer was killed just then
+    DIR/TAG                  a checkpoint that is whole: it got its name when all of it was on the disk
+    DIR/latest               the tag of the newest one, for people and for other tools
+    DIR/.TAG.OWNER.partial   one that is being written, or was when its writer was killed; the next save removes it
+    DIR/.TAG.OTHER.old       what TAG replaces, until TAG is there; found under TAG if the writer was killed just then
 
-Each step is one rename, and each is preceded by an fsync of what it names, so a crash of the machine is a kill too.
+How one is written is in `draft`. Their order is recorded in each: file times are those of a clock that may be set back,
+or of a copy. Links are followed to read, never to remove.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-import shutil
+import stat
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.errors import CheckpointError
+from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_ORDER, OWN_FILE
+from zeroshard.checkpoint.owned import delete, new_id, owned_name, owned_path, sync_folder
+from zeroshard.errors import CheckpointError, ZeroShardWarning
 
 LATEST = "latest"
+_ORDER = re.compile(rb'"order": ([0-9]{1,19}),')
+_HEAD_NBYTES = 512
+_LOOKS = 50
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A whole checkpoint; `order` grows with the time at which it was finished."""
+    """A whole checkpoint; `order` grows with each save."""
 
     tag: str
     folder: Path
@@ -39,97 +47,143 @@ def check_tag(tag: str) -> None:
         raise CheckpointError(f"checkpoint tag {tag!r}: use letters, digits, '.', '_' and '-' only")
 
 
-def partial_folder(base: Path, tag: str) -> Path:
-    """Where a checkpoint is written before it gets its name."""
-    return base / f".{tag}.partial"
+def check_place(folder: Path) -> None:
+    """Raises CheckpointError where a new checkpoint would take the place of something that is none of ours."""
+    for _ in range(_LOOKS):  # another job may be replacing it just then
+        if not os.path.lexists(folder) or _is_ours(folder):
+            return
+    raise CheckpointError(
+        f"checkpoint {folder}: something that is no checkpoint of zeroshard has this name; it was left as it is. "
+        "Move it away, or give another tag or directory"
+    )
 
 
-def old_folder(base: Path, tag: str) -> Path:
-    """Where a checkpoint is while another takes its place; it stays there if the process is killed just then."""
-    return base / f".{tag}.old"
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, damaged or not, or what a kill has left of one."""
+    try:
+        head = _head(folder)
+    except FileNotFoundError:
+        head = b""
+    except OSError:
+        return False
+    if head.strip(b"\0"):
+        return FORMAT.encode() in head
+    try:
+        return all(name == MANIFEST or OWN_FILE.fullmatch(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of which everything was written."""
+    return (folder / MANIFEST).is_file()
 
 
 def find(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
     """The folder of a checkpoint: that of `tag`, or the newest. Raises CheckpointError when there is none.
 
-    Without `latest` (a save with save_latest=False, a kill between two renames) the newest one is found by its time.
+    Without `latest` (a save with save_latest=False) the newest is the last one saved; a `latest` that names nothing is
+    passed over with a ZeroShardWarning.
     """
     base = Path(directory)
     if tag is None:
-        tag = _latest_tag(base)
+        named = newest(base)
+        if named.passed_over is not None:
+            warnings.warn(f"{named.passed_over}; {named.tag} is taken", ZeroShardWarning, stacklevel=2)
+        tag = named.tag
     check_tag(tag)
-    for folder in (base / tag, old_folder(base, tag)):
-        if (folder / MANIFEST).is_file():
-            return folder
-    known = ", ".join(found.tag for found in whole(base)) or "none"
+    if is_whole(base / tag):
+        return base / tag
+    there = whole(base)
+    for found in there:  # while TAG is replaced it has another name
+        if found.tag == tag:
+            return found.folder
+    known = ", ".join(found.tag for found in there) or "none"
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {base} (no file {base / tag / MANIFEST}); those that are there: {known}"
     )
 
 
-def _latest_tag(base: Path) -> str:
+@dataclass(frozen=True)
+class Newest:
+    """Which checkpoint is the newest; `passed_over` says what is wrong with `latest` where that does not name it."""
+
+    tag: str
+    passed_over: str | None = None
+
+
+def newest(base: Path) -> Newest:
+    """What `latest` names, or where there is no `latest` the last one saved. CheckpointError when there is none."""
+    pointer = base / LATEST
     try:
-        with (base / LATEST).open("rb") as file:
+        with pointer.open("rb") as file:
             text = file.read(1024).decode(errors="replace").strip()
-    except OSError:
-        text = ""
-    if _TAG.fullmatch(text) and any((f / MANIFEST).is_file() for f in (base / text, old_folder(base, text))):
-        return text
+        problem = f"{pointer} names {text[:80]!r}, which is no checkpoint there"
+    except FileNotFoundError:
+        text, problem = "", None
+    except OSError as error:
+        text, problem = "", f"{pointer} can't be read ({error.strerror})"
     there = whole(base)
+    if text in {found.tag for found in there}:
+        return Newest(text)
     if not there:
-        raise CheckpointError(f"{base} holds no finished checkpoint (there is no file {LATEST!r} in it)")
-    return there[-1].tag
+        raise CheckpointError(f"{base} holds no finished checkpoint" + (f"; {problem}" if problem else ""))
+    return Newest(there[-1].tag, problem)
 
 
 def whole(directory: str | os.PathLike[str]) -> list[Found]:
     """All whole checkpoints of a directory, oldest first."""
-    return sorted(_whole(Path(directory)), key=lambda found: (found.order, found.tag))
+    base = Path(directory)
+    found: dict[str, Found] = {}
+    there: list[Found] = []
+    for _ in range(_LOOKS):
+        names = _names(base)
+        there = list(_whole(base, names))
+        if names == _names(base):  # a listing may miss what is renamed meanwhile
+            break
+    for one in sorted(there, key=lambda one: (one.folder.name == one.tag, one.order)):
+        found[one.tag] = one  # the last counts: TAG itself, else the newest of what TAG was to take the place of
+    return sorted(found.values(), key=lambda one: (one.order, one.tag))
 
 
-def _whole(base: Path) -> Iterator[Found]:
-    if not base.is_dir():
-        return
-    for folder in base.iterdir():
-        name = folder.name
-        tag = name[1:-4] if name.startswith(".") and name.endswith(".old") else name
-        if not _TAG.fullmatch(tag) or (tag != name and (base / tag / MANIFEST).is_file()):
-            continue
-        try:
-            order = os.stat(folder / MANIFEST).st_mtime_ns
-        except OSError:
-            continue
-        yield Found(tag, folder, order)
+def _names(base: Path) -> set[str]:
+    try:
+        return set(os.listdir(base))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
-def begin(base: Path, tag: str) -> Path:
-    """An empty folder in which checkpoint `tag` is to be written. OSError where it can't be made."""
-    base.mkdir(parents=True, exist_ok=True)
-    for leftover in base.glob(".*.partial"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink(missing_ok=True)
-    folder = partial_folder(base, tag)
-    folder.mkdir()
-    return folder
+def _whole(base: Path, names: set[str]) -> Iterator[Found]:
+    for name in names:
+        tag = owned_name(base / name, "old") or name
+        if _TAG.fullmatch(tag) and tag != LATEST:
+            try:
+                yield Found(tag, base / name, _order(base / name))
+            except OSError:  # no checkpoint
+                continue
 
 
-def publish(base: Path, tag: str, *, latest: bool) -> Path:
-    """Give a finished checkpoint its name; `latest` makes it the newest. OSError where that fails."""
-    folder, final, old = partial_folder(base, tag), base / tag, old_folder(base, tag)
-    sync_folder(folder)
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    folder.rename(final)
-    sync_folder(base)
-    if latest:
-        pointer = base / f".{LATEST}.partial"
-        write_synced(pointer, tag.encode())
-        pointer.replace(base / LATEST)
-        sync_folder(base)
-    shutil.rmtree(old, ignore_errors=True)
-    return final
+def _order(folder: Path) -> int:
+    """The recorded place in the order of saves, which is a time; that of the file where none is recorded."""
+    match = _ORDER.search(_head(folder))
+    order = int(match[1]) if match else 0
+    return order if 0 < order < MAX_ORDER else os.stat(folder / MANIFEST).st_mtime_ns
+
+
+def _head(folder: Path) -> bytes:
+    """How `checkpoint.json` begins. OSError where it is missing or no plain file."""
+    descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no plain file")
+        return os.pread(descriptor, _HEAD_NBYTES, 0)
+    finally:
+        os.close(descriptor)
+
+
+def next_order(base: Path) -> int:
+    """The place of a new checkpoint in the order of saves: the time in ns, or later if the clock was set back."""
+    return max(time.time_ns(), *(found.order + 1 for found in whole(base)), 1)
 
 
 def prunable(base: Path, keep: int, *, protect: str | None = None) -> list[Found]:
@@ -137,37 +191,25 @@ def prunable(base: Path, keep: int, *, protect: str | None = None) -> list[Found
     there = whole(base)
     if not there:
         return []
-    kept = {protect, _latest_tag(base), *(found.tag for found in there[max(0, len(there) - keep) :])}
+    kept = {protect, newest(base).tag, *(found.tag for found in there[max(0, len(there) - keep) :])}
     return [found for found in there if found.tag not in kept]
 
 
 def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:
-    """Remove the `prunable` checkpoints; returns their tags."""
+    """Remove the `prunable` checkpoints; returns their tags. OSError where one can't be removed."""
     removed = prunable(base, keep, protect=protect)
     for found in removed:
-        remove(found.folder)
+        remove(found)
     return [found.tag for found in removed]
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint; at a kill midway it is no checkpoint any more."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    sync_folder(folder)
-    shutil.rmtree(folder)
-
-
-def write_synced(file: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def remove(found: Found) -> None:
+    """Remove a checkpoint, of a link the link alone; from the first moment on it is no checkpoint any more. OSError."""
+    base = found.folder.parent
+    going = owned_path(base, found.tag, new_id(), "removed")
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        found.folder.rename(going)
+    except FileNotFoundError:  # another process removes it too
+        return
+    sync_folder(base)
+    delete(going)

@@ -31,16 +31,28 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where they are none that `set_generators` can go on from on a CPU."""
+    _set(states, random.Random(), np.random.RandomState(), torch.Generator())
+
+
 def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     """Go on from saved states. Raises CheckpointError where they are none."""
+    _set(states, random, np.random, torch.default_generator)
+    if device.type == "cuda" and "cuda" in states:
+        try:
+            torch.cuda.set_rng_state(_bytes(states["cuda"]), device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint's state of a GPU's random numbers is none: {error}") from error
+
+
+def _set(states: Mapping[str, Any], python: Any, numpy: Any, torchs: torch.Generator) -> None:
     try:
         version, internal, second = states["python"]
-        random.setstate((version, tuple(internal), second))
+        python.setstate((version, tuple(internal), second))
         kind, keys, position, has_gauss, gauss = states["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        torch.set_rng_state(_bytes(states["torch"]))
-        if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(_bytes(states["cuda"]), device)
+        numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        torchs.set_state(_bytes(states["torch"]))
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the checkpoint's state of a random number generator is none: {error}") from error
 

@@ -6,7 +6,8 @@
     DIR/TAG/optimizer-00003-0.safetensors  rank 3's parts of the optimizer's state
                           |- a tensor is at most once in a file, so the second rectangle of a part is in ...-1
 
-    checkpoint.json   version, world_size, files {name: bytes, crc32 of the header}
+    checkpoint.json   version, order (of saves into the directory), world_size
+                      files {name: bytes, crc32 of the header}
                       tensors {name: kind, dtype, shape, parts [file, begin, offsets, sizes, crc32 per block]}
                       aliases {other name of a tied parameter: its name}
                       state   counters, hyper-parameters, scheduler, loss scale, client state, ...
@@ -45,7 +46,10 @@ BLOCK = 4 << 20
 """Bytes that have a checksum of their own, counted from the begin of each part; the last block may be shorter."""
 MAX_NAME = 1024
 _MAX_SIZE = 1 << 62
+MAX_ORDER = _MAX_SIZE
 _FILE = re.compile(r"(model|optimizer)-[0-9]{5,9}-[0-9]{1,3}\.safetensors")
+OWN_FILE = re.compile(rf"{_FILE.pattern}|rank-[0-9]{{5,9}}\.json")
+"""Names of what is in a checkpoint's folder beside the table; a rank's own table is there while it is written."""
 
 
 class TensorKind(str, Enum):
@@ -124,7 +128,11 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of `checkpoint.json`; see the head of this file. `parts` of a tensor are in the order of their elements."""
+    """All of `checkpoint.json`; see the head of this file. `parts` of a tensor are in the order of their elements.
+
+    Attributes:
+        order: grows with each save into a directory; 0 where it is not known.
+    """
 
     world_size: int
     files: Mapping[str, FileInfo]
@@ -133,6 +141,7 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[Mapping[str, Any], ...] = ()
+    order: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +161,7 @@ class Manifest:
             {
                 "format": FORMAT,
                 "version": VERSION,
+                "order": self.order,  # among the first, where `directory` looks for it
                 "world_size": self.world_size,
                 "files": files,
                 "tensors": tensors,
@@ -197,9 +207,12 @@ def _decode(content: Mapping[str, Any]) -> Manifest:
         if check_name(alias) in tensors or name not in tensors:
             raise CheckpointError(f"{alias!r} can't be another name of {name!r}")
     state, ranks = content["state"], content["ranks"]
-    if not isinstance(state, dict) or not isinstance(ranks, list) or not all(isinstance(item, dict) for item in ranks):
+    world_size = _count(content["world_size"])
+    kept = isinstance(ranks, list) and len(ranks) == world_size and all(isinstance(item, dict) for item in ranks)
+    if not isinstance(state, dict) or not kept:
         raise CheckpointError("'state' and 'ranks' are not what they must be")
-    return Manifest(_count(content["world_size"]), files, tensors, parts, aliases, state, tuple(ranks))
+    order = _count(content.get("order", 0))
+    return Manifest(world_size, files, tensors, parts, aliases, state, tuple(ranks), order)
 
 
 def check_name(name: object) -> str:

@@ -12,7 +12,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 import torch
@@ -25,9 +26,18 @@ from zeroshard.errors import CheckpointError, ZeroShardError
 T = TypeVar("T")
 LABEL = "(checkpoint: all ranks save and load together)"
 """What the log calls collectives of saves and loads; it is in the error when one rank issues them alone."""
+_TOLD_NBYTES = 2000
 _POLL_S = 0.02
 _ALONE_S = 60.0
 """How long a thread waits for its peers after its own main thread has ended."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, as it says."""
+
+    rank: int
+    problem: str
 
 
 class Meeting(Protocol):
@@ -36,8 +46,8 @@ class Meeting(Protocol):
     rank: int
     size: int
 
-    def first_failed(self, failed: bool) -> int | None:
-        """Called by all ranks; the lowest rank that failed, None where none did."""
+    def first_failed(self, problem: str | None) -> Failure | None:
+        """Called by all ranks with what went wrong; the failure of the lowest rank, None where nothing did."""
         ...
 
 
@@ -48,11 +58,19 @@ class CollectiveMeeting:
         self.rank, self.size = control.rank, control.size
         self._control, self._device = control, device
 
-    def first_failed(self, failed: bool) -> int | None:
+    def first_failed(self, problem: str | None) -> Failure | None:
         """See Meeting."""
-        flag = torch.tensor([self.rank if failed else self.size], dtype=torch.int64, device=self._device)
+        flag = torch.tensor([self.size if problem is None else self.rank], dtype=torch.int64, device=self._device)
         self._control.wait(self._control.all_reduce(flag, LABEL, op=dist.ReduceOp.MIN))
-        return None if int(flag) == self.size else int(flag)
+        rank = int(flag)
+        return None if rank == self.size else Failure(rank, self.told(problem or "", rank))
+
+    def told(self, text: str, source: int) -> str:
+        """Called by all ranks; the text of rank `source`, of which 2000 bytes are told."""
+        content = text.encode(errors="replace")[:_TOLD_NBYTES] if self.rank == source else b""
+        told = torch.frombuffer(bytearray(content.ljust(_TOLD_NBYTES, b"\0")), dtype=torch.uint8).to(self._device)
+        self._control.wait(self._control.broadcast(told, source, LABEL))
+        return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def same(self, text: str) -> bool:
         """Called by all ranks; whether all gave the same text."""
@@ -73,14 +91,14 @@ class StoreMeeting:
         self._name, self._watchdog = name, watchdog
         self._phase = 0
 
-    def first_failed(self, failed: bool) -> int | None:
+    def first_failed(self, problem: str | None) -> Failure | None:
         """See Meeting. Raises ZeroShardError where the other ranks are gone."""
         if self._store is None:
-            return 0 if failed else None
+            return None if problem is None else Failure(0, problem)
         key = f"zeroshard/checkpoint/{self._name}/{self._phase}"
         self._phase += 1
-        if failed:
-            self._store.set(f"{key}/failed/{self.rank}", "failed")
+        if problem is not None:
+            self._store.set(f"{key}/failed/{self.rank}", problem[:_TOLD_NBYTES])
         self._store.add(f"{key}/came", 1)
         left_alone: float | None = None
         while self._store.add(f"{key}/came", 0) < self.size:
@@ -91,37 +109,67 @@ class StoreMeeting:
                 if time.monotonic() - left_alone > _ALONE_S:
                     raise CheckpointError("the save was given up: the other ranks did not finish their part")
             time.sleep(_POLL_S)
-        failures = [rank for rank in range(self.size) if self._store.check([f"{key}/failed/{rank}"])]
-        return failures[0] if failures else None
+        for rank in range(self.size):
+            if self._store.check([f"{key}/failed/{rank}"]):
+                return Failure(rank, self._store.get(f"{key}/failed/{rank}").decode(errors="replace"))
+        return None
 
 
-def together(meeting: Meeting, work: Callable[[], T], where: Path, consequence: str = "") -> T:
+class _Part:
+    """A rank's part of what ranks do together: whatever goes wrong in it is kept, for the others wait for this rank.
+
+    A context manager, as it takes every error and not those that somebody thought of; what ends the process
+    (KeyboardInterrupt, SystemExit) passes.
+    """
+
+    def __init__(self, where: object) -> None:
+        self._where = where
+        self.problem: Exception | None = None
+        self.told: str | None = None
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.told = str(error)
+        if isinstance(error, (ZeroShardError, Warning)):  # warnings that are to be errors
+            self.problem = error
+            return True
+        if isinstance(error, OSError) and error.filename:
+            self.told = f"{error.filename}: {error.strerror}"
+        elif not isinstance(error, OSError):
+            self.told = f"{type(error).__name__}: {error}"
+        self.problem = CheckpointError(f"checkpoint {self._where}: {self.told}")
+        self.problem.__cause__ = error
+        return True
+
+
+def together(meeting: Meeting, work: Callable[[], T], where: object, consequence: str = "") -> T:
     """Run `work` on all ranks; returns what it gave here if it succeeded everywhere, so it is a barrier too.
 
     Args:
         consequence: what a failure elsewhere means here, for the message.
 
     Raises:
-        CheckpointError: it failed here, or on another rank.
+        CheckpointError: it failed on another rank, which is named with its cause, or here for a reason that is no
+            error of zeroshard.
+        ZeroShardError: it failed here.
     """
     done: list[T] = []
-    problem: ZeroShardError | None = None
-    try:
+    with _Part(where) as part:
         done.append(work())
-    except ZeroShardError as error:
-        problem = error
-    except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        problem = CheckpointError(f"checkpoint {where}: {what}")
-        problem.__cause__ = error
     try:
-        failed = meeting.first_failed(problem is not None)
+        failed = meeting.first_failed(part.told)
     except (ZeroShardError, RuntimeError):
-        if problem is not None:
-            raise problem from None
+        if part.problem is not None:
+            raise part.problem from part.problem.__cause__
         raise
-    if problem is not None:
-        raise problem
+    if part.problem is not None:
+        raise part.problem
     if failed is not None:
-        raise CheckpointError(f"checkpoint {where}: rank {failed} failed, its own error says why{consequence}")
+        raise CheckpointError(f"checkpoint {where}: rank {failed.rank} failed: {failed.problem}{consequence}")
     return done[0]

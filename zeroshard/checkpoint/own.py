@@ -6,7 +6,6 @@ The first is what `export` reads, the second what `import` writes: one rank's fi
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import directory, jsonfile
+from zeroshard.checkpoint.draft import Draft, begin, write_manifest
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, Scaler
 from zeroshard.checkpoint.foreign.stored import Held, InMemory, Lazy, StoredTensor, numel
-from zeroshard.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, TensorKind
+from zeroshard.checkpoint.manifest import MANIFEST, TensorInfo, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
@@ -121,20 +121,19 @@ def write_own(contents: Contents, base: str | os.PathLike[str], tag: str, progre
     Raises:
         CheckpointError: something can't be read or written; a checkpoint of that name is still what it was.
     """
-    directory.check_tag(tag)
     where = Path(base)
-    folder: Path | None = None
+    draft: Draft | None = None
     try:
-        folder = directory.begin(where, tag)
-        write_pieces(folder, 0, _pieces(contents, progress), {})
-        manifest: Manifest = join_tables(folder, 1, contents.aliases, jsonfile.as_read(state_of(contents)))
-        directory.write_synced(folder / MANIFEST, manifest.encode())
-        return directory.publish(where, tag, latest=True)
+        draft = begin(where, tag)
+        write_pieces(draft.folder, 0, _pieces(contents, progress), {})
+        manifest = join_tables(draft.folder, 1, contents.aliases, jsonfile.as_read(state_of(contents)))
+        write_manifest(draft, manifest)
+        return draft.publish(latest=True)
     except OSError as error:
         raise CheckpointError(f"{where / tag} can't be written: {error}") from error
     finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if draft is not None:
+            draft.close()
 
 
 def state_of(contents: Contents) -> dict[str, Any]:

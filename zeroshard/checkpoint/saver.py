@@ -1,7 +1,7 @@
 """Saves: the steps by which ranks make one checkpoint, at once or in a thread while training goes on.
 
-    main thread   the last save has ended -> rank 0 makes an empty folder -> [copy into staging memory]
-    either        every rank writes its files -> rank 0 joins the tables, gives the folder its name, prunes
+    main thread   rank 0 begins a draft and tells its folder -> [copy into staging memory]
+    either        every rank writes its files -> rank 0 joins the tables, publishes the draft, prunes
 
 At every moment the newest checkpoint that `directory.find` gives is whole. A failure anywhere fails on all ranks and
 leaves what was there.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.checkpoint import directory
-from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint import directory, jsonfile
+from zeroshard.checkpoint.draft import Draft, begin, draft_folder, write_manifest
+from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.manifest import check_name
 from zeroshard.checkpoint.meeting import CollectiveMeeting, Meeting, StoreMeeting, together
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
@@ -29,6 +32,8 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 _LOGGER = logging.getLogger("zeroshard")
+_MAX_STATE_NBYTES = jsonfile.MAX_BYTES // 4
+_UNCHANGED = "; the checkpoints that were there are unchanged"
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,24 @@ class Request:
     @property
     def final(self) -> Path:
         return self.base / self.tag
+
+    def check(self) -> None:
+        """Raises CheckpointError for what could be written but not read again."""
+        for piece in self.pieces:
+            check_name(piece.info.name)
+            name_of(piece.info.dtype, piece.info.name)
+        for alias in self.aliases:
+            check_name(alias)
+        for what in (self.state, self.own):
+            try:
+                nbytes = len(jsonfile.canonical(what))
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(f"checkpoint {self.final}: its state can't be kept in JSON: {error}") from error
+            if nbytes > _MAX_STATE_NBYTES:
+                raise CheckpointError(
+                    f"checkpoint {self.final}: what is to be kept beside tensors has {nbytes} bytes as JSON, more than "
+                    f"{_MAX_STATE_NBYTES}; keep less in client_state"
+                )
 
 
 class Saver:
@@ -85,30 +108,45 @@ class Saver:
         return self._here
 
     def save(self, request: Request, *, background: bool) -> None:
-        """Save now, or copy now and write in a thread.
+        """Save now, or copy now and write in a thread. The save before has ended: `wait` was called.
 
         Raises:
-            CheckpointError: this save, or the one before that was still being written, failed.
+            CheckpointError: it failed, here or on another rank.
         """
-        self.wait()
-        base, tag = request.base, request.tag
         first = self._here.rank == 0
+        base, tag, final = request.base, request.tag, request.final
         if not self._here.same(f"{tag} {request.latest} {request.keep} {background}"):
             raise CheckpointError(
-                f"checkpoint {request.final}: the ranks do not agree on tag, save_latest, keep and async (this rank: "
+                f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep and async (this rank: "
                 f"tag {tag!r}, {request.latest}, {request.keep}, {background}); give all the same"
             )
-        together(self._here, lambda: _begin(base, tag) if first else None, request.final)
-        if not background:
-            self._write(request, self._here)
-            return
-        self._count += 1
+        with ExitStack() as undo:
+            draft = together(self._here, lambda: begin(base, tag, latest=request.latest) if first else None, final)
+            if draft is not None:
+                undo.callback(draft.close)
+            folder = draft_folder(base, tag, self._here.told(draft.owner.id if draft is not None else "", 0))
+            writing = _Writing(request, folder, draft)
+            if not background:
+                writing.run(self._here)
+                return
+            self._count += 1
+            staged, meeting = together(self._here, lambda: self._staged(writing), final, _UNCHANGED)
+            thread = threading.Thread(
+                target=self._in_thread, args=(staged, meeting), name=f"checkpoint {tag}", daemon=False
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the other ranks' threads have begun
+                meeting.first_failed(str(error))
+                raise CheckpointError(f"checkpoint {final}: {error}") from error
+            self._running = thread
+            undo.pop_all()
+
+    def _staged(self, writing: _Writing) -> tuple[_Writing, StoreMeeting]:
+        """With a copy of the state, and where the threads of all ranks meet."""
+        request = writing.request
         meeting = StoreMeeting(self._store, self._here.rank, self._here.size, str(self._count), self._watchdog)
-        staged = replace(request, pieces=self._staging.copy(request.pieces))
-        self._running = threading.Thread(
-            target=self._in_thread, args=(staged, meeting), name=f"checkpoint {tag}", daemon=False
-        )
-        self._running.start()
+        return replace(writing, request=replace(request, pieces=self._staging.copy(request.pieces))), meeting
 
     def wait(self) -> None:
         """Wait for the save that is being written. Raises CheckpointError where it, or one before, failed."""
@@ -127,36 +165,44 @@ class Saver:
             _LOGGER.error("%s", error)
         self._staging.close()
 
-    def _in_thread(self, request: Request, meeting: Meeting) -> None:
+    def _in_thread(self, writing: _Writing, meeting: Meeting) -> None:
         try:
-            self._write(request, meeting)
+            writing.run(meeting)
         except (ZeroShardError, RuntimeError) as error:  # RuntimeError: the store is gone with its process
             self._problem = CheckpointError(str(error))
-            _LOGGER.error("asynchronous save of %s failed: %s", request.final, error)
+            _LOGGER.error("asynchronous save of %s failed: %s", writing.request.final, error)
+        finally:
+            if writing.draft is not None:
+                writing.draft.close()
 
-    def _write(self, request: Request, meeting: Meeting) -> None:
-        folder = directory.partial_folder(request.base, request.tag)
-        unchanged = "; the checkpoints that were there are unchanged"
+
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint that is being written into `folder`; rank 0 has its draft."""
+
+    request: Request
+    folder: Path
+    draft: Draft | None
+
+    def run(self, meeting: Meeting) -> None:
+        """Write, all ranks; rank 0 makes it a checkpoint."""
+        request = self.request
         together(
             meeting,
-            lambda: write_pieces(folder, meeting.rank, request.pieces, request.own),
+            lambda: write_pieces(self.folder, meeting.rank, request.pieces, request.own),
             request.final,
-            unchanged,
+            _UNCHANGED,
         )
-        together(
-            meeting, lambda: _finish(request, meeting.size) if meeting.rank == 0 else None, request.final, unchanged
-        )
+        together(meeting, lambda: self._finish(meeting.size), request.final, _UNCHANGED)
 
-
-def _begin(base: Path, tag: str) -> None:
-    directory.check_tag(tag)
-    directory.begin(base, tag)
-
-
-def _finish(request: Request, ranks: int) -> None:
-    folder = directory.partial_folder(request.base, request.tag)
-    manifest = join_tables(folder, ranks, request.aliases, request.state)
-    directory.write_synced(folder / MANIFEST, manifest.encode())
-    directory.publish(request.base, request.tag, latest=request.latest)
-    if request.keep is not None:
-        directory.prune(request.base, request.keep, protect=request.tag)
+    def _finish(self, ranks: int) -> None:
+        request, draft = self.request, self.draft
+        if draft is None:
+            return
+        write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state))
+        draft.publish(latest=request.latest)
+        if request.keep is not None:
+            try:
+                directory.prune(request.base, request.keep, protect=request.tag)
+            except OSError as error:
+                _LOGGER.warning("checkpoint %s is whole, but older ones can't be removed: %s", request.final, error)

@@ -13,12 +13,18 @@ would take them all, and run them at the load.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+import torch
 
 from zeroshard.errors import CheckpointError
 
 _MARK = "$"
 _MAX_DEPTH = 100
+_MAX_BITS = 10_000
+"""Python refuses to turn numbers of some 14,000 bits into text."""
 
 
 def pack(value: Any, where: str, depth: int = 0) -> Any:
@@ -26,6 +32,8 @@ def pack(value: Any, where: str, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{where[:80]}... is nested more than {_MAX_DEPTH} deep (or holds itself)")
     if value is None or type(value) in (bool, int, str):
+        if type(value) is int and value.bit_length() > _MAX_BITS:
+            raise CheckpointError(f"{where} is a number of {value.bit_length()} bits, more than {_MAX_BITS}")
         return value
     if isinstance(value, float):
         value = float(value)
@@ -65,3 +73,65 @@ def unpack(value: Any) -> Any:
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"a value is not what it says: {error}") from error
     raise CheckpointError(f"a value is marked {marked[0][:40]!r}, which has no meaning; refused")
+
+
+def as_numbers(value: Any) -> Any:
+    """Tensors of one element and NumPy's scalars, also in lists, tuples and dicts, as numbers; all else as it is."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        items = [as_numbers(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {key: as_numbers(item) for key, item in value.items()}
+    return value
+
+
+def in_kind(saved: Any, own: Any) -> Any:
+    """A saved value as what it takes the place of: a tensor is filled, NumPy's scalars and numbers in tuples follow."""
+    if isinstance(own, torch.Tensor):
+        with torch.no_grad():
+            return own.fill_(saved)
+    if isinstance(own, np.generic):
+        return type(own)(saved)
+    if isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)) and len(own) == len(saved):
+        return type(saved)(in_kind(one, other) for one, other in zip(saved, own, strict=True))
+    return saved
+
+
+def other_kinds(saved: Any, own: Any, where: str, *, same_length: bool = True) -> Iterator[str]:
+    """Where a saved value is of another kind than the one that it is to take the place of.
+
+    None and true or false stand for each other, as do true or false and 1 or 0; where this run has None anything may.
+    """
+    one, other = _kind(saved), _kind(own)
+    if own is None or (saved is None and other != "a number"):
+        return
+    if one != other and not ({one, other} == {_BOOL, "a number"} and _is_bit(saved) and _is_bit(own)):
+        yield f"{where} is {saved!r:.40} there, which is {one}, and {other} in this run"
+    elif isinstance(saved, (list, tuple)) and len(saved) == len(own):
+        for number, (item, theirs) in enumerate(zip(saved, own, strict=True)):
+            yield from other_kinds(item, theirs, f"{where}[{number}]", same_length=same_length)
+    elif isinstance(saved, (list, tuple)) and same_length:
+        yield f"{where} has {len(saved)} values there, {len(own)} in this run"
+    elif isinstance(saved, dict):
+        for key in sorted(saved.keys() & own.keys(), key=str):
+            yield from other_kinds(saved[key], own[key], f"{where}.{key}", same_length=same_length)
+
+
+def _is_bit(value: object) -> bool:
+    return value in (0, 1)
+
+
+_BOOL = "true or false"
+_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, _BOOL),
+    ((int, float), "a number"),
+    (str, "text"),
+    ((list, tuple), "a list"),
+    (dict, "a dict"),
+)
+
+
+def _kind(value: Any) -> str:
+    return next((name for kinds, name in _KINDS if isinstance(value, kinds)), type(value).__name__)

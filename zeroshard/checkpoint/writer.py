@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import jsonfile
-from zeroshard.checkpoint.directory import write_synced
 from zeroshard.checkpoint.manifest import (
     BLOCK,
     FileInfo,
@@ -30,6 +29,7 @@ from zeroshard.checkpoint.manifest import (
     part_in,
     part_out,
 )
+from zeroshard.checkpoint.owned import write_synced
 from zeroshard.checkpoint.safefile import header
 from zeroshard.checkpoint.sink import open_sink
 from zeroshard.checkpoint.slices import Rectangle, rectangles

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,38 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import directory, loading
-from zeroshard.checkpoint.generators import generator_states, set_generators
+from zeroshard.checkpoint.generators import check_generators, generator_states, set_generators
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
-from zeroshard.checkpoint.meeting import LABEL, together
+from zeroshard.checkpoint.meeting import CollectiveMeeting, together
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
 from zeroshard.checkpoint.values import pack, unpack
-from zeroshard.engine.gathered import name_of
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.native import find_optimizer, find_stepper
 from zeroshard.engine.saved_model import (
     StateLoad,
+    buffer_sums,
     buffer_targets,
+    differing_buffers,
     parameter_targets,
     persistent_buffers,
     pieces,
 )
+from zeroshard.engine.saved_options import (
+    check_engine_counters,
+    counter_problems,
+    group_problems,
+    restore_groups,
+    saved_groups,
+    scheduler_problems,
+    scheduler_state,
+)
 from zeroshard.engine.step_base import StepperBase
-from zeroshard.errors import CheckpointError, UsageError, ZeroShardWarning
+from zeroshard.errors import CheckpointError, UsageError, ZeroShardError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.placement import Residency
 
-_MAX_TAG = 256
-_HALF_DONE = "some of the checkpoint was loaded and some not: do not train on with this model; load a whole checkpoint"
+_HALF_DONE = "some of it was loaded and some not: do not train on with this model; load a whole checkpoint"
 
 
 @dataclass(frozen=True)
@@ -110,10 +119,22 @@ def save(
         CheckpointError: it can't be written, on this rank or another; what was there is still there.
     """
     handle, stepper = handle_of(model), find_stepper(model)
-    if keep is not None and keep < 1:
-        raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
-    handle.runtime.drain()
-    handle.check_members()
+    saver = saver_of(handle)
+    where = f"{save_dir}/{tag}"
+
+    def prepare() -> tuple[Request, dict[str, int]]:
+        saver.wait()
+        if keep is not None and keep < 1:
+            raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
+        directory.check_tag(tag)
+        base = checked_directory(save_dir)
+        handle.runtime.drain()
+        handle.check_members()
+        state = _state(handle, model, stepper, scheduler, client_state, counters, frozen)
+        own = {"generators": generator_states(handle.device)}
+        return Request(base, tag, (), handle.plan.aliases, state, own, latest, keep), buffer_sums(handle)
+
+    request, sums = together(saver.meeting(), prepare, where)
     if handle.runtime.gradients.present:
         warnings.warn(
             "saving between backward and step: the gradients since the last step are in no checkpoint; a resumed run "
@@ -121,24 +142,16 @@ def save(
             ZeroShardWarning,
             stacklevel=2,
         )
-    saver = saver_of(handle)
-    base = _directory(save_dir)
+    differing = differing_buffers(handle, sums)
 
-    def request() -> Request:
-        directory.check_tag(tag)
-        return Request(
-            base=base,
-            tag=tag,
-            pieces=pieces(handle, None if stepper is None else stepper.update, frozen=frozen),
-            aliases=handle.plan.aliases,
-            state=_state(handle, model, stepper, scheduler, client_state, counters, frozen),
-            own={"generators": generator_states(handle.device)},
-            latest=latest,
-            keep=keep,
-        )
+    def complete() -> Request:
+        own = pieces(handle, None if stepper is None else stepper.update, differing, frozen=frozen)
+        whole = replace(request, pieces=own)
+        whole.check()
+        return whole
 
-    saver.save(together(saver.meeting(), request, base / str(tag)), background=background)
-    return base / tag
+    saver.save(together(saver.meeting(), complete, where), background=background)
+    return request.final
 
 
 def load(
@@ -161,17 +174,23 @@ def load(
     """
     handle, stepper = handle_of(model), find_stepper(model)
     saver = saver_of(handle)
-    saver.wait()
-    handle.runtime.drain()
-    handle.check_members()
-    folder = _agreed_folder(handle, _directory(load_dir), tag)
+
+    def settle() -> Path:
+        saver.wait()
+        handle.runtime.drain()
+        handle.check_members()
+        return checked_directory(load_dir)
+
+    folder = _agreed_folder(saver.meeting(), together(saver.meeting(), settle, load_dir), tag)
 
     def prepare() -> _Load:
         reader = CheckpointReader(folder)
         try:
             return _Load(handle, model, stepper, scheduler, reader, selection)
-        except CheckpointError:
+        except (ZeroShardError, Warning) as error:
             reader.close()
+            if isinstance(error, CheckpointError) and str(folder) not in str(error):
+                raise CheckpointError(f"{folder / MANIFEST}: {error}; nothing was changed") from error
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             reader.close()
@@ -180,7 +199,7 @@ def load(
 
     prepared = together(saver.meeting(), prepare, folder, "; nothing was changed here")
     try:
-        prepared.apply()
+        prepared.apply(saver.meeting())
     finally:
         prepared.reader.close()
     return prepared.loaded
@@ -188,11 +207,14 @@ def load(
 
 def any_checkpoint(model: nn.Module, load_dir: str | os.PathLike[str]) -> bool:
     """Whether the directory holds a checkpoint, as rank 0 sees it; called by all ranks."""
-    handle = handle_of(model)
-    saver_of(handle).wait()
-    there = torch.tensor([bool(directory.whole(load_dir))], dtype=torch.uint8, device=handle.device)
-    handle.comm.control.wait(handle.comm.control.broadcast(there, 0, LABEL))
-    return bool(there)
+    meeting = saver_of(handle_of(model)).meeting()
+
+    def look() -> bool:
+        saver_of(handle_of(model)).wait()
+        base = checked_directory(load_dir)
+        return meeting.rank == 0 and bool(directory.whole(base))
+
+    return bool(meeting.told("there" if together(meeting, look, load_dir) else "", 0))
 
 
 def wait_for_checkpoint(model: nn.Module) -> None:
@@ -208,30 +230,19 @@ def saver_of(handle: Handle) -> Saver:
     return handle.saver
 
 
-def _agreed_folder(handle: Handle, base: Path, tag: str | None) -> Path:
+def _agreed_folder(meeting: CollectiveMeeting, base: Path, tag: str | None) -> Path:
     """The checkpoint that rank 0 finds: on a network's disk another rank might not see the newest one yet."""
-    meeting, control = saver_of(handle).meeting(), handle.comm.control
     found = together(meeting, lambda: directory.find(base, tag).name if meeting.rank == 0 else "", base)
-    name = torch.zeros(_MAX_TAG, dtype=torch.uint8)
-    name[: len(found)] = torch.frombuffer(bytearray(found.encode() or b"\0"), dtype=torch.uint8)[: len(found)]
-    on_device = name.to(handle.device)
-    control.wait(control.broadcast(on_device, 0, LABEL))
-    return base / bytes(on_device.tolist()).rstrip(b"\0").decode()
+    return base / meeting.told(found, 0)
 
 
 # What is saved beside the tensors.
 
 
-def _check_counters(counters: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no engine has counted. A native save has none."""
-    counted = {name: value for name, value in counters.items() if name != "data"}
-    places = [value for place in counters.get("data", []) for value in place.values()]
-    for name, value in [*counted.items(), *(("data", value) for value in places)]:
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise ValueError(f"counters.{name} is {value!r}")
-
-
-def _directory(path: str | os.PathLike[str]) -> Path:
+def checked_directory(path: str | os.PathLike[str]) -> Path:
+    """A directory of checkpoints as it was given. Raises UsageError for empty text and what is no path."""
+    if isinstance(path, str) and not path:
+        raise UsageError("a checkpoint's directory is empty text; '.' is the current one")
     try:
         return Path(path)
     except TypeError as error:
@@ -253,7 +264,7 @@ def _state(
     return {
         "optimizer": _optimizer_state(optimizer, stepper),
         "scaler": None if stepper is None or stepper.scaler is None else dict(stepper.scaler.state_dict()),
-        "scheduler": None if scheduler is None else _scheduler_state(scheduler),
+        "scheduler": None if scheduler is None else scheduler_state(scheduler),
         "client_state": pack(dict(client_state or {}), "client_state"),
         "counters": pack(dict(counters or {}), "counters"),
         "frozen": frozen,
@@ -265,29 +276,7 @@ def _optimizer_state(optimizer: ShardedOptimizer | None, stepper: StepperBase | 
     if optimizer is None or stepper is None:
         return None
     counters = pack(stepper.update.counters(), "optimizer")
-    return {"type": optimizer.name, "groups": _groups(optimizer), "counters": counters}
-
-
-def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    return {"type": type(scheduler).__name__, "state": pack(scheduler.state_dict(), "scheduler")}
-
-
-def _groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, list, tuple, type(None))
-    return [
-        {
-            "names": [name_of(parameter) for parameter in group["params"]],
-            "options": pack(
-                {
-                    key: value
-                    for key, value in group.items()
-                    if key not in ("params", "param_names") and isinstance(value, plain)
-                },
-                f"optimizer group {number}",
-            ),
-        }
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    return {"type": optimizer.name, "groups": saved_groups(optimizer), "counters": counters}
 
 
 class _Load:
@@ -325,8 +314,9 @@ class _Load:
         states = [] if self._state_load is None else self._state_load.targets
         loading.check(reader, [*self._targets, *states], self._problems)
         loading.verify(reader, [*self._targets, *states])
+        self._check_generators()
         client_state, counters = unpack(reader.state["client_state"]), unpack(reader.state["counters"])
-        _check_counters(counters)
+        check_engine_counters(counters)
         self.loaded = Loaded(reader.folder, client_state, counters)
 
     def _parameters(self) -> list[loading.Target]:
@@ -374,9 +364,11 @@ class _Load:
             self._problems.append(f"its optimizer is {saved['type']}, this run's {optimizer.name}")
         else:
             same = self.reader.manifest.world_size == self._handle.comm.mesh.world_size
-            refusal = stepper.update.refusal(unpack(saved["counters"]), same_ranks=same)
+            counters = unpack(saved["counters"])
+            self._problems += counter_problems(counters, stepper.update.counters())
+            refusal = None if self._problems else stepper.update.refusal(counters, same_ranks=same)
             self._problems += [] if refusal is None else [refusal]
-        own = [group["names"] for group in _groups(optimizer)]
+        own = [group["names"] for group in saved_groups(optimizer)]
         written: list[list[str]] = [group["names"] for group in saved["groups"]]
         theirs = [[self._aliases.get(name, name) for name in names] for names in written]
         if len(own) != len(theirs):
@@ -388,6 +380,9 @@ class _Load:
                     f"optimizer group {number}: {', '.join(map(repr, differing[:3]))} "
                     f"{'and more ' if len(differing) > 3 else ''}in the checkpoint's or this run's alone"
                 )
+        self._problems += group_problems(saved["groups"], optimizer)
+        if stepper.scaler is not None and self.reader.state.get("scaler") is not None:
+            stepper.scaler.check_state(self.reader.state["scaler"])
         if (self.reader.state.get("scaler") is None) != (stepper.scaler is None):
             has = "no loss scale" if stepper.scaler is None else "a loss scale (fp16)"
             warnings.warn(
@@ -410,26 +405,42 @@ class _Load:
                 "as it is, load with load_lr_scheduler_states=False"
             )
         else:
-            unpack(saved["state"])
+            self._problems += scheduler_problems(unpack(saved["state"]), scheduler)
 
-    def apply(self) -> None:
-        """Take everything over. Raises CheckpointError where a file was lost or damaged in the last moment."""
-        parameters = self._handle.runtime.parameters
-        parameters.before_write()
+    def _check_generators(self) -> None:
+        if (own := self._generators()) is not None:
+            check_generators(own)
+
+    def _generators(self) -> Any:
+        """This rank's states, where they are gone on from; what is imported has none."""
+        manifest, mesh = self.reader.manifest, self._handle.comm.mesh
+        if not self._selection.progress or manifest.world_size != mesh.world_size:
+            return None
+        return manifest.ranks[mesh.rank].get("generators")
+
+    def apply(self, meeting: CollectiveMeeting) -> None:
+        """Take everything over, on all ranks. Raises CheckpointError where a file was lost or damaged in the end."""
         try:
-            with torch.no_grad():
-                loading.apply(self.reader, self._targets)
-                if self._state_load is not None and self._stepper is not None:
-                    self._state_load.open()
-                    self._stepper.update.load_counters(unpack(self.reader.state["optimizer"]["counters"]))
-                    loading.apply(self.reader, self._state_load.targets)
+            together(meeting, self._write, self.reader.folder)
+            if self._state_load is not None and self._stepper is not None:
+                with torch.no_grad():
                     self._stepper.update.finish_load()
+            self._handle.runtime.clear_gradients()
+            self._handle.runtime.parameters.written()
+            self._refresh_whole()
+            together(meeting, self._load_rest, self.reader.folder)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_HALF_DONE}") from error
-        self._handle.runtime.clear_gradients()
-        parameters.written()
-        self._refresh_whole()
-        self._load_rest()
+
+    def _write(self) -> None:
+        """All tensors, without the other ranks."""
+        self._handle.runtime.parameters.before_write()
+        with torch.no_grad():
+            loading.apply(self.reader, self._targets)
+            if self._state_load is not None and self._stepper is not None:
+                self._state_load.open()
+                self._stepper.update.load_counters(unpack(self.reader.state["optimizer"]["counters"]))
+                loading.apply(self.reader, self._state_load.targets)
 
     def _refresh_whole(self) -> None:
         """Parameters that rest whole but were loaded in shards: bring the shards together."""
@@ -444,12 +455,9 @@ class _Load:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(unpack(state["scheduler"]["state"]))
         if self._optimizer is not None:
-            for group, saved in zip(self._optimizer.param_groups, state["optimizer"]["groups"], strict=True):
-                group.update(unpack(saved["options"]))
+            restore_groups(state["optimizer"]["groups"], self._optimizer)
             scaler = None if self._stepper is None else self._stepper.scaler
             if scaler is not None and state["scaler"] is not None:
                 scaler.load_state_dict(state["scaler"])
-        if self._selection.progress and self.reader.manifest.world_size == self._handle.comm.mesh.world_size:
-            own = self.reader.manifest.ranks[self._handle.comm.mesh.rank]
-            if "generators" in own:  # what is imported has none
-                set_generators(own["generators"], self._handle.device)
+        if (own := self._generators()) is not None:
+            set_generators(own, self._handle.device)

@@ -417,9 +417,10 @@ class Engine(nn.Module):
         Args:
             client_state: called for what is saved as such.
         """
+        directory = checkpoints.checked_directory(save_dir)
         if self._on_sigterm is not None:
             self._on_sigterm.preemption.close()
-        self._on_sigterm = _OnSigterm(Preemption(self.module), Path(save_dir), client_state)
+        self._on_sigterm = _OnSigterm(Preemption(self.module), directory, client_state)
 
     def _save_and_end(self, on_sigterm: _OnSigterm) -> NoReturn:
         state = on_sigterm.client_state

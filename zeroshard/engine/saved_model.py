@@ -11,7 +11,7 @@ Parameters that rest whole but are updated in shards are loaded in shards too, a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -52,10 +52,16 @@ def state_name(parameter: str, key: str) -> str:
 # What a rank saves.
 
 
-def pieces(handle: Handle, update: SavedState | None, *, frozen: bool = True) -> list[Piece]:
-    """What this rank writes of model and optimizer; called by all ranks."""
+def pieces(
+    handle: Handle, update: SavedState | None, differing: Container[str] = (), *, frozen: bool = True
+) -> list[Piece]:
+    """What this rank writes of model and optimizer.
+
+    Args:
+        differing: buffers that are not equal on all ranks, from `differing_buffers`.
+    """
     found = list(_parameter_pieces(handle, frozen))
-    found += _buffer_pieces(handle)
+    found += _buffer_pieces(handle, differing)
     if update is not None:
         found += _state_pieces(handle, update)
         for name, tensor in update.rank_tensors(saving=True).items():
@@ -121,10 +127,9 @@ def held_range(group: Group) -> tuple[int, int]:
     return group.plan.layout.shard_range(group.rank)
 
 
-def _buffer_pieces(handle: Handle) -> Iterator[Piece]:
+def _buffer_pieces(handle: Handle, differing: Container[str]) -> Iterator[Piece]:
     """Buffers of rank 0, and those of other ranks that are not the same (statistics of a batch norm)."""
     buffers = persistent_buffers(handle.runtime.model)
-    differing = _differing(handle, buffers)
     rank = handle.comm.mesh.rank
     for name, buffer in buffers.items():
         if rank == 0:
@@ -150,16 +155,25 @@ def _rank_state_name(rank: int, name: str) -> str:
     return f"rank.{rank}.optimizer.{name}"
 
 
-def _differing(handle: Handle, buffers: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the buffers that are not equal on all ranks."""
-    control = handle.comm.control
-    if control.size == 1 or not buffers:
+def buffer_sums(handle: Handle) -> dict[str, int]:
+    """A checksum of each buffer here; nothing with a single rank."""
+    if handle.comm.control.size == 1:
+        return {}
+    return {
+        name: zlib.crc32(buffer.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, buffer in persistent_buffers(handle.runtime.model).items()
+    }
+
+
+def differing_buffers(handle: Handle, sums: Mapping[str, int]) -> set[str]:
+    """Names of the buffers that are not equal on all ranks, by their `buffer_sums`; called by all ranks."""
+    if not sums:
         return set()
-    sums = [zlib.crc32(b.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data) for b in buffers.values()]
-    bounds = torch.tensor([sums, [-value for value in sums]], dtype=torch.int64, device=handle.device)
+    control, values = handle.comm.control, list(sums.values())
+    bounds = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=handle.device)
     control.wait(control.all_reduce(bounds, LABEL, op=dist.ReduceOp.MAX))
     low, high = (-bounds[1]).tolist(), bounds[0].tolist()
-    return {name for name, least, most in zip(buffers, low, high, strict=True) if least != most}
+    return {name for name, least, most in zip(sums, low, high, strict=True) if least != most}
 
 
 def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:

@@ -123,6 +123,13 @@ class LossScaler:
         Raises:
             CheckpointError: an entry is missing or can't be.
         """
+        self.check_state(state)
+        for name, tensor in self._tensors().items():
+            if name != "scale" or self.dynamic:
+                tensor.fill_(state[name])
+
+    def check_state(self, state: Mapping[str, float | int]) -> None:
+        """Raises CheckpointError for what `load_state_dict` can't take."""
         missing = sorted(set(self._tensors()) - set(state))
         if missing:
             raise CheckpointError(f"the loss scaler's state lacks {', '.join(missing)}; the checkpoint is not complete")
@@ -130,9 +137,6 @@ class LossScaler:
             value, most = state[name], CEILING if name == "scale" else _MOST
             if not isinstance(value, (int, float)) or not 0 <= value <= most:
                 raise CheckpointError(f"the loss scaler's state says {name} = {value!r}; the checkpoint is damaged")
-        for name, tensor in self._tensors().items():
-            if name != "scale" or self.dynamic:
-                tensor.fill_(state[name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {

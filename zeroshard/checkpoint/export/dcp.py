@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zeroshard.checkpoint.directory import write_synced
 from zeroshard.checkpoint.export.folder import new_folder, refuse_occupied
 from zeroshard.checkpoint.export.safetensors_stream import Progress
 from zeroshard.checkpoint.export.torch_file import save_tensor
 from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
+from zeroshard.checkpoint.owned import write_synced
 
 _TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,

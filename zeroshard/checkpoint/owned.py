@@ -1,0 +1,184 @@
+"""Files and folders that are being written, each by one process, under names that no other process uses.
+
+    DIR/.OWNER.lock           locked by who writes; the kernel lets go of the lock when its process dies
+    DIR/.NAME.OWNER.partial   what will be NAME once it is whole
+    DIR/.NAME.OWNER.old       what NAME takes the place of, until NAME is there
+    DIR/.NAME.OWNER.removed   what is being deleted
+
+OWNER is drawn at random, so what two jobs write into one directory is never mixed. An owner whose lock nobody holds is
+dead, and what is left of it is removed by the next writer. On a file system without locks every other owner is taken
+for dead: a job that is cleaned away by another one gets an error, no mixture. Rejected: a lock for the directory, which
+a process that hangs on another host would keep from all later ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+_LOGGER = logging.getLogger("zeroshard")
+_ID = r"[0-9a-f]{16}"
+_LOCK = re.compile(rf"\.(?P<owner>{_ID})\.lock")
+_OWNED = re.compile(rf"\.(?P<name>.+)\.(?P<owner>{_ID})\.(?P<what>partial|old|removed)")
+_CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def new_id() -> str:
+    """An owner that nobody else is."""
+    return secrets.token_hex(8)
+
+
+def owned_path(base: Path, name: str, owner: str, what: str) -> Path:
+    """Where `owner` has its "partial", "old" or "removed" of `name`."""
+    return base / f".{name}.{owner}.{what}"
+
+
+def owned_name(path: Path, what: str) -> str | None:
+    """The name of which `path` is somebody's "partial", "old" or "removed"; None for other paths."""
+    match = _OWNED.fullmatch(path.name)
+    return match["name"] if match and match["what"] == what else None
+
+
+class Owner:
+    """A writer in a directory, alive for others as long as it is open; a context manager.
+
+    Raises:
+        OSError: the directory can't be made or written to.
+    """
+
+    def __init__(self, base: Path) -> None:
+        base.mkdir(parents=True, exist_ok=True)
+        self._base = base
+        self._descriptor = -1
+        while self._descriptor < 0:
+            self.id = new_id()
+            self._descriptor = self._locked()
+
+    def _locked(self) -> int:
+        """The open lock; negative where another writer took it for a dead one's before it was locked."""
+        descriptor = os.open(self._lock, os.O_RDWR | _CREATE, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return -1
+        except OSError:  # no locks here
+            return descriptor
+        if os.fstat(descriptor).st_nlink == 0:
+            os.close(descriptor)
+            return -1
+        return descriptor
+
+    @property
+    def _lock(self) -> Path:
+        return _lock_of(self._base, self.id)
+
+    def path(self, name: str, what: str = "partial") -> Path:
+        """A path for this owner alone."""
+        return owned_path(self._base, name, self.id, what)
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing of this owner is there any more. What it has left under its name is garbage."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                self._lock.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def clear(base: Path, superseded: Callable[[Path, str], bool] = lambda old, name: True) -> list[str]:
+    """Remove what dead owners have left in a directory; returns the names that others are writing just then.
+
+    Args:
+        superseded: whether an "old" (its path, its name) is needed no more.
+    """
+    left: dict[str, list[Path]] = {}
+    for path in sorted(base.iterdir()):  # before `superseded` is asked: what becomes old afterwards is not in here
+        match = _OWNED.fullmatch(path.name) or _LOCK.fullmatch(path.name)
+        if match:
+            left.setdefault(match["owner"], []).append(path)
+    busy: list[str] = []
+    for owner, paths in left.items():
+        descriptor = _take(_lock_of(base, owner))
+        if descriptor is None:
+            busy += [name for name in (owned_name(path, "partial") for path in paths) if name is not None]
+            continue
+        for path in paths:
+            name = owned_name(path, "old")
+            if not _LOCK.fullmatch(path.name) and (name is None or superseded(path, name)):
+                delete(path)
+        with suppress(OSError):
+            _lock_of(base, owner).unlink(missing_ok=True)
+        if descriptor >= 0:
+            os.close(descriptor)
+    return busy
+
+
+def _lock_of(base: Path, owner: str) -> Path:
+    return base / f".{owner}.lock"
+
+
+def _take(lock: Path) -> int | None:
+    """The lock of an owner who is dead, held until it is closed (-1: there is none to hold); None of one who lives."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return -1
+    except OSError:  # somebody else's, or no lock of ours
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # no locks here
+        pass
+    return descriptor
+
+
+def delete(path: Path) -> None:
+    """Delete a file or folder, of a link the link alone. What can't be deleted is logged and stays."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:  # another process deletes it too
+        pass
+    except OSError as error:
+        _LOGGER.warning("%s is needed no more but can't be removed: %s", path, error.strerror)
+
+
+def write_synced(file: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk. OSError, also where there is something of that name."""
+    with open(os.open(file, os.O_WRONLY | _CREATE, 0o666), "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
