@@ -45,7 +45,7 @@ def main() -> None:
             loss = (engine(given).float() - wanted).square().mean()
             engine.backward(loss)
             engine.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
     norm = engine.get_global_grad_norm()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {engine.global_steps} steps, gradient norm {norm:.3f}")
     assert losses[-1] < 0.8 * losses[0]

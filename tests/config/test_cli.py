@@ -69,6 +69,18 @@ def test_output_that_is_not_a_terminal_has_no_escape_codes_and_no_broken_lines(g
     assert all(len(line.split()) != 1 and line == line.rstrip() for line in done.output.splitlines())
 
 
+def test_a_long_value_widens_its_own_line_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    names = [f"package.module.Block{number}" for number in range(20)]
+    path.write_text(
+        json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3, "leaf_module": {"names": names}}})
+    )
+    lines = run("explain", path).output.splitlines()
+    assert [line.split()[0] for line in lines if '"package.module' in line] == ["zero_optimization.leaf_module.names"]
+    assert len({line.index("default  ") for line in lines if " null " in line}) == 1, "columns stay"
+    assert max(len(line.rpartition("default  ")[0]) for line in lines if " null " in line) < 110
+
+
 @pytest.mark.parametrize("columns", [80, 160])
 def test_explain_fits_the_terminal(good: Path, columns: int) -> None:
     ours, theirs = pty.openpty()

@@ -63,6 +63,17 @@ def test_the_version_is_printed() -> None:
         assert CliRunner().invoke(app, [word]).stdout == f"{package.__version__}\n"
 
 
+def test_the_commands_module_is_the_command_too() -> None:
+    words = [sys.executable, "-m", "zeroshard.launch.cli", "--version"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == f"{package.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["config", "plan", "doctor", "checkpoint"])
+def test_no_command_offers_a_completion_that_would_not_work(command: str) -> None:
+    assert "completion" not in CliRunner().invoke(app, [command, "--help"]).stdout
+
+
 def test_the_command_line_loads_nothing_of_torchs_launcher_before_it_is_needed() -> None:
     code = "import sys, zeroshard.launch.cli; sys.exit('torch.distributed.launcher' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0

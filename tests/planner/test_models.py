@@ -78,6 +78,7 @@ def test_a_module_whose_inputs_are_unknown_says_how_to_give_them() -> None:
     [
         ({"model_type": "lama"}, "llama"),
         ({"hidden_size": 12}, "model_type"),
+        ({"zero_optimization": {"stage": 3}}, "as --config"),
         ({"model_type": "llama", "hidden_size": -1}, "hidden_size"),
         ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, "divide"),
         ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers"),

@@ -25,10 +25,20 @@ from zeroshard.config.keys import ANY_NAME, Status, key_table
 from zeroshard.config.resolve import DEFAULT, Resolution, Setting, resolve
 from zeroshard.errors import ConfigError
 
-app = typer.Typer(help="Read a DeepSpeed config as zeroshard reads it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Read a DeepSpeed config as zeroshard reads it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 _WIDE = 1000
 """Columns where the output is not a terminal: lines are as long as they need to be."""
+
+_COLUMN = 32
+"""Characters that value and origin take in a line for a pipe; a longer one shifts its own line."""
+
+_HEADINGS = ("key", "value", "origin", "status")
 
 _BESIDE_KEY = 60
 """Columns that value, origin and status need at least beside a key, which is not broken; they wrap."""
@@ -154,18 +164,22 @@ def _console(stream: Any) -> Console:
 
 
 def _print_all(title: Text, rows: list[_Row], warnings: list[Text]) -> None:
-    """Print to stdout; where that is no terminal, without the blanks that fill up a table's lines."""
+    """Print to stdout: a table that fits the terminal, or a plain line for each setting where there is none."""
     console = _console(sys.stdout)
-    table = _table(rows)
-    if console.is_terminal:
-        fits = console.width >= max(len(row.key) for row in rows) + _BESIDE_KEY
-        for part in (title, *([table] if fits else _blocks(rows)), *warnings):
-            console.print(part)
+    if not console.is_terminal:
+        typer.echo("\n".join((title.plain, *_lines(rows), *(warning.plain for warning in warnings))))
         return
-    with console.capture() as capture:
-        for part in (title, table, *warnings):
-            console.print(part)
-    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    fits = console.width >= max(len(row.key) for row in rows) + _BESIDE_KEY
+    for part in (title, *([_table(rows)] if fits else _blocks(rows)), *warnings):
+        console.print(part)
+
+
+def _lines(rows: list[_Row]) -> list[str]:
+    """Columns for a pipe or a file: a long value shifts what follows in its own line and in no other."""
+    table = [_HEADINGS, *((row.key, row.value, row.origin, row.status) for row in rows)]
+    keys, *others = zip(*table, strict=True)
+    widths = [max(map(len, keys)), *(max(len(cell) for cell in column if len(cell) <= _COLUMN) for column in others)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
 
 
 class _Row(NamedTuple):
@@ -191,8 +205,8 @@ def _rows(resolution: Resolution) -> list[_Row]:
 
 def _table(rows: list[_Row]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("key", no_wrap=True)
-    for heading in ("value", "origin", "status"):
+    table.add_column(_HEADINGS[0], no_wrap=True)
+    for heading in _HEADINGS[1:]:
         table.add_column(heading, overflow="fold")
     for *cells, style in rows:
         table.add_row(*(Text(cell) for cell in cells), style=style)

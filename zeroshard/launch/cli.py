@@ -174,3 +174,7 @@ def _kind(module: bool, no_python: bool) -> TargetKind:
     if module and no_python:
         raise UsageError("--module and --no-python can't be combined")
     return TargetKind.MODULE if module else TargetKind.PROGRAM if no_python else TargetKind.SCRIPT
+
+
+if __name__ == "__main__":
+    main()

@@ -188,7 +188,10 @@ def huggingface_source(path: Path) -> ModelSource:
         raise PlanError(f"{path}: not JSON ({error})") from error
     kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str):
-        raise PlanError(f"{path}: no 'model_type', so this is not the config.json of a transformers model")
+        raise PlanError(
+            f"{path}: no 'model_type', so this is not the config.json of a transformers model; "
+            "a config of DeepSpeed is given beside a model, as --config"
+        )
     transformers = _transformers()
     known = list(transformers.CONFIG_MAPPING)
     if kind not in known:
