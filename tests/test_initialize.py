@@ -373,6 +373,38 @@ def test_the_clients_schedule_reaches_the_sharded_optimizer_and_torch_does_not_c
         engine.destroy()
 
 
+def test_a_schedule_by_a_metric_gets_it_from_the_step_and_nothing_is_updated_without() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    engine, _ = start(lr_scheduler=plateau)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        engine.step(lr_kwargs={"metrics": 1.0})
+    assert engine.get_lr() == pytest.approx([1e-4])
+    before = parameters(engine)
+    engine.backward(loss_of(engine, 3))
+    with pytest.raises(UsageError, match=r"ReduceLROnPlateau: missing a required argument: 'metrics'.*lr_kwargs"):
+        engine.step()
+    assert (same(before, parameters(engine)), engine.global_steps, engine.micro_steps) == (True, 3, 3)
+    engine.step({"metrics": 0.5})
+    assert engine.global_steps == 4
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (3, "lr_scheduler is a int"),
+        (lambda optimizer: None, "lr_scheduler is a NoneType"),
+        (torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1), "StepLR over another"),
+    ],
+)
+def test_what_would_set_no_rate_is_no_schedule(scheduler: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        start(lr_scheduler=scheduler)
+
+
 def test_a_skipped_step_moves_neither_parameters_nor_schedule() -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}

@@ -25,6 +25,7 @@ from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import Engine, EngineOptions, Saving
 from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, make_plan
+from zeroshard.engine.schedule import Schedule, check_schedule
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
@@ -233,7 +234,10 @@ def _source(
 
 def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: ClientScheduler | None) -> Any:
     if client is not None:
-        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+        made = isinstance(client, Schedule) and not isinstance(client, type)  # a class has the methods, too
+        scheduler = client if made or not callable(client) else client(optimizer)
+        check_schedule(scheduler, optimizer)
+        return scheduler
     if config.scheduler is None:
         return None
     if optimizer is None:

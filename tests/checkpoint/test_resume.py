@@ -298,6 +298,9 @@ class _Faulty:
 
     def __init__(self, at: str) -> None:
         self._at = at
+        self._loads = 0
+
+    def step(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         if self._at == "save":
@@ -305,7 +308,8 @@ class _Faulty:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._at == "load":
+        self._loads += 1
+        if self._at == "load" and self._loads > 2:  # a load is tried, and taken back, before it is made
             raise KeyError("missing")
 
 

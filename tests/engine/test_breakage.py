@@ -175,6 +175,7 @@ BREAKS = {
     "a parameter added": Break(_replace, "was added or replaced"),
     "a group dropped": Break(lambda _, optimizer: optimizer.param_groups.clear(), "param_groups hold other parameters"),
     "a learning rate of NaN": Break(_hyper("lr", float("nan")), "has lr nan"),
+    "a learning rate that is no number": Break(_hyper("lr", None), "has lr None, which is no number"),
     "maximize": Break(_hyper("maximize", True), "maximize was switched on"),
     "state_dict of the optimizer": Break(lambda _, optimizer: optimizer.state_dict(), "save_checkpoint"),
     "load_state_dict of the optimizer": Break(lambda _, optimizer: optimizer.load_state_dict({}), "load_checkpoint"),

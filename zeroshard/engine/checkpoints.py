@@ -44,9 +44,8 @@ from zeroshard.engine.saved_options import (
     group_problems,
     restore_groups,
     saved_groups,
-    scheduler_problems,
-    scheduler_state,
 )
+from zeroshard.engine.schedule import ScheduleLoad, saved_schedule
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.errors import CheckpointError, UsageError, ZeroShardError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -264,7 +263,7 @@ def _state(
     return {
         "optimizer": _optimizer_state(optimizer, stepper),
         "scaler": None if stepper is None or stepper.scaler is None else dict(stepper.scaler.state_dict()),
-        "scheduler": None if scheduler is None else scheduler_state(scheduler),
+        "scheduler": None if scheduler is None else saved_schedule(scheduler),
         "client_state": pack(dict(client_state or {}), "client_state"),
         "counters": pack(dict(counters or {}), "counters"),
         "frozen": frozen,
@@ -300,7 +299,7 @@ class _Load:
         self._selection = selection
         self._aliases = handle.plan.aliases
         self._optimizer = find_optimizer(model) if selection.optimizer else None
-        self._scheduler = scheduler if selection.scheduler else None
+        self._schedule: ScheduleLoad | None = None
         self._state_load: StateLoad | None = None
         self._problems: list[str] = []
         targets = self._parameters() + buffer_targets(handle, reader)
@@ -308,8 +307,9 @@ class _Load:
             self._check_optimizer(self._optimizer, stepper)
             self._state_load = StateLoad(handle, stepper.update, reader)
             self._problems += self._state_load.problems
-        if self._scheduler is not None:
-            self._check_scheduler(self._scheduler)
+        if scheduler is not None and selection.scheduler:
+            self._schedule = ScheduleLoad(scheduler, reader.state.get("scheduler"), find_optimizer(model))
+            self._problems += [] if self._schedule.problem is None else [self._schedule.problem]
         self._targets = self._present(targets)
         states = [] if self._state_load is None else self._state_load.targets
         loading.check(reader, [*self._targets, *states], self._problems)
@@ -396,17 +396,6 @@ class _Load:
         segments = (segment for _, group in self._handle.plan.groups() for segment in group.layout.segments)
         return {segment.name for segment in segments if not segment.numel}
 
-    def _check_scheduler(self, scheduler: Any) -> None:
-        saved = self.reader.state.get("scheduler")
-        own = type(scheduler).__name__
-        if saved is None or saved["type"] not in (None, own):
-            self._problems.append(
-                f"its scheduler is {'none' if saved is None else saved['type']}, this run's {own}; to keep this run's "
-                "as it is, load with load_lr_scheduler_states=False"
-            )
-        else:
-            self._problems += scheduler_problems(unpack(saved["state"]), scheduler)
-
     def _check_generators(self) -> None:
         if (own := self._generators()) is not None:
             check_generators(own)
@@ -452,8 +441,8 @@ class _Load:
 
     def _load_rest(self) -> None:
         state = self.reader.state
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(unpack(state["scheduler"]["state"]))
+        if self._schedule is not None:
+            self._schedule.apply()
         if self._optimizer is not None:
             restore_groups(state["optimizer"]["groups"], self._optimizer)
             scaler = None if self._stepper is None else self._stepper.scaler

@@ -26,6 +26,7 @@ from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_
 from zeroshard.engine.native import close, stepper_of
 from zeroshard.engine.offload_states import offload_states, reload_states
 from zeroshard.engine.preemption import PREEMPTED, Preemption
+from zeroshard.engine.schedule import step_arguments
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.engine.weights_file import save_16bit_model
 from zeroshard.errors import UsageError, ZeroShardWarning
@@ -96,7 +97,7 @@ class Engine(nn.Module):
         self._options = options or EngineOptions()
         self._batching = Batching(batch, handle_of(model).plan.dp)
         self._inside_no_sync = False
-        self._outcome_open = False
+        self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
         self._on_sigterm: _OnSigterm | None = None
         if self._options.saving.directory is not None:
@@ -138,19 +139,23 @@ class Engine(nn.Module):
         scaled.backward(retain_graph=retain_graph)
         return loss
 
-    def step(self) -> None:
-        """After each backward: at the boundary of the accumulation updates the parameters, else only counts."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After each backward: at the boundary of the accumulation updates the parameters, else only counts.
+
+        `lr_kwargs` are for the scheduler's step then (`{"metrics": loss}` for ReduceLROnPlateau), equal on all ranks.
+        """
         stepper = self._stepper("step")
         assert self.optimizer is not None
         if self._inside_no_sync:
             raise UsageError("step() inside no_sync(): leave the context first")
+        arguments = step_arguments(self.lr_scheduler, lr_kwargs) if self._batching.at_boundary else {}
         self.micro_steps += 1
         if not self._batching.count():
             return
         self._close_outcome(stepper)
         self.global_steps += 1
         self._data.mark()
-        self._outcome_open = True
+        self._uncounted = arguments
         self.optimizer.step()
         self.optimizer.zero_grad()
         if stepper.settled:
@@ -160,13 +165,13 @@ class Engine(nn.Module):
 
     def _close_outcome(self, stepper: StepperBase) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
-        if not self._outcome_open:
+        arguments, self._uncounted = self._uncounted, None
+        if arguments is None:
             return
-        self._outcome_open = False
         if not stepper.report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**arguments)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or running) micro-batch is the last before the update."""
@@ -411,11 +416,8 @@ class Engine(nn.Module):
     ) -> None:
         """From now on SIGTERM to any rank saves after the running step and ends all ranks; called by all ranks.
 
-        `step()` raises SystemExit with status `zeroshard.PREEMPTED` then. `checkpoint.directory` of the config does
-        the same.
-
-        Args:
-            client_state: called for what is saved as such.
+        `step()` raises SystemExit with status `zeroshard.PREEMPTED` then. `client_state` is called for what is saved as
+        such. `checkpoint.directory` of the config does the same.
         """
         directory = checkpoints.checked_directory(save_dir)
         if self._on_sigterm is not None:
@@ -431,9 +433,7 @@ class Engine(nn.Module):
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the newest checkpoint if there is one, at any number of ranks; called by all ranks.
 
-        Args:
-            load_dir: by default `checkpoint.directory` of the config.
-
+        It is looked for in `load_dir`, by default `checkpoint.directory` of the config.
         Returns:
             Its folder and the client state; (None, None) where there is none yet.
 

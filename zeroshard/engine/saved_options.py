@@ -1,4 +1,4 @@
-"""Hyper-parameters, scheduler and counters in a checkpoint: plain numbers there, and in this run what they were.
+"""Hyper-parameters and counters in a checkpoint: plain numbers there, and in this run what they were.
 
     lr = torch.tensor(1e-3)   saved as 0.001   loaded by filling the tensor that this run has
     lr = numpy.float32(1e-3)  saved as 0.001   loaded as numpy.float32
@@ -49,19 +49,6 @@ def restore_groups(saved: Sequence[Mapping[str, Any]], optimizer: ShardedOptimiz
     for theirs, group in zip(saved, optimizer.param_groups, strict=True):
         for key, value in unpack(theirs["options"]).items():
             group[key] = in_kind(value, group.get(key))
-
-
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """A scheduler's type and state for a checkpoint. Raises CheckpointError naming what can't be kept."""
-    return {"type": type(scheduler).__name__, "state": pack(as_numbers(scheduler.state_dict()), "scheduler")}
-
-
-def scheduler_problems(saved: Any, scheduler: Any) -> Iterator[str]:
-    """What of a saved scheduler state can't be loaded: values of other kinds, and names of the scheduler's methods."""
-    yield from other_kinds(saved, as_numbers(scheduler.state_dict()), "scheduler", same_length=False)
-    for key in saved if isinstance(saved, dict) else ():
-        if isinstance(key, str) and callable(getattr(type(scheduler), key, None)):
-            yield f"scheduler.{key} is a method, no state"
 
 
 def counter_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -121,6 +122,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for number, group in enumerate(self.param_groups):
             lr = group.get("lr", 0.0)
+            if not isinstance(lr, (Real, torch.Tensor)):
+                raise UsageError(f"optimizer group {number} has lr {lr!r}, which is no number: nothing was updated")
             if isinstance(lr, float) and not math.isfinite(lr):
                 raise UsageError(f"optimizer group {number} has lr {lr}: nothing was updated; look at the scheduler")
 

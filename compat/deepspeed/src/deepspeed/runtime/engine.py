@@ -56,14 +56,14 @@ class DeepSpeedEngine(Engine):
         """As zeroshard's; by default the loss is divided by the accumulation steps, unless the caller has done so."""
         return super().backward(loss, retain_graph, self.divides_loss if scale_wrt_gas is None else scale_wrt_gas)
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As zeroshard's; AdaLoRA's adapters and their gradients are there afterwards."""
         adapters, updates = self._adapters, self.is_gradient_accumulation_boundary()
         if adapters is None or not updates:
-            super().step()
+            super().step(lr_kwargs)
             return
         adapters.before_step()
-        super().step()
+        super().step(lr_kwargs)
         adapters.after_step(self._clipped())
 
     def _clipped(self) -> float:
