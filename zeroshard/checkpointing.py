@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.arguments import need_function, need_kind
 from zeroshard.config import ActivationConfig, activation_section
 from zeroshard.config.document import Source
 from zeroshard.errors import UsageError
@@ -64,14 +65,22 @@ def configure(
     buffer, change nothing, as in DeepSpeed.
 
     Raises:
-        UsageError: a model-parallel group (`mpu_`), which is not built yet.
+        UsageError: a model-parallel group (`mpu_`), which is not built yet; a switch that is neither true nor false.
         ConfigError: a wrong value in the config's section.
     """
     if mpu_ is not None:
         raise UsageError("checkpointing.configure(mpu_=...): tensor and pipeline parallelism are not built yet")
+    unused = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+    }
     settings = _PLAIN if deepspeed_config is None else settings_of(activation_section(deepspeed_config))
     given = {"on_host": checkpoint_in_cpu, "synchronize": synchronize, "profile": profile}
-    _SETTINGS.set(replace(settings, **{name: bool(value) for name, value in given.items() if value is not None}))
+    names = ("checkpoint_in_cpu", "synchronize", "profile")
+    for name, value in (*zip(names, given.values(), strict=True), *unused.items()):
+        need_kind(value, (bool, type(None)), f"checkpointing.configure({name}=...)", "True, False or None")
+    need_kind(num_checkpoints, (int, type(None)), "checkpointing.configure(num_checkpoints=...)", "a number or None")
+    _SETTINGS.set(replace(settings, **{name: value for name, value in given.items() if value is not None}))
 
 
 def settings_of(config: ActivationConfig) -> CallSettings:
@@ -100,6 +109,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Kept until then are tensors among the arguments, on the device or, with `cpu_checkpointing`, in host memory.
     Gradients are, bit for bit, those of a plain call.
     """
+    need_function(function, "checkpoint", "a function")
     settings = _SETTINGS.get() or _PLAIN
     run = _Observed(function, settings) if settings.synchronize or settings.profile else function
     return run_checkpointed(run, settings.on_host, {"use_reentrant": False}, *args, **kwargs)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard import checkpointing
+from zeroshard.arguments import need_kind
 from zeroshard.auto_config import ConfigSource, chosen_document, example_from, kept_in_fp32
 from zeroshard.cluster import rank_place
 from zeroshard.comm.join import init_distributed
@@ -131,6 +132,8 @@ def build_engine(
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     device = default_device()
     refuse_uninitialized(model)
+    if model_parameters is not None:
+        need_kind(model_parameters, Iterable, "initialize(model_parameters=...)", "an iterable of parameters or groups")
     parameters = list(model_parameters) if model_parameters is not None else None
     source = _source(resolved, model, optimizer, parameters)
     _mark_leaves(model, resolved.zero.leaf_modules)

@@ -34,6 +34,10 @@ def _called(rank: int, world: int) -> None:
     losses = [float(step(x, scale=2.0)["loss"]) for _ in range(5)]
     assert losses[-1] < losses[0], losses
     assert step.graphs == 0
+    with pytest.raises(UsageError, match="an argument requires a gradient"):
+        step(x.clone().requires_grad_(), scale=2.0)  # a GPU would capture it once and never see its gradient again
+    with pytest.raises(UsageError, match=r"GraphedStep: a function .* is needed, got None"):
+        zeroshard.GraphedStep(model, None)  # pyright: ignore[reportArgumentType]
     zeroshard.close(model)
     with pytest.raises(UsageError, match="closed"):
         step(x, scale=2.0)

@@ -116,6 +116,12 @@ def test_arguments_precede_the_config_and_wrong_values_are_refused() -> None:
     assert checkpointing._SETTINGS.get() == checkpointing.CallSettings(on_host=True)
     with pytest.raises(ConfigError, match="cpu_checkpointing"):
         checkpointing.configure(deepspeed_config={SECTION: {"cpu_checkpointing": "maybe"}})
+    for name in ("checkpoint_in_cpu", "synchronize", "profile", "partition_activations", "contiguous_checkpointing"):
+        with pytest.raises(UsageError, match=rf"configure\({name}=...\): True, False or None is needed, got 'no'"):
+            checkpointing.configure(**{name: "no"})
+    assert checkpointing._SETTINGS.get() == checkpointing.CallSettings(on_host=True), "nothing is taken over in part"
+    with pytest.raises(UsageError, match="checkpoint: a function is needed, got 3"):
+        checkpointing.checkpoint(3, torch.ones(1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="mpu_"):
         checkpointing.configure(mpu_=object())
 

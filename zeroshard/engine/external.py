@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from zeroshard.arguments import need_kind
 from zeroshard.engine.gathered import place_of
 from zeroshard.errors import UsageError
 from zeroshard.sharding.marks import add_external, remove_external
@@ -19,6 +20,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
     Raises:
         UsageError: the model is sharded already, and the parameter is not there when the module runs.
     """
+    _check(module, parameter)
     place = place_of(parameter)
     if place is not None:
         handle, unit, group, index = place
@@ -34,4 +36,10 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Take `register_external_parameter` back, before shard(). Raises UsageError where it was not registered."""
+    _check(module, parameter)
     remove_external(module, parameter)
+
+
+def _check(module: object, parameter: object) -> None:
+    need_kind(module, nn.Module, "external parameters", "an nn.Module")
+    need_kind(parameter, torch.Tensor, "external parameters", "a parameter")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.arguments import need_kind
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.loose_values import gather_loose
 from zeroshard.engine.storage import Group, Unit
@@ -193,7 +194,13 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | 
         return [params]
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [item for item in params if isinstance(item, torch.Tensor)]
+    call, needed = "GatheredParameters", "a parameter, a module or an iterable of parameters"
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        need_kind(params, (), call, needed)
+    items = [item for item in params if item is not None]
+    for item in items:
+        need_kind(item, torch.Tensor, call, needed)
+    return items
 
 
 def _called(parameter: torch.Tensor) -> str:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from zeroshard.arguments import need_function
 from zeroshard.comm.collectives import Pending
 from zeroshard.comm.oplog import Recording
 from zeroshard.engine.device_stepper import DeviceStepper
@@ -101,6 +102,7 @@ class GraphedStep:
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         handle, stepper, optimizer = handle_of(model), stepper_of(model), find_optimizer(model)
         assert optimizer is not None
+        need_function(function, "GraphedStep", "a function that makes a whole training step")
         self._handle, self._optimizer = handle, optimizer
         self._model, self._function = model, function
         self._streams: CudaStreams | None = None
@@ -135,7 +137,9 @@ class GraphedStep:
         """One step; what the function returns."""
         self._handle.check_open()
         if self._streams is None:
-            return self._function(*args, **kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
+            _refuse_gradients(leaves)
+            return self._call(leaves, spec)
         current = torch.cuda.current_stream(self._handle.device)
         # Read after write, and write after read on the way back: inputs belong to the caller's stream, and so will the
         # results. One stream for all steps, so that what libraries keep per stream is there when a graph is captured.
@@ -147,6 +151,7 @@ class GraphedStep:
 
     def _step(self, streams: CudaStreams, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((tuple(args), kwargs))
+        _refuse_gradients(leaves)
         leaves = [self._moved(leaf) for leaf in leaves]
         key = (str(spec), self._model.training, tuple(map(_kind, leaves)))
         graph = self._graphs.get(key)
@@ -167,11 +172,7 @@ class GraphedStep:
         return self._function(*args, **kwargs)
 
     def _moved(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.requires_grad:
-            raise UsageError("GraphedStep: an argument requires a gradient; pass it detached")
-        return leaf.to(self._handle.device, non_blocking=True)
+        return leaf.to(self._handle.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
     def _fits(self, graph: _Graph) -> bool:
         return graph.resting == self._handle.runtime.resting() and graph.trainable == self._trainable()
@@ -268,3 +269,9 @@ def _explained(error: RuntimeError) -> Exception:
         return first
     text = str(first).splitlines()[0] if str(first) else type(first).__name__
     return UsageError(f"GraphedStep: the step can't be captured ({text}); {_CAPTURED}")
+
+
+def _refuse_gradients(leaves: Sequence[Any]) -> None:
+    """Also where nothing is captured, so that what works without a GPU works with one."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise UsageError("GraphedStep: an argument requires a gradient; pass it detached")

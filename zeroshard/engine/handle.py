@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.arguments import need_kind
 from zeroshard.checkpoint.saver import Saver
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh
@@ -145,7 +146,8 @@ def attach(model: nn.Module, handle: Handle) -> None:
 
 
 def find_handle(model: nn.Module) -> Handle | None:
-    """The model's handle, None when it is not sharded."""
+    """The model's handle, None when it is not sharded. Raises UsageError for what is no module."""
+    need_kind(model, nn.Module, "the model", "the module that zeroshard.shard() returned")
     found: Any = model.__dict__.get(_ATTRIBUTE)
     assert found is None or isinstance(found, Handle)
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError, ZeroShardWarning
 
 Collate = Callable[[list[Any]], Any]
@@ -215,6 +216,7 @@ def make_loader(
                 stacklevel=4,
             )
     elif sampler is None:
+        need_kind(data, Sized, "a loader's dataset", "a dataset with a length, or an IterableDataset,")
         shuffle = route == Route.TRAIN.value
         sampler = EpochSampler(data, world, rank, shuffle=shuffle, seed=options.seed, drop_last=options.drop_last)
     given: dict[str, Any] = {

@@ -403,7 +403,7 @@ def _whole_grad(group: Group) -> torch.Tensor:
 
 def stepper_of(model: nn.Module) -> StepperBase:
     """The stepper of a model that was sharded with an optimizer."""
-    found = model.__dict__.get(_STEPPER)
+    found = model.__dict__.get(_STEPPER) if isinstance(model, nn.Module) else None
     if found is None:
         handle_of(model)
         raise UsageError("the model was sharded without an optimizer: nothing can be stepped; pass one to shard()")

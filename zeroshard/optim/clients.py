@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.low_bit import KINDS, low_bit_source
 from zeroshard.optim.muon_source import muon_source
@@ -55,7 +56,11 @@ def client_source(
         UsageError: it has stepped already, or the callable gave something else.
         PlanError: it can't run on shards, or is not known to; see `check_elementwise`.
     """
-    built = client if isinstance(client, torch.optim.Optimizer) else client(parameters)
+    made = isinstance(client, torch.optim.Optimizer)
+    if not made and (isinstance(client, torch.nn.Module) or not callable(client)):
+        needed = "a torch optimizer, or a callable from parameters to one,"
+        need_kind(client, torch.optim.Optimizer, "optimizer", needed)
+    built = client if made else client(parameters)
     if not isinstance(built, torch.optim.Optimizer):
         raise UsageError(
             f"the optimizer callable returned a {type(built).__name__}: it must return a torch.optim.Optimizer over "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 from zeroshard.optim.lamb import lamb_source
 from zeroshard.optim.low_bit import KINDS, low_bit_source
@@ -195,6 +196,7 @@ class MuonAdamW(SourcedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         other = {**OTHER_DEFAULTS, "lr": adam_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        need_kind(params, Iterable, "MuonAdamW", "an iterable of parameters, of groups, or of names with parameters,")
         items = list(params)
         if items and isinstance(items[0], tuple):
             names = {id(parameter): name for name, parameter in items}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernel_update import KernelUpdate
@@ -96,6 +97,9 @@ def rule_source(
 def as_groups(parameters: Iterable[Any]) -> ParamGroups:
     """Parameters or parameter groups as groups of their own. Raises PlanError where there are none."""
     items = list(parameters)
+    members = [p for item in items for p in _members(item)]
+    for member in members:
+        need_kind(member, torch.Tensor, "the optimizer's parameters", "a parameter, or a group of them as a dict,")
     if not items:
         raise PlanError("the optimizer got no parameters: no parameter of the model requires a gradient")
     if not isinstance(items[0], dict):
@@ -105,6 +109,16 @@ def as_groups(parameters: Iterable[Any]) -> ParamGroups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
     return groups
+
+
+def _members(item: object) -> list[object]:
+    """What a parameter group holds, or the parameter itself."""
+    if not isinstance(item, dict):
+        return [item]
+    params = item.get("params")
+    if params is None or isinstance(params, (torch.Tensor, str)) or not isinstance(params, Iterable):
+        return [params]
+    return list(params)
 
 
 def check_parameters(source: Source, model: nn.Module) -> None:

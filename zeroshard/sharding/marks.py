@@ -6,11 +6,12 @@ when units are found. A registry beside the model was rejected: it would outlive
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 
 _LEAF = "_zeroshard_leaf"
@@ -19,11 +20,13 @@ _EXTERNAL = "_zeroshard_external"
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether the module was marked to be gathered as a whole."""
+    need_kind(module, nn.Module, "leaf modules", "an nn.Module")
     return module.__dict__.get(_LEAF, False)
 
 
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
     """Mark the module, or take the mark away."""
+    need_kind(module, nn.Module, "leaf modules", "an nn.Module")
     module.__dict__[_LEAF] = flag
 
 
@@ -62,6 +65,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The marked modules of a model."""
+    need_kind(model, nn.Module, "leaf modules", "an nn.Module")
     return [module for module in model.modules() if is_leaf(module)]
 
 
@@ -97,6 +101,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         UsageError: there are such names.
     """
+    _check(model, module_names, str, "paths of modules, as a list,")
     modules = dict(model.named_modules())
     found = [modules[name] for name in module_names if name in modules]
     return _mark(found, [name for name in module_names if name not in modules], flag, raise_if_not_found)
@@ -106,6 +111,7 @@ def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by the end of their path: "mlp.experts" marks every `....mlp.experts`. As by name otherwise."""
+    _check(model, module_name_suffixes, str, "ends of modules' paths, as a list,")
     found: list[nn.Module] = []
     missing: list[str] = []
     for suffix in module_name_suffixes:
@@ -116,6 +122,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, strict: bool) -> list[nn.Module]:
+    _check(model, classes, (str, type), "classes or their names, as a list,")
     found: list[nn.Module] = []
     missing: list[str] = []
     for wanted in classes:
@@ -123,6 +130,15 @@ def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, s
         found += members
         missing += [] if members else [wanted if isinstance(wanted, str) else wanted.__qualname__]
     return _mark(found, missing, flag, strict)[0]
+
+
+def _check(model: nn.Module, wanted: object, kind: type | tuple[type, ...], needed: str) -> None:
+    """Raises UsageError; a text alone would be read letter by letter."""
+    need_kind(model, nn.Module, "leaf modules", "an nn.Module")
+    if isinstance(wanted, str) or not isinstance(wanted, Collection):
+        need_kind(wanted, (), "leaf modules", needed)
+    for item in wanted if isinstance(wanted, Collection) else ():
+        need_kind(item, kind, "leaf modules", needed)
 
 
 def _is_of(module: nn.Module, wanted: type | str) -> bool:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 
 
@@ -25,10 +26,15 @@ class OnDevice:
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        need_kind(dtype, torch.dtype, "OnDevice", "a floating-point dtype such as torch.bfloat16")
+        need_kind(device, (str, torch.device), "OnDevice(device=...)", "a device or its name")
         if not dtype.is_floating_point:
             raise UsageError(f"OnDevice: {dtype} is no floating-point dtype; use torch.float32, bfloat16 or float16")
         self._dtype = dtype
-        self._device = torch.device(device)
+        try:
+            self._device = torch.device(device)
+        except RuntimeError as error:
+            raise UsageError(f"OnDevice: there is no device {device!r}; 'meta', 'cpu' or 'cuda' is usual") from error
         self._enabled = enabled
         self._before = torch.get_default_dtype()
 

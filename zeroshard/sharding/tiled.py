@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 
 
@@ -48,6 +49,8 @@ class TiledLinear(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        for number in (in_features, out_features, in_splits, out_splits):
+            need_kind(number, int, "TiledLinear", "a whole number of features and of splits")
         for name, splits, features in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):
             if not 1 <= splits <= features:
                 raise UsageError(f"TiledLinear: {name} {splits} must be from 1 to the {features} features")

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
 from zeroshard.sharding.loose import whole_numel, whole_shape
 from zeroshard.sharding.marks import external_parameters, is_leaf
@@ -54,7 +55,11 @@ class UnitSpec:
 
 
 def refuse_uninitialized(model: nn.Module) -> None:
-    """Raises PlanError for lazy modules whose parameters have no shape yet: where they lie can't be planned."""
+    """Raises PlanError for lazy modules whose parameters have no shape yet: where they lie can't be planned.
+
+    Also UsageError for what is no module.
+    """
+    need_kind(model, nn.Module, "the model", "an nn.Module")
     for path, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
