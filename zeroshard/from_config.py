@@ -23,10 +23,11 @@ from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.config.resolve import resolve
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
-from zeroshard.engine.engine import Engine, EngineOptions, Saving
+from zeroshard.engine.engine import Engine
 from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, make_plan
 from zeroshard.engine.schedule import Schedule, check_schedule
+from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source

@@ -1,46 +1,31 @@
-"""The engine: DeepSpeed's training object as a thin face of the native interface.
+"""The engine: the training loop with DeepSpeed's calls, and the same for its checkpoints.
 
-loss = engine(**batch).loss          forward
-engine.backward(loss)                scale, divide by the accumulation steps, backward, reduce where it is due
-engine.step()                        at the last micro-batch: update, zero the gradients, next learning rate
+engine.save_checkpoint(folder)       everything needed to go on
+engine.resume(folder)                the newest one, or nothing if there is none yet
+engine.save_on_sigterm(folder)       a run that is told to stop saves after the step
+
+Rejected: one class for loop and checkpoints, which no one reads in one go.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine import checkpoints
-from zeroshard.engine.batching import Batching, BatchSizes
-from zeroshard.engine.handle import Handle, handle_of
-from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
-from zeroshard.engine.native import close, stepper_of
-from zeroshard.engine.offload_states import offload_states, reload_states
+from zeroshard.engine.batching import BatchSizes
+from zeroshard.engine.native import close
 from zeroshard.engine.preemption import PREEMPTED, Preemption
-from zeroshard.engine.schedule import step_arguments
-from zeroshard.engine.step_base import StepperBase
+from zeroshard.engine.training_engine import EngineOptions, TrainingEngine
 from zeroshard.engine.weights_file import save_16bit_model
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class Saving:
-    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one."""
-
-    background: bool = False
-    keep: int | None = None
-    directory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,32 +37,8 @@ class _OnSigterm:
     client_state: Callable[[], Mapping[str, Any]] | None
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a config says that only the engine obeys.
-
-    Attributes:
-        accumulate_dtype: of accumulators that are taken in mid-run; None means float32.
-        autocast: dtype in which the forward runs under torch.autocast; None leaves autocast alone.
-        loader: how loaders are made.
-        saving: how checkpoints are saved.
-    """
-
-    accumulate_dtype: str | None = None
-    autocast: torch.dtype | None = None
-    loader: LoaderOptions = field(default_factory=LoaderOptions)
-    saving: Saving = Saving()
-
-
-class Engine(nn.Module):
-    """Trains a sharded model with DeepSpeed's calls. Attributes it lacks are looked up on the model.
-
-    Attributes:
-        module: the model.
-        optimizer: the sharded optimizer, None when the engine can't train.
-        lr_scheduler: stepped after each applied update, None when there is none.
-        micro_steps, global_steps, skipped_steps: micro-batches, optimizer steps, and steps not applied.
-    """
+class Engine(TrainingEngine):
+    """Trains a sharded model, and saves and loads it, with DeepSpeed's calls."""
 
     def __init__(
         self,
@@ -87,235 +48,17 @@ class Engine(nn.Module):
         batch: BatchSizes,
         options: EngineOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.module = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.micro_steps = 0
-        self.global_steps = 0
-        self.skipped_steps = 0
-        self._options = options or EngineOptions()
-        self._batching = Batching(batch, handle_of(model).plan.dp)
-        self._inside_no_sync = False
-        self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
-        self._data = DataPositions()
+        super().__init__(model, optimizer, lr_scheduler, batch, options)
         self._on_sigterm: _OnSigterm | None = None
         if self._options.saving.directory is not None:
             self.save_on_sigterm(self._options.saving.directory)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, under torch.autocast where the config says so."""
-        dtype = self._options.autocast
-        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            return self.module(*args, **kwargs)
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward of one micro-batch.
-
-        Args:
-            loss: a scalar, averaged over the micro-batch.
-            scale_wrt_gas: divide the loss by the accumulation steps.
-
-        Returns:
-            The loss as it was divided, without the loss scale.
-        """
-        stepper = self._stepper("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"backward needs a scalar loss, got {what}; reduce it first, e.g. loss.mean()")
-        accumulation = self._batching.sizes.accumulation
-        if scale_wrt_gas and accumulation > 1:
-            loss = loss / accumulation
-        scaled = loss if stepper.scaler is None else loss.float() * stepper.scaler.scale
-        self._handle.runtime.set_boundary(self.is_gradient_accumulation_boundary())
-        scaled.backward(retain_graph=retain_graph)
-        return loss
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """After each backward: at the boundary of the accumulation updates the parameters, else only counts.
-
-        `lr_kwargs` are for the scheduler's step then (`{"metrics": loss}` for ReduceLROnPlateau), equal on all ranks.
-        """
-        stepper = self._stepper("step")
-        assert self.optimizer is not None
-        if self._inside_no_sync:
-            raise UsageError("step() inside no_sync(): leave the context first")
-        arguments = step_arguments(self.lr_scheduler, lr_kwargs) if self._batching.at_boundary else {}
-        self.micro_steps += 1
-        if not self._batching.count():
-            return
-        self._close_outcome(stepper)
-        self.global_steps += 1
-        self._data.mark()
-        self._uncounted = arguments
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if stepper.settled:
-            self._close_outcome(stepper)
-        if self._on_sigterm is not None and self._on_sigterm.preemption.due():
+        """As `TrainingEngine.step`; a run that was told to stop saves and ends after the update."""
+        before = self.global_steps
+        super().step(lr_kwargs)
+        if self.global_steps > before and self._on_sigterm is not None and self._on_sigterm.preemption.due():
             self._save_and_end(self._on_sigterm)
-
-    def _close_outcome(self, stepper: StepperBase) -> None:
-        """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
-        arguments, self._uncounted = self._uncounted, None
-        if arguments is None:
-            return
-        if not stepper.report.applied:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**arguments)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the coming (or running) micro-batch is the last before the update."""
-        return self._batching.at_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Take over the decision which micro-batch is the last before the update; None gives it back."""
-        self._batching.decide(is_boundary)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate on this rank."""
-        with self._handle.runtime.no_sync():
-            self._inside_no_sync = True
-            try:
-                yield
-            finally:
-                self._inside_no_sync = False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step."""
-        self._stepper("zero_grad").zero_grad()
-
-    def offload_states(self, include: Iterable[str] | None = None, device: str = "cpu", **options: bool) -> None:
-        """See `zeroshard.offload_states`."""
-        offload_states(self.module, include, device, **options)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """See `zeroshard.reload_states`."""
-        reload_states(self.module, non_blocking=non_blocking)
-
-    # What the last step did.
-
-    def get_global_grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; None before the first step."""
-        return self._stepper("get_global_grad_norm").report.norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the parameters."""
-        return self._stepper("was_step_applied").report.applied
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale; 1.0 without fp16. Waits for the device."""
-        scaler = self._stepper("loss_scale").scaler
-        return 1.0 if scaler is None else float(scaler.scale)
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each parameter group. Waits for the outcome of the last step."""
-        self._close_outcome(self._stepper("get_mom"))
-        assert self.optimizer is not None
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group. Waits for the outcome of the last step."""
-        self._close_outcome(self._stepper("get_lr"))
-        assert self.optimizer is not None
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._batching.sizes.accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch on one rank."""
-        return self._batching.sizes.micro
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self._batching.sizes.train
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
-        sizes = self._batching.sizes
-        return sizes.train, sizes.micro, sizes.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on make updates of so many samples, by more or fewer micro-batches; called by all ranks.
-
-        Raises:
-            UsageError: no multiple of micro-batch x ranks, or amid an accumulation.
-        """
-        self._set_sizes(self._batching.with_train(train_batch_size))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that micro-batches have so many samples from now on; the accumulation stays, the batch size follows.
-
-        A loader that was made before keeps its size; `deepspeed_io` makes a new one.
-        """
-        self._set_sizes(self._batching.with_micro(micro_batch_size))
-
-    def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """From the next step on make updates of so many micro-batches; the batch size follows. Called by all ranks."""
-        self._set_sizes(self._batching.with_accumulation(steps))
-
-    def _set_sizes(self, sizes: BatchSizes) -> None:
-        if self._batching.since_step:
-            raise UsageError("the batch size can't change amid an accumulation; change it after the step")
-        if sizes.accumulation > 1 and self.optimizer is not None:
-            self._stepper("set_train_batch_size").start_accumulating(self._options.accumulate_dtype)
-        self._batching.sizes = sizes
-
-    def deepspeed_io(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Sampler[Any] | None = None,
-        collate_fn: Collate | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
-        """A loader that gives this rank its part of `dataset`, shuffled anew in each epoch for the route 'train'.
-
-        A run that goes on from a checkpoint reads on at the sample that would have come next, at any number of ranks;
-        not where the dataset is iterable or a sampler is given.
-
-        Args:
-            batch_size: samples of a batch; by default those of a micro-batch.
-            pin_memory: load into pinned memory; without effect where there is no GPU.
-        """
-        loader = make_loader(
-            dataset,
-            self._batching.sizes.micro if batch_size is None else batch_size,
-            self._options.loader,
-            route=route,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.device.type == "cuda",
-        )
-        self._data.adopt(loader)
-        return loader
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that runs."""
-        return self._handle.plan
-
-    @property
-    def device(self) -> torch.device:
-        return self._handle.device
-
-    # Checkpoints.
 
     def save_checkpoint(
         self,
@@ -484,17 +227,3 @@ class Engine(nn.Module):
             self._on_sigterm.preemption.close()
             self._on_sigterm = None
         close(self.module)
-
-    @property
-    def _handle(self) -> Handle:
-        return handle_of(self.module)
-
-    def _stepper(self, call: str) -> StepperBase:
-        if self.optimizer is None:
-            raise UsageError(
-                f"engine.{call}: there is no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}) "
-                "or pass one to initialize(optimizer=...)"
-            )
-        stepper = stepper_of(self.module)
-        stepper.refuse_capture(f"engine.{call}")
-        return stepper
