@@ -179,6 +179,62 @@ def test_a_trial_finds_an_optimizer_that_was_allowed_but_is_not_elementwise() ->
         zeroshard.initialize(model=model, optimizer=lambda p: _Normalized(p, lr=0.1), config=config)
 
 
+class _Damped(torch.optim.Optimizer):
+    """Keeps an option beside its groups."""
+
+    def __init__(self, params: object, damping: float = 1.0, *, steps: int = 1) -> None:
+        self.damping, self.steps = damping, steps
+        super().__init__(params, {})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1 / self.damping)
+
+
+class _Needy(_Damped):
+    def __init__(self, params: object, damping: float) -> None:
+        super().__init__(params, damping)
+
+
+class _ByClosure(_Damped):
+    def step(self, closure: object) -> None:  # type: ignore[override]
+        raise AssertionError(closure)
+
+
+def test_an_optimizer_that_would_be_another_one_on_slices_is_refused_by_what_is_lost() -> None:
+    model = Stack()
+    for optimizer, words in (
+        (_Damped(model.parameters(), 50.0), r"_Damped has damping = 50.0 .* has 1.0 and would compute something else"),
+        (_Needy(model.parameters(), 1.0), "_Needy can't be made and stepped .*'damping'"),
+        (_ByClosure(model.parameters()), "_ByClosure can't be made and stepped .*'closure'"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            zeroshard.shard(model, optimizer, allow_untested=True)
+    config = {"train_batch_size": 1, "zero_allow_untested_optimizer": True}
+    engine = zeroshard.initialize(model=model, optimizer=_Damped(model.parameters()), config=config)[0]
+    with pytest.raises(UsageError, match="groups of _Damped have no 'lr'"):
+        engine.get_lr()
+    engine.destroy()
+
+
+def test_hooks_and_groups_of_the_optimizer_that_was_passed_are_its_own_still() -> None:
+    model, seen = nn.Linear(2, 2), []
+    client = torch.optim.SGD([model.weight], lr=0.1)
+    client.register_step_pre_hook(lambda *_: seen.append("before"))
+    _, optimizer = zeroshard.shard(model, client, plan=3)
+    client.register_step_post_hook(lambda *_: seen.append("after"))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert seen == ["before", "after"]
+    assert repr(optimizer).startswith("Sharded SGD (")
+    client.add_param_group({"params": [model.bias]})
+    with pytest.raises(UsageError, match="SGD that was passed has other parameter groups than when"):
+        optimizer.step()
+    zeroshard.close(model)
+
+
 def test_a_factory_must_return_an_optimizer() -> None:
     def factory(parameters: object) -> Any:
         return list(parameters)  # type: ignore[call-overload]

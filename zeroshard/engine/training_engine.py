@@ -211,7 +211,7 @@ class TrainingEngine(nn.Module):
         """Learning rate of each parameter group. Waits for the outcome of the last step."""
         self._close_outcome(self._stepper("get_lr"))
         assert self.optimizer is not None
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return self.optimizer.rates()
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""

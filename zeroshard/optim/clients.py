@@ -20,7 +20,7 @@ from zeroshard.optim.muon_source import muon_source
 from zeroshard.optim.named import SourcedOptimizer
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, PLAIN_SGD, SGD, Rule, rmsprop_rule
 from zeroshard.optim.sources import Source, rule_source
-from zeroshard.optim.trial import differs_on_slices
+from zeroshard.optim.trial import differs_on_slices, refuse_unlike
 from zeroshard.optim.updates import TorchUpdate
 
 ELEMENTWISE: Mapping[type[torch.optim.Optimizer], int] = {
@@ -126,6 +126,8 @@ def _stepped(state: Mapping[str, Any]) -> bool:
 def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
     """Our rule that computes what a torch optimizer does, None if there is none."""
     groups, kind = optimizer.param_groups, type(optimizer)
+    if any("lr" not in group for group in groups):
+        return None
     if any(group.get("maximize") or group.get("differentiable") or group.get("amsgrad") for group in groups):
         return None
     if any(isinstance(group["lr"], torch.Tensor) for group in groups):
@@ -165,6 +167,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool)
             f"Known: {names}. If each element's update depends on that element alone, allow it with "
             "zero_allow_untested_optimizer (config) or allow_untested=True (shard)"
         )
+    refuse_unlike(optimizer)
     if differs_on_slices(optimizer):
         raise PlanError(
             f"optimizer {kind.__name__} was allowed as untested, but a trial on a few numbers gave other values for a "

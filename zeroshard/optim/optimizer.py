@@ -6,14 +6,13 @@ arithmetic is done by an UpdateMethod on the regions of the plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from zeroshard.errors import UsageError
+from zeroshard.optim.hyper import GroupOptions
 
 ParamGroups = list[dict[str, Any]]
 
@@ -58,6 +57,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, dict(defaults))
         self._sealed = True
         self._members = [list(group["params"]) for group in self.param_groups]
+        self._options = [GroupOptions(group) for group in self.param_groups]
+        if client is not None:  # hooks that were, or will be, registered there belong to these steps
+            self._optimizer_step_pre_hooks = client._optimizer_step_pre_hooks  # pyright: ignore[reportAttributeAccessIssue]
+            self._optimizer_step_post_hooks = client._optimizer_step_post_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update from the gradients of the backwards since the last step."""
@@ -80,6 +83,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all backwards since the last step."""
         self._handler.zero_grad()
+
+    def rates(self) -> list[float]:
+        """The learning rate of each group. Raises UsageError for an optimizer that has none."""
+        if any("lr" not in group for group in self.param_groups):
+            raise UsageError(f"the groups of {self.name} have no 'lr'")
+        return [float(group["lr"]) for group in self.param_groups]
 
     @property
     def overflow(self) -> bool:
@@ -120,12 +129,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the optimizer's param_groups hold other parameters, or another order, than when the model was "
                 "sharded; to leave some out set their lr to 0 or freeze them with requires_grad_(False)"
             )
-        for number, group in enumerate(self.param_groups):
-            lr = group.get("lr", 0.0)
-            if not isinstance(lr, (Real, torch.Tensor)):
-                raise UsageError(f"optimizer group {number} has lr {lr!r}, which is no number: nothing was updated")
-            if isinstance(lr, float) and not math.isfinite(lr):
-                raise UsageError(f"optimizer group {number} has lr {lr}: nothing was updated; look at the scheduler")
+        if self._client is not None and len(self._client.param_groups) != len(self._members):
+            raise UsageError(
+                f"the {type(self._client).__name__} that was passed has other parameter groups than when the model was "
+                "sharded, and what was added there is not trained; pass all groups to shard()/initialize()"
+            )
+        for number, (group, options) in enumerate(zip(self.param_groups, self._options, strict=True)):
+            options.check(number, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._sealed:
@@ -135,4 +145,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __repr__(self) -> str:
-        return f"Sharded{super().__repr__()}"
+        return f"Sharded {self.name}{super().__repr__().removeprefix(type(self).__name__)}"

@@ -9,18 +9,48 @@ it passes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from zeroshard.errors import PlanError
 from zeroshard.optim.updates import accepted_defaults, group_options
+
+_OF_TORCH = ("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
+"""Attributes that torch keeps on an optimizer and that are no options."""
 
 _SHAPE = (4, 6)
 _CUT = 10
 _STEPS = 3
 _TOLERANCE = 1e-5
 """Relative; kernels may order the same operations differently for other shapes."""
+
+
+def refuse_unlike(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PlanError where one that is made from the optimizer's groups and defaults is not the same.
+
+    A rank makes its own over the slices that it updates; what is kept beside groups and defaults would be lost.
+    """
+    name = type(optimizer).__name__
+    cure = "keep it in the groups: pass it to Optimizer.__init__ among the defaults"
+    try:
+        again = _made(optimizer, [torch.nn.Parameter(torch.zeros(_SHAPE))])
+        inspect.signature(again.step).bind()
+    except TypeError as error:
+        raise PlanError(
+            f"optimizer {name} can't be made and stepped for slices of parameters ({error}). Every argument needs a "
+            f"default or a place among the groups' defaults, and step() none that is required"
+        ) from error
+    for key, value in vars(optimizer).items():
+        if key in _OF_TORCH or not _is_plain(value):
+            continue
+        if key not in vars(again) or vars(again)[key] != value:
+            raise PlanError(
+                f"optimizer {name} has {key} = {value!r} beside its groups; one that is made for slices of parameters "
+                f"has {vars(again).get(key)!r} and would compute something else: {cure}"
+            )
 
 
 def differs_on_slices(optimizer: torch.optim.Optimizer) -> bool:
@@ -49,12 +79,23 @@ def _run(
     gradients: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
 ) -> torch.Tensor:
-    kind: Any = type(optimizer)
     parameters = [torch.nn.Parameter(value.clone().to(device)) for value in values]
-    options = group_options(optimizer.param_groups[0])
-    trial = kind([{"params": parameters, **options}], **accepted_defaults(kind, optimizer.defaults))
+    trial = _made(optimizer, parameters)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone().to(device)
         trial.step()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).cpu()
+
+
+def _made(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """One of the same kind and options over other parameters."""
+    kind: Any = type(optimizer)
+    options = group_options(optimizer.param_groups[0])
+    return kind([{"params": [*parameters], **options}], **accepted_defaults(kind, optimizer.defaults))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
