@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import zeroshard
 from tests.support.saved import info_of, reads, save_tensors
-from zeroshard.checkpoint.directory import find, next_order, prune, whole
+from zeroshard.checkpoint import sink
+from zeroshard.checkpoint.directory import find, next_order, prune, remove, whole
 from zeroshard.checkpoint.draft import Draft, begin, write_manifest
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.owned import Owner, new_id
@@ -77,11 +82,16 @@ def test_a_damaged_checkpoint_of_ours_and_what_a_kill_left_of_one_are_replaced(t
     assert value_of(save(tmp_path, "tag", 2)) == 2
 
 
-def test_a_folder_named_latest_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_latest_that_is_no_file_is_refused_before_anything_is_written(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "latest")
     with pytest.raises(CheckpointError, match="latest is no file"):
         begin(tmp_path, "tag")
     assert os.listdir(tmp_path) == ["latest"]
+    with pytest.raises(CheckpointError, match=r"latest can't be read \(no plain file\)"):
+        find(tmp_path)
     begin(tmp_path, "tag", latest=False).close()
 
 
@@ -185,6 +195,18 @@ def test_jobs_that_replace_each_other_at_once_leave_a_whole_checkpoint(tmp_path:
     assert sorted(os.listdir(tmp_path)) == ["latest", "tag"]
 
 
+def test_what_another_job_has_just_saved_is_not_pruned_for_what_it_replaced(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, "tag", 1)
+    old = whole(tmp_path)[0]
+    save(tmp_path, "tag", 2)
+    remove(old)
+    assert value_of(find(tmp_path, "tag")) == 2
+    remove(whole(tmp_path)[0])
+    assert os.listdir(tmp_path) == ["latest"]
+
+
 # The order.
 
 
@@ -200,3 +222,33 @@ def test_the_order_is_that_of_the_saves_whatever_the_clock_says(
     assert prune(tmp_path, 2) == ["step0", "step1"]
     (tmp_path / "latest").unlink()
     assert find(tmp_path).name == "step3"
+
+
+# The disk.
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_without_space_is_an_error_that_names_the_file_and_leaves_nothing(
+    tmp_path: Path, background: bool, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "DIRECT_FROM", 1 if direct else 1 << 40)
+    model, _ = zeroshard.shard(nn.Linear(100, 100), optimizer=torch.optim.SGD)
+
+    def save_two() -> None:
+        zeroshard.save(model, tmp_path, "two", background=background)
+        zeroshard.wait_for_checkpoint(model)
+
+    zeroshard.save(model, tmp_path, "one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"model-00000-0\.safetensors: File too large"):
+            save_two()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "one"]
+    assert find(tmp_path).name == "one"
+    save_two()
+    assert find(tmp_path).name == "two"
+    zeroshard.close(model)

@@ -319,8 +319,16 @@ def _unforeseen(directory: str, rank: int) -> None:
     faulty = dict.fromkeys(("save", "load"), _Faulty(""))
     zeroshard.save(engine.module, directory, "whole", scheduler=_Faulty(""))
 
+    raising: list[str] = []
+
+    def state() -> dict[str, Any]:
+        if raising:
+            raise LookupError("no client")
+        return {"one": 1}
+
     def save(background: bool = False) -> None:
-        zeroshard.save(engine.module, directory, "new", scheduler=faulty["save"], background=background)
+        given = faulty["save"]
+        zeroshard.save(engine.module, directory, "new", scheduler=given, client_state=state, background=background)
         zeroshard.wait_for_checkpoint(engine.module)
 
     def load() -> None:
@@ -358,7 +366,10 @@ def _unforeseen(directory: str, rank: int) -> None:
         faulty[at] = _Faulty(at if rank == 1 else "")
         with pytest.raises(CheckpointError, match=f"(?s){said}" if rank == 1 else f"(?s)rank 1 failed: .*{said}"):
             (save if at == "save" else load)()
-    faulty["load"] = _Faulty("")
+    faulty = dict.fromkeys(("save", "load"), _Faulty(""))
+    raising += ["client"] * rank
+    with pytest.raises(CheckpointError, match="LookupError: no client"):
+        save()
     load()
     engine.destroy()
 

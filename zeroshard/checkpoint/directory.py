@@ -18,6 +18,7 @@ import stat
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,21 +115,31 @@ class Newest:
 
 def newest(base: Path) -> Newest:
     """What `latest` names, or where there is no `latest` the last one saved. CheckpointError when there is none."""
-    pointer = base / LATEST
-    try:
-        with pointer.open("rb") as file:
-            text = file.read(1024).decode(errors="replace").strip()
-        problem = f"{pointer} names {text[:80]!r}, which is no checkpoint there"
-    except FileNotFoundError:
-        text, problem = "", None
-    except OSError as error:
-        text, problem = "", f"{pointer} can't be read ({error.strerror})"
+    text, problem = _said(base)
     there = whole(base)
-    if text in {found.tag for found in there}:
-        return Newest(text)
+    for _ in range(_LOOKS):  # another job may save and prune just then
+        if text in {found.tag for found in there}:
+            return Newest(text)
+        before = text
+        text, problem = _said(base)
+        if text == before:
+            break
+        there = whole(base)
     if not there:
         raise CheckpointError(f"{base} holds no finished checkpoint" + (f"; {problem}" if problem else ""))
     return Newest(there[-1].tag, problem)
+
+
+def _said(base: Path) -> tuple[str, str | None]:
+    """What `latest` says, and what is wrong with it if that is no checkpoint's tag."""
+    pointer = base / LATEST
+    try:
+        text = _begin_of(pointer, 1024).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return "", None
+    except OSError as error:
+        return "", f"{pointer} can't be read ({error.strerror})"
+    return text, f"{pointer} names {text[:80]!r}, which is no checkpoint there"
 
 
 def whole(directory: str | os.PathLike[str]) -> list[Found]:
@@ -172,11 +183,15 @@ def _order(folder: Path) -> int:
 
 def _head(folder: Path) -> bytes:
     """How `checkpoint.json` begins. OSError where it is missing or no plain file."""
-    descriptor = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return _begin_of(folder / MANIFEST, _HEAD_NBYTES)
+
+
+def _begin_of(file: Path, nbytes: int) -> bytes:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "no plain file")
-        return os.pread(descriptor, _HEAD_NBYTES, 0)
+        return os.pread(descriptor, nbytes, 0)
     finally:
         os.close(descriptor)
 
@@ -204,11 +219,18 @@ def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:
 
 
 def remove(found: Found) -> None:
-    """Remove a checkpoint, of a link the link alone; from the first moment on it is no checkpoint any more. OSError."""
+    """Remove a checkpoint, of a link the link alone; from the first moment on it is no checkpoint any more. OSError.
+
+    One that another job has saved under its tag since stays.
+    """
     base = found.folder.parent
     going = owned_path(base, found.tag, new_id(), "removed")
     try:
         found.folder.rename(going)
+        if _order(going) != found.order:
+            with suppress(OSError):  # where a third one is there by now this one would be replaced
+                going.rename(found.folder)
+                return
     except FileNotFoundError:  # another process removes it too
         return
     sync_folder(base)

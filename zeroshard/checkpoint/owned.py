@@ -19,8 +19,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -167,9 +167,20 @@ def delete(path: Path) -> None:
         _LOGGER.warning("%s is needed no more but can't be removed: %s", path, error.strerror)
 
 
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Errors of writes to an open file name it: the system's don't."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
+
+
 def write_synced(file: Path, data: bytes) -> None:
     """Write a new file and wait until it is on the disk. OSError, also where there is something of that name."""
-    with open(os.open(file, os.O_WRONLY | _CREATE, 0o666), "wb") as stream:
+    with naming(file), open(os.open(file, os.O_WRONLY | _CREATE, 0o666), "wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())

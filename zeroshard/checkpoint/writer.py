@@ -29,7 +29,7 @@ from zeroshard.checkpoint.manifest import (
     part_in,
     part_out,
 )
-from zeroshard.checkpoint.owned import write_synced
+from zeroshard.checkpoint.owned import naming, write_synced
 from zeroshard.checkpoint.safefile import header
 from zeroshard.checkpoint.sink import open_sink
 from zeroshard.checkpoint.slices import Rectangle, rectangles
@@ -109,7 +109,7 @@ def _write_file(folder: Path, name: str, entries: list[tuple[Piece, Rectangle]])
     parts: list[Part] = []
     at = len(head)
     total = at + sum((cut.stop - cut.start) * piece.info.dtype.itemsize for piece, cut in entries)
-    with open_sink(folder / name, total) as sink:
+    with naming(folder / name), open_sink(folder / name, total) as sink:
         sink.write(memoryview(head))
         for piece, cut in entries:
             checksums: list[int] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from zeroshard.errors import CheckpointError, UsageError, ZeroShardError, ZeroSh
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.placement import Residency
 
+ClientState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _HALF_DONE = "some of it was loaded and some not: do not train on with this model; load a whole checkpoint"
 
 
@@ -92,7 +93,7 @@ def save(
     tag: str,
     *,
     scheduler: Any = None,
-    client_state: Mapping[str, Any] | None = None,
+    client_state: ClientState = None,
     background: bool = False,
     latest: bool = True,
     keep: int | None = None,
@@ -103,7 +104,8 @@ def save(
 
     Args:
         tag: name of the checkpoint; one of the same name is replaced once this one is whole.
-        client_state: numbers, text, lists, tuples and dicts, given back by `load`. Rank 0's is saved.
+        client_state: numbers, text, lists, tuples and dicts, given back by `load`, or a function that gives them. Rank
+            0's is saved.
         background: copy the state into host memory and write it in a thread. The next save, load or
             `wait_for_checkpoint` waits for it and raises its error.
         latest: make it the one that a load without a tag finds.
@@ -253,11 +255,13 @@ def _state(
     model: nn.Module,
     stepper: StepperBase | None,
     scheduler: Any,
-    client_state: Mapping[str, Any] | None,
+    client_state: ClientState,
     counters: Mapping[str, Any] | None,
     frozen: bool,
 ) -> dict[str, Any]:
     optimizer = find_optimizer(model)
+    if callable(client_state):
+        client_state = client_state()
     if client_state is not None and not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of what is to be kept")
     return {

@@ -64,7 +64,7 @@ class Engine(TrainingEngine):
         self,
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: checkpoints.ClientState = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
@@ -74,7 +74,7 @@ class Engine(TrainingEngine):
 
         Args:
             tag: folder name; by default `global_step<N>`.
-            client_state: plain values that `load_checkpoint` gives back.
+            client_state: plain values that `load_checkpoint` gives back, or a function that gives them.
             save_latest: make it the one that `load_checkpoint` without a tag loads.
             exclude_frozen_parameters: leave out what no optimizer trains, the base of a LoRA model say.
             background: write in a thread while training goes on; by default as `checkpoint.async` of the config says.
@@ -168,8 +168,7 @@ class Engine(TrainingEngine):
         self._on_sigterm = _OnSigterm(Preemption(self.module), directory, client_state)
 
     def _save_and_end(self, on_sigterm: _OnSigterm) -> NoReturn:
-        state = on_sigterm.client_state
-        self.save_checkpoint(on_sigterm.directory, client_state=None if state is None else state(), background=False)
+        self.save_checkpoint(on_sigterm.directory, client_state=on_sigterm.client_state, background=False)
         self.destroy()
         raise SystemExit(PREEMPTED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from deepspeed._adalora import AdaptersBetweenSteps
 from deepspeed._client_state import plain, restored
 from deepspeed._exports import lazy
+from zeroshard.engine.checkpoints import ClientState
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gathered import iterate_full_parameters
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.saved_model import persistent_buffers
+from zeroshard.errors import ZeroShardWarning
 
 __getattr__, __dir__ = lazy(__name__, {})
 
@@ -28,6 +31,13 @@ from zeroshard.checkpoint.zero_to_fp32 import main
 if __name__ == "__main__":
     main()
 '''
+
+
+def _put_script(folder: Path) -> None:
+    try:
+        (folder / "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
+    except OSError as error:  # the checkpoint is whole without it, and the other ranks go on
+        warnings.warn(f"{error.filename} can't be written: {error.strerror}", ZeroShardWarning, stacklevel=3)
 
 
 class DeepSpeedEngine(Engine):
@@ -124,7 +134,7 @@ class DeepSpeedEngine(Engine):
         self,
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: ClientState = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
@@ -132,12 +142,15 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """As zeroshard's; zero_to_fp32.py is put beside it."""
         self._rest()
+
+        def state() -> Mapping[str, Any]:
+            return plain((client_state() if callable(client_state) else client_state) or {})
+
         saved = super().save_checkpoint(
-            save_dir, tag, plain(client_state), save_latest, exclude_frozen_parameters, background=background
+            save_dir, tag, state, save_latest, exclude_frozen_parameters, background=background
         )
         if handle_of(self.module).comm.mesh.rank == 0:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            (Path(save_dir) / "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
+            _put_script(Path(save_dir))
         return saved
 
     def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
