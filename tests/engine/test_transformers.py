@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.cases import ALL_CASES, sample
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task
 from tests.support.training import Setting, assert_same, train_reference, train_sharded
@@ -40,14 +41,14 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _compare(rank: int, world: int) -> None:
-    for reentrant in (None, False, True):
-        for lora in (False, True):
-            task = Task(partial(_build, reentrant, lora), _loss)
-            setting = Setting(steps=2)
-            reference = train_reference(task, setting, world, rank)
-            for stage in (0, 2, 3):
-                what = f"stage {stage}, reentrant {reentrant}, partly frozen {lora}"
-                assert_same(train_sharded(task, setting.at(stage), rank).parameters, reference.parameters, what)
+    cases = [(None, False), (None, True), (False, True), (False, False), (True, False), (True, True)]
+    for reentrant, lora in sample(cases):
+        task = Task(partial(_build, reentrant, lora), _loss)
+        setting = Setting(steps=2)
+        reference = train_reference(task, setting, world, rank)
+        for stage in (0, 2, 3) if ALL_CASES else (2, 3):
+            what = f"stage {stage}, reentrant {reentrant}, partly frozen {lora}"
+            assert_same(train_sharded(task, setting.at(stage), rank).parameters, reference.parameters, what)
 
 
 def test_gpt2_trains_as_unsharded_bit_for_bit() -> None:

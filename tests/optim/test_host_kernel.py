@@ -152,8 +152,11 @@ def test_adam_agrees_with_the_device_kernels_twin_to_float32_rounding(rule: Rule
         rows = torch.tensor([[1.0, *values, scalars.one_beta1, scalars.beta2, scalars.one_beta2]])
         tiles = torch.tensor([[0, numel, 0]], dtype=torch.int32)
         adam_twin(theirs[0], theirs[3], grad, theirs[1], theirs[2], tiles, rows, decoupled=scalars.decoupled)
-    assert torch.equal(mine[1], theirs[1])
-    assert torch.equal(mine[2], theirs[2])
+    for moment, other in zip(mine[1:3], theirs[1:3], strict=True):
+        if scalars.decoupled:
+            assert torch.equal(moment, other)
+        else:  # decay is added to the gradient, so the master's last place reaches the moments
+            torch.testing.assert_close(moment, other, rtol=2.0**-20, atol=1e-9)
     torch.testing.assert_close(mine[0], theirs[0], rtol=2.0**-22, atol=1e-9)
     assert torch.equal(mine[3], mine[0].bfloat16())
 

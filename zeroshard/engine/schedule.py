@@ -92,8 +92,8 @@ class ScheduleLoad:
             own = scheduler.state_dict()
             self._state = _like(own, unpack(saved["state"]))
             self.problem = (
-                _misfit(kind, own, self._state)
-                or _other_kind(scheduler, own, unpack(saved["state"]))
+                _other_kind(scheduler, own, unpack(saved["state"]))
+                or _misfit(kind, own, self._state)
                 or _trial(scheduler, own, self._state, optimizer)
             )
         if self.problem is not None:
@@ -116,10 +116,8 @@ def _like(own: Any, saved: Any) -> Any:
     return saved
 
 
-def _misfit(kind: str, own: Mapping[str, Any], saved: Any) -> str | None:
+def _misfit(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     """Schedulers inside of one, as SequentialLR has them: torch takes over as many as there are on one side."""
-    if not isinstance(saved, dict):
-        return f"the state of its {kind} is a {type(saved).__name__}"
     for key, mine in own.items():
         theirs = saved.get(key)
         if _nested(mine) and (not isinstance(theirs, list) or len(theirs) != len(mine)):
@@ -128,9 +126,9 @@ def _misfit(kind: str, own: Mapping[str, Any], saved: Any) -> str | None:
     return None
 
 
-def _other_kind(scheduler: Schedule, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+def _other_kind(scheduler: Schedule, own: Mapping[str, Any], saved: Any) -> str | None:
     """Values of other kinds, and names of the scheduler's methods, which torch's schedulers would take for state."""
-    for key in saved:
+    for key in saved if isinstance(saved, dict) else ():
         if isinstance(key, str) and callable(getattr(type(scheduler), key, None)):
             return f"scheduler.{key} is a method, no state"
     return next(iter(other_kinds(saved, as_numbers(own), "scheduler", same_length=False)), None)
