@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,51 @@ def _several_models(rank: int, world: int) -> None:
     _train(trained, rank, 1)
 
 
+def _goes_from_one_engine_to_the_next(rank: int, world: int) -> None:
+    """A model that is given to a second Trainer leaves the first with its weights; the first says so from then on."""
+    model = _net()
+    first, *_ = _start(model)
+    _train(first, rank, 1)
+    values = _whole(model)
+    second, *_ = _start(model, {**CONFIG, "optimizer": ADAMW, "zero_optimization": {"stage": 2}})
+    assert _same(_whole(model), values)
+    loss = first(_batch(rank, 0)).mean()
+    for use, given in ((first.backward, loss), (first.save_checkpoint, "it"), (first.load_checkpoint, "it")):
+        with pytest.raises(UsageError, match="another engine has taken over"):
+            use(given)
+    first.destroy()
+    _train(second, rank, 1)
+    assert not _same(_whole(model), values)
+    del second
+    _train(_start(model)[0], rank, 1)
+
+
+def _evaluates_other_adapters(rank: int, world: int) -> None:
+    """peft's set_adapter switches requires_grad: without a gradient what was frozen may be used like that."""
+    model = _net()
+    model.head.requires_grad_(False)
+    engine, *_ = _start(model)
+    _train(engine, rank, 1)
+    expected = engine(_batch(rank, 0)).detach()
+    for other in (True, False):
+        model.head.requires_grad_(other)
+        model.blocks.requires_grad_(not other)
+        with torch.no_grad():
+            assert torch.equal(model(_batch(rank, 0)), expected)
+        with pytest.raises(UsageError, match="was frozen") if other else nullcontext():
+            engine(_batch(rank, 0))
+    _train(engine, rank, 1)
+
+
+def _names_weights_that_it_does_not_hand_out(rank: int, world: int) -> None:
+    """`model.save_pretrained(folder)` of a sharded model, which would save nothing."""
+    state = _start(_net())[0].module.state_dict()
+    assert [tuple(value.shape) for name, value in state.items() if name.startswith("head")] == [(3, 8), (3,)]
+    for use in (torch.Tensor.contiguous, torch.Tensor.cpu, torch.clone, __import__("copy").deepcopy):
+        with pytest.raises(UsageError, match=r"save_model\(\)"):
+            use(state["head.weight"])
+
+
 def _names_files_as_they_look_for_them(rank: int, world: int, folder: str) -> None:
     engine, *_ = _start(_net())
     _train(engine, rank, 2)
@@ -381,6 +427,9 @@ def _everything(rank: int, world: int, folder: str) -> None:
         _engine_answers,
         _again_after_destroy,
         _several_models,
+        _goes_from_one_engine_to_the_next,
+        _evaluates_other_adapters,
+        _names_weights_that_it_does_not_hand_out,
     )
     for check in checks:
         check(rank, world)

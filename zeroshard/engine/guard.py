@@ -1,13 +1,14 @@
-"""What `parameter.grad` is between a backward and the step: a stand-in that refuses to be computed with.
+"""Stand-ins for tensors that are elsewhere: their shape may be read, and they refuse to be computed with, or saved.
 
-Sharded gradients live in the engine's buffers. Code that reads `parameter.grad` (torch.nn.utils.clip_grad_norm_ first
-of all) would otherwise find nothing, return a norm of 0 and clip nothing. Rejected: leaving None, which is silent.
+Sharded gradients live in the engine's buffers. Code that reads `parameter.grad` between a backward and the step
+(torch.nn.utils.clip_grad_norm_ first of all) would otherwise find nothing, return a norm of 0 and clip nothing.
+Rejected: leaving None, which is silent. Where `state_dict()` names sharded parameters, saving it would write nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,8 +26,10 @@ _METHODS = frozenset(
 )
 
 
-class ShardedGradient(torch.Tensor):
-    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError."""
+class _StandIn(torch.Tensor):
+    """A tensor that is elsewhere."""
+
+    explanation: ClassVar[str]
 
     @classmethod
     def __torch_function__(
@@ -41,17 +44,39 @@ class ShardedGradient(torch.Tensor):
         if name in _METHODS or (name == "__get__" and owner in _READABLE):
             return super().__torch_function__(func, types, args, dict(kwargs or {}))
         called = owner if owner.isidentifier() else name
-        raise UsageError(
-            f"torch's {called}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
-            "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
-            "zeroshard.clip_grad_norm_(model, max_norm); to read the norm, zeroshard.get_global_grad_norm(model)"
-        )
+        raise UsageError(f"torch's {called}: {cls.explanation}")
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        return "ShardedGradient(held by zeroshard)"
+        return f"{type(self).__name__}(held by zeroshard)"
+
+
+class ShardedGradient(_StandIn):
+    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError."""
+
+    explanation = (
+        "the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
+        "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
+        "zeroshard.clip_grad_norm_(model, max_norm); to read the norm, zeroshard.get_global_grad_norm(model)"
+    )
+
+
+class ShardedValue(_StandIn):
+    """A parameter in a `state_dict()` that gives names and shapes alone; everything else is a UsageError."""
+
+    explanation = (
+        "the parameters of this model are sharded, state_dict() has their names and shapes alone. To save weights, "
+        "call trainer.save_model(), accelerator.save_model(), or model.save_pretrained(folder, "
+        "state_dict=accelerator.get_state_dict(engine)) with stage3_gather_16bit_weights_on_model_save in the config; "
+        "or take state_dict() inside deepspeed.zero.GatheredParameters(model.parameters())"
+    )
 
 
 def sharded_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """A stand-in with the shape, dtype and device that `parameter.grad` must have, without memory of its own."""
     # It refuses to be computed with, so it may as well stand on the parameter's own memory.
     return parameter.detach().as_subclass(ShardedGradient)
+
+
+def sharded_value(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A stand-in for a whole parameter."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(ShardedValue)

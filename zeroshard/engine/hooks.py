@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.engine.guard import sharded_value
 from zeroshard.engine.runtime import Runtime
 from zeroshard.errors import UsageError
 from zeroshard.plan.dtypes import torch_dtype
@@ -64,13 +65,13 @@ def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
 
 
 def _name_only(runtime: Runtime) -> Callable[..., None]:
-    """Where it is not refused, state_dict() has the names and shapes of sharded parameters: meta tensors, which no one
-    can save or load by mistake."""
+    """Where it is not refused, state_dict() has the names and shapes of sharded parameters: stand-ins, which no one can
+    save or load by mistake."""
 
     def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, shape in _empty_members(runtime, module) if runtime.names_in_state_dict else ():
             if f"{prefix}{name}" in state:
-                state[f"{prefix}{name}"] = state[f"{prefix}{name}"].new_empty(shape, device="meta")
+                state[f"{prefix}{name}"] = sharded_value(state[f"{prefix}{name}"].dtype, shape)
 
     return hook
 

@@ -4,7 +4,7 @@
                                                 refused where it is sharded, and between backward and step
     other data (p.data = ..., model.to(dtype))  refused: the step writes elsewhere
     p.grad set to None or to another tensor     refused, unless it is None everywhere (zero_grad)
-    requires_grad switched on                   refused: the plan has no gradient for it
+    requires_grad switched on                   refused in a pass with gradients: the plan has none for it
 
 Reads version counters, addresses and types, never values, so it costs no kernel. Rejected: comparing values with their
 master weights in each step. In-place changes of `p.data` have no counter and are not seen.
@@ -96,7 +96,7 @@ class Inspection:
                     _refuse(group, index, _RESIZED)
                 if parameter.dtype != dtype:
                     _refuse(group, index, f"was sharded as {dtype} and is {parameter.dtype} now; {_DTYPE}")
-                if parameter.requires_grad and not trainable:
+                if parameter.requires_grad and not trainable and torch.is_grad_enabled():
                     _refuse(group, index, _FROZEN)
 
     def before_step(self, *, present: bool) -> None:

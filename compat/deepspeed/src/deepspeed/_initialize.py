@@ -15,11 +15,10 @@ from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
 from deepspeed._lightning import divides_loss
 from deepspeed._parameters import describe
 from deepspeed._version import VERSION
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine, leave
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
-from zeroshard.engine.handle import find_handle, handle_of
-from zeroshard.engine.native import find_optimizer
+from zeroshard.engine.handle import handle_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import build_engine
 
@@ -41,8 +40,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """As `zeroshard.initialize`; called by all ranks.
 
-    A model that an engine without an optimizer runs already (a reference model that is to be trained now) leaves that
-    engine first.
+    A model that an engine runs already (a reference model that is to be trained now, or a model that goes from one
+    Trainer to the next) leaves that engine first, with its weights.
 
     Returns:
         Engine, optimizer, loader and scheduler; what there is none of is None.
@@ -54,8 +53,8 @@ def initialize(
         raise UsageError("deepspeed.initialize needs a config: config=, config_params= or args.deepspeed_config")
     if config is not None and config_params is not None:
         raise UsageError("deepspeed.initialize: give config or config_params, not both")
-    if model is not None and find_handle(model) is not None and find_optimizer(model) is None:
-        zeroshard.close(model)
+    if model is not None:
+        leave(model)
     raw = _config.read(source)
     parameters = list(model_parameters) if model_parameters is not None else None
     adapters = [] if model is None else find_adapters(model)
@@ -81,7 +80,7 @@ def initialize(
             config=_config.understood(raw, optimizer=optimizer is not None),
             mesh_param=mesh_param,
         )
-    engine.adopt_config(raw)
+    engine.adopt(raw)
     engine.divides_loss = not divides_loss(model)
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     if engine.optimizer is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed._adalora import AdaptersBetweenSteps
 from deepspeed._client_state import plain, restored
@@ -17,9 +19,10 @@ from deepspeed._exports import lazy
 from zeroshard.engine.checkpoints import ClientState
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gathered import iterate_full_parameters
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.handle import Handle, find_handle, handle_of
+from zeroshard.engine.native import close, find_optimizer
 from zeroshard.engine.saved_model import persistent_buffers
-from zeroshard.errors import ZeroShardWarning
+from zeroshard.errors import UsageError, ZeroShardWarning
 
 __getattr__, __dir__ = lazy(__name__, {})
 
@@ -35,9 +38,24 @@ if __name__ == "__main__":
 
 def _put_script(folder: Path) -> None:
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
     except OSError as error:  # the checkpoint is whole without it, and the other ranks go on
         warnings.warn(f"{error.filename} can't be written: {error.strerror}", ZeroShardWarning, stacklevel=3)
+
+
+_ENGINE = "_zeroshard_deepspeed_engine"
+"""On a model: a weak reference to the engine of this class that runs it."""
+
+
+def leave(model: nn.Module) -> None:
+    """Take the model, with its weights, from the engine of `deepspeed.initialize` that runs it."""
+    known = vars(model).pop(_ENGINE, None)
+    engine: DeepSpeedEngine | None = None if known is None else known()
+    if engine is not None:
+        engine.destroy()
+    elif find_handle(model) is not None and (known is not None or find_optimizer(model) is None):
+        close(model)
 
 
 class DeepSpeedEngine(Engine):
@@ -50,11 +68,14 @@ class DeepSpeedEngine(Engine):
     divides_loss = True
 
     _raw: dict[str, Any]
+    _own: Handle | None = None
     _adapters: AdaptersBetweenSteps | None = None
 
-    def adopt_config(self, raw: dict[str, Any]) -> None:
-        """Remember the config as it was given."""
+    def adopt(self, raw: dict[str, Any]) -> None:
+        """Remember the config as it was given, and that the model is this engine's."""
         self._raw = raw
+        self._own = handle_of(self.module)
+        vars(self.module)[_ENGINE] = weakref.ref(self)
 
     def adopt_adapters(self, adapters: AdaptersBetweenSteps) -> None:
         """From now on these adapters are there after each step."""
@@ -87,11 +108,22 @@ class DeepSpeedEngine(Engine):
         super().zero_grad(set_to_none)
 
     def destroy(self) -> None:
-        """As zeroshard's."""
+        """As zeroshard's; nothing where the model has gone on to another engine."""
         if self._adapters is not None:
             self._adapters.destroy()
             self._adapters = None
-        super().destroy()
+        if find_handle(self.module) in (None, self._own):
+            super().destroy()
+
+    @property
+    def _handle(self) -> Handle:
+        handle = super()._handle
+        if self._own is not None and handle is not self._own:
+            raise UsageError(
+                f"another engine has taken over this {type(self.module).__name__} (deepspeed.initialize, or a Trainer "
+                "or Accelerator, was given it again): train, step and save with that one"
+            )
+        return handle
 
     def _rest(self) -> None:
         if self._adapters is not None:
@@ -141,6 +173,7 @@ class DeepSpeedEngine(Engine):
         background: bool | None = None,
     ) -> bool:
         """As zeroshard's; zero_to_fp32.py is put beside it."""
+        rank = self._handle.comm.mesh.rank
         self._rest()
 
         def state() -> Mapping[str, Any]:
@@ -149,12 +182,13 @@ class DeepSpeedEngine(Engine):
         saved = super().save_checkpoint(
             save_dir, tag, state, save_latest, exclude_frozen_parameters, background=background
         )
-        if handle_of(self.module).comm.mesh.rank == 0:
+        if rank == 0:
             _put_script(Path(save_dir))
         return saved
 
     def load_checkpoint(self, *args: Any, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
         """As zeroshard's; tensors in the client state are tensors again."""
+        self._handle.check_open()
         self._rest()
         path, client_state = super().load_checkpoint(*args, **options)
         return path, restored(client_state)
