@@ -1,4 +1,7 @@
-"""A parameter that is read outside of its unit's forward: the right numbers, or an error that says what to do."""
+"""A parameter that is read outside of its unit's forward: the right numbers, or an error that says what to do.
+
+And parts of a model that are called by themselves, as `generate` calls an encoder and a loss of one's own the head.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import VOCABULARY, WIDTH, Batch, Task, language_loss, square_loss
-from tests.support.training import Setting, assert_same, shard_task, train_reference, train_sharded
+from tests.support.training import Setting, assert_close, assert_same, sgd, shard_task, train_reference, train_sharded
 from tests.support.zoo import Mlp, Stack
+from zeroshard.engine.handle import handle_of
 from zeroshard.errors import PlanError
 
 STAGES = (0, 1, 2, 3)
@@ -113,3 +118,77 @@ def _other_errors(rank: int, world: int) -> None:
 
 def test_other_errors_are_left_as_they_are() -> None:
     run_ranks(2, _other_errors)
+
+
+class _Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Mlp(), Mlp(), Mlp()])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class _Headed(nn.Module):
+    """Embedding and head share a weight, which is in the root unit with the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = _Backbone()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.backbone.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(tokens))
+
+
+def _of_parts(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Backbone and head by themselves, also under no_grad and in a checkpoint, and the blocks one by one."""
+    assert isinstance(model, _Headed)
+    tokens, backbone = batch.tokens(), model.backbone
+    with torch.no_grad():
+        target = model.head(backbone(tokens)) + 1
+    for wrong in (backbone, model.head):
+        with pytest.raises((RuntimeError, IndexError)):
+            wrong(batch.normal(2, WIDTH + 1))
+    x = backbone.embedding(tokens)
+    for block in backbone.blocks:
+        x = block(x)
+    again = checkpoint(model.head, backbone.norm(x), use_reentrant=False)
+    return functional.mse_loss(model.head(backbone(tokens)), target) + again.square().mean()
+
+
+def _of_parts_and_the_whole(model: nn.Module, batch: Batch) -> torch.Tensor:
+    assert isinstance(model, _Headed)
+    before = model.backbone.embedding(batch.tokens())
+    whole = model(batch.tokens())
+    return before.square().mean() + whole.square().mean() + model.head(before).square().mean()
+
+
+def _parts(rank: int, world: int) -> None:
+    for loss in (_of_parts, _of_parts_and_the_whole):
+        for setting in (Setting(steps=3, optimizer=sgd), Setting(steps=2, micro=2, clip=0.5)):
+            task = Task(_Headed, loss)
+            reference = train_reference(task, setting, world, rank)
+            for stage in STAGES:
+                outcome = train_sharded(task, setting.at(stage), rank)
+                assert_close(outcome.parameters, reference.parameters, what=f"{loss.__name__}, stage {stage}")
+    model, _ = shard_task(Task(_Headed, _of_parts), Setting())
+    assert isinstance(model, _Headed)
+    log = handle_of(model).comm.log
+    tokens = Batch(0, 0, rank).tokens()
+    with torch.no_grad():
+        model(tokens)
+        log.reset_totals()
+        model.backbone.embedding(tokens)
+    assert log.totals().get("all-gather", (0, 0))[0] <= 1  # of the root unit, and no block
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+
+
+def test_parts_called_by_themselves_train_as_they_do_unsharded() -> None:
+    run_ranks(2, _parts)

@@ -16,6 +16,7 @@ from zeroshard.engine.guard import sharded_value
 from zeroshard.engine.runtime import Runtime
 from zeroshard.errors import UsageError
 from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.sharding.marks import external_parameters
 
 
 def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
@@ -27,14 +28,6 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         torch.compiler.reset()
     dtype = runtime.plan.policy.cast_inputs
     handles: list[RemovableHandle] = []
-    for face, module in enumerate(_faces(model, runtime)):
-        if dtype is not None:
-            cast = partial(_cast_inputs, torch_dtype(dtype))
-            handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        enter = _outside_of_compiled_code(_enter(runtime, face))
-        leave = _outside_of_compiled_code(_leave(runtime, face))
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
     for unit in runtime.units:
         if unit.plan.name == "":
             continue
@@ -43,6 +36,19 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         after = _outside_of_compiled_code(_after(runtime, unit.index))
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
+    for face, module in enumerate(_faces(model, runtime)):
+        if dtype is not None:
+            cast = partial(_cast_inputs, torch_dtype(dtype))
+            handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        enter = _outside_of_compiled_code(_enter(runtime, face))
+        leave = _outside_of_compiled_code(_leave(runtime, face))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    for module in _parts(model, runtime):
+        enter = _not_in_compiled_code(_enter_part(runtime, id(module)))
+        leave = _not_in_compiled_code(_leave_part(runtime, id(module)))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -126,13 +132,22 @@ def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
     return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook)))
 
 
+def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
+    """Compiled code comes from a forward that began outside of it, and a hook there would cut it in two."""
+
+    def eager(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return _Hook(eager)
+
+
 def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
     """The modules that may run as the model: itself, and those inside that hold all of its units.
 
     A wrapper that calls `inner.forward`, or a `generate` that calls the wrapped model, passes the outer hooks by.
     """
-    root = next(unit for unit in runtime.units if unit.plan.name == "")
-    needed = {id(parameter) for group in root.groups for parameter in group.parameters}
+    needed = _root_members(runtime)
     names = [unit.plan.name for unit in runtime.units if unit.plan.name]
     found = [model]
     for path, module in model.named_modules():
@@ -140,6 +155,27 @@ def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
         if path and holds_units and needed <= {id(parameter) for parameter in module.parameters()}:
             found.append(module)
     return found
+
+
+def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
+    """The other modules outside of units that read parameters of the root unit, and may be called by themselves.
+
+    `generate` calls an encoder so, losses of one's own call the backbone, the head or the embedding.
+    """
+    needed, faces = _root_members(runtime), {id(face) for face in _faces(model, runtime)}
+    names = [unit.plan.name for unit in runtime.units if unit.plan.name]
+    found: dict[int, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(path == name or path.startswith(f"{name}.") for name in names):
+            faces.add(id(module))
+        elif any(id(parameter) in needed for parameter in (*module.parameters(), *external_parameters(module))):
+            found[id(module)] = module
+    return [module for key, module in found.items() if key not in faces]
+
+
+def _root_members(runtime: Runtime) -> set[int]:
+    root = next(unit for unit in runtime.units if unit.plan.name == "")
+    return {id(parameter) for group in root.groups for parameter in group.parameters}
 
 
 def _enter(runtime: Runtime, face: int) -> Callable[[nn.Module, Any], None]:
@@ -153,6 +189,20 @@ def _leave(runtime: Runtime, face: int) -> Callable[[nn.Module, Any, Any], None]
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         # torch calls this while it handles the exception of a forward, too, with None for the output.
         runtime.leave(face, output, failed=output is None and sys.exc_info()[1] is not None)
+
+    return hook
+
+
+def _enter_part(runtime: Runtime, part: int) -> Callable[[nn.Module, Any], None]:
+    def hook(_module: nn.Module, _args: Any) -> None:
+        runtime.enter_part(part)
+
+    return hook
+
+
+def _leave_part(runtime: Runtime, part: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        runtime.leave_part(part, output, failed=output is None and sys.exc_info()[1] is not None)
 
     return hook
 

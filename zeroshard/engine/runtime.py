@@ -79,6 +79,7 @@ class Runtime:
         self._tracker = CallTracker()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
         self._inside: int | None = None
+        self._part: int | None = None
         self._no_sync = False
         self._keeps_local: Callable[[], bool] = lambda: False
         self._boundary: bool | None = None
@@ -115,7 +116,7 @@ class Runtime:
             self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
-        in_pass = self._tracker.current is not None and index != self._root
+        in_pass = self._tracker.current is not None and index != self._root and self._part is None
         if self._seen_order is not None and in_pass and not self._saw_forward:
             self._seen_order.append(index)
         if not self._forward.run_to_use(index):
@@ -152,6 +153,19 @@ class Runtime:
         if mine and not failed:
             self.post_forward(self._root, output)
 
+    def enter_part(self, part: int) -> None:
+        """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
+        if not in_backward() and self._inside is None:
+            self._inside = self._part = part
+            self.pre_forward(self._root)
+
+    def leave_part(self, part: int, output: object, *, failed: bool) -> None:
+        """Such a module has run, or ended in an exception."""
+        if self._part == part:
+            if not failed:
+                self.post_forward(self._root, output)
+            self._inside = self._part = None
+
     def _refuse_no_tensor(self, index: int, output: object) -> None:
         """Raises UsageError: nothing would tell when the backward needs the unit's parameters."""
         unit = self.units[index]
@@ -175,10 +189,12 @@ class Runtime:
             self._tracker.begin_pass()
 
     def _end_pass(self) -> None:
-        self._forward.run_to_end()
+        if self._part is None:
+            self._forward.run_to_end()  # of a part: the rest of the model is not gathered for its sake
         self._forward.rewind()
         if torch.is_grad_enabled():
-            self._saw_forward = True  # the forwards of further micro-batches are the same again
+            # The forwards of further micro-batches are the same again.
+            self._saw_forward = self._saw_forward or self._part is None
         else:
             self.parameters.release(self._root)
         self._tracker.end_pass()
