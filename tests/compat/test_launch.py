@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.compat import tiny
 
@@ -71,4 +72,5 @@ def test_ds_report_says_what_the_machine_has() -> None:
     done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "zeroshard under DeepSpeed's import name" in done.stdout
-    assert "torch" in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout
+    assert "host memory" in done.stdout
