@@ -282,6 +282,14 @@ def _refusals(rank: int, world: int) -> None:
     for value in (torch.ones(WIDTH, WIDTH, dtype=torch.complex64), torch.ones(WIDTH, WIDTH, device="meta")):
         with pytest.raises(UsageError, match="needs a tensor of real numbers"):
             zeroshard.safe_set_full_fp32_param(parameter, value)
+    with pytest.raises(UsageError, match="needs a dense tensor"):
+        zeroshard.safe_set_full_fp32_param(parameter, torch.ones(WIDTH, WIDTH).to_sparse())
+    # Only rank 0's value is wrong: nobody waits for it.
+    words = "got shape" if rank == 0 else "what rank 0 gave can't be taken"
+    with pytest.raises(UsageError, match=rf"'outer\.weight' .*{words}"):
+        zeroshard.safe_set_full_fp32_param(parameter, torch.ones(3) if rank == 0 else torch.ones(WIDTH, WIDTH))
+    with pytest.raises(UsageError, match=r"leaf modules: this Linear is sharded already"):
+        zeroshard.set_z3_leaf_module(model.get_submodule("outer"), True)
     with pytest.raises(UsageError, match="no gradient to set"):
         zeroshard.safe_set_full_grad(parameter, torch.ones(WIDTH, WIDTH))
     with zeroshard.GatheredParameters(parameter, modifier_rank=0):

@@ -163,6 +163,8 @@ def test_a_tiled_layer_computes_what_the_whole_one_does(rows: int, columns: int,
 def test_tiles_are_units_and_wrong_layers_are_refused() -> None:
     model = nn.Sequential(TiledLinear(8, 8, in_splits=2, out_splits=2), nn.Tanh())
     assert units(model) == [""] + [f"0.linears.{i}.{j}" for i in range(2) for j in range(2)]
+    with pytest.raises(UsageError, match=r"an input of shape \(2, 7\) has no 8 features"):
+        TiledLinear(8, 8, in_splits=2)(torch.ones(2, 7))
     with pytest.raises(UsageError, match="in_splits 9 must be from 1 to the 8 features"):
         TiledLinear(8, 8, in_splits=9)
     with pytest.raises(UsageError, match=r"a layer of shape \(8, 4\) with bias does not fit"):

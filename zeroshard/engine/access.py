@@ -222,19 +222,31 @@ class _Spot:
         return int(codes)
 
     def from_rank_0(self, value: torch.Tensor, call: str) -> torch.Tensor:
-        """Rank 0's value as a flat float32 copy on the state's device."""
-        _check_value(value, self.segment.numel, f"{tuple(self.segment.shape)}", self.segment.name, call)
-        whole = value.detach().to(self.handle.device, torch.float32, copy=True).reshape(-1).contiguous()
-        control = self.handle.comm.control
-        control.wait(control.broadcast(whole, 0, self.segment.name))
-        return whole
+        """Rank 0's value as a flat float32 copy on the state's device.
+
+        Whether it could be taken travels with it: a rank that raised alone would leave the others waiting.
+        """
+        control, name = self.handle.comm.control, self.segment.name
+        problem = _problem(value, self.segment.numel, f"{tuple(self.segment.shape)}")
+        sent = torch.zeros(self.segment.numel + 1, dtype=torch.float32, device=self.handle.device)
+        if control.rank == 0 and problem is None:
+            sent[:-1] = value.detach().reshape(-1)
+            sent[-1] = 1
+        control.wait(control.broadcast(sent, 0, name))
+        if problem is None and not bool(sent[-1]):
+            problem = "what rank 0 gave can't be taken: its own error says why"
+        if problem is not None:
+            raise UsageError(f"{call}: {name!r} {problem}")
+        return sent[:-1]
 
     def local_value(self, value: torch.Tensor, call: str) -> torch.Tensor:
         """This rank's value, flat float32; where several ranks update the same elements, that of the first of them."""
         if not self.divided:
             return self.from_rank_0(value, call)
         count = self.own.stop - self.own.start
-        _check_value(value, count, f"({count},) on this rank", self.segment.name, call)
+        problem = _problem(value, count, f"({count},) on this rank")
+        if problem is not None:
+            raise UsageError(f"{call}: {self.segment.name!r} {problem}")
         part = value.detach().to(self.handle.device, torch.float32, copy=True).reshape(-1).contiguous()
         comm = self.handle.comm
         comm.log.record("set", self.segment.name, 0)
@@ -268,13 +280,16 @@ def _spot(param: torch.Tensor) -> _Spot:
     return _Spot(handle, unit, group, index, param, own, of_whole, divided)
 
 
-def _check_value(value: object, numel: int, shape: str, name: str, call: str) -> None:
+def _problem(value: object, numel: int, shape: str) -> str | None:
+    """Why a value can't be taken."""
     if not isinstance(value, torch.Tensor) or value.numel() != numel:
         given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UsageError(f"{call}: {name!r} needs a tensor of shape {shape}, got {given}")
-    if value.is_meta or value.is_complex():
-        what = "one on the meta device, which has no values" if value.is_meta else f"{value.dtype}"
-        raise UsageError(f"{call}: {name!r} needs a tensor of real numbers, got {what}")
+        return f"needs a tensor of shape {shape}, got {given}"
+    if value.is_meta:
+        return "needs a tensor of real numbers, got one on the meta device, which has no values"
+    if value.is_complex():
+        return f"needs a tensor of real numbers, got {value.dtype}"
+    return None if value.layout is torch.strided else f"needs a dense tensor, got one of layout {value.layout}"
 
 
 def _fp32_part(spot: _Spot) -> torch.Tensor:
@@ -351,7 +366,7 @@ def _state(spot: _Spot, key: str) -> PackedState | None:
         code = _HERE if part is not None else _UNKNOWN if names and key not in names else _NONE
     code = spot.agree(code)
     if code == _UNKNOWN:
-        raise UsageError(f"the optimizer has no state {key!r}; it has {', '.join(names) or 'none here'}")
+        raise UsageError(f"the optimizer has no state {key!r:.80}; it has {', '.join(names) or 'none here'}")
     if code == _NONE:
         return None
     return part if part is not None else _plain(torch.empty(0, device=spot.handle.device))

@@ -20,8 +20,8 @@ from zeroshard.engine.loose_values import gather_loose
 from zeroshard.engine.storage import Group, Unit
 from zeroshard.errors import UsageError
 from zeroshard.sharding.loose import LooseShard, loose_of
+from zeroshard.sharding.marks import PARAMETER_OF
 
-_HANDLE = "_zeroshard_parameter_of"
 _HELD = "_zeroshard_gathered"
 """On a parameter while a GatheredParameters has it."""
 
@@ -31,7 +31,7 @@ def mark_parameters(handle: Handle) -> None:
     for unit in handle.runtime.units:
         for group in unit.groups:
             for index, parameter in enumerate(group.parameters):
-                setattr(parameter, _HANDLE, (handle, unit, group, index))
+                setattr(parameter, PARAMETER_OF, (handle, unit, group, index))
 
 
 def unmark_parameters(handle: Handle) -> None:
@@ -39,7 +39,7 @@ def unmark_parameters(handle: Handle) -> None:
     for unit in handle.runtime.units:
         for group in unit.groups:
             for parameter in group.parameters:
-                vars(parameter).pop(_HANDLE, None)
+                vars(parameter).pop(PARAMETER_OF, None)
 
 
 Place = tuple[Handle, Unit, Group, int]
@@ -47,7 +47,7 @@ Place = tuple[Handle, Unit, Group, int]
 
 def place_of(parameter: torch.Tensor) -> Place | None:
     """Where a parameter lives, None for tensors that no model of ours owns."""
-    found: Place | None = parameter.__dict__.get(_HANDLE)
+    found: Place | None = parameter.__dict__.get(PARAMETER_OF)
     return found
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 
+PARAMETER_OF = "_zeroshard_parameter_of"
+"""Attribute of a parameter that is sharded: where it lives."""
 _LEAF = "_zeroshard_leaf"
 _EXTERNAL = "_zeroshard_external"
 
@@ -27,6 +29,11 @@ def is_leaf(module: nn.Module) -> bool:
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
     """Mark the module, or take the mark away."""
     need_kind(module, nn.Module, "leaf modules", "an nn.Module")
+    if any(PARAMETER_OF in vars(parameter) for parameter in module.parameters()):
+        raise UsageError(
+            f"leaf modules: this {type(module).__name__} is sharded already, and its units are made; mark it before "
+            "shard() or initialize()"
+        )
     module.__dict__[_LEAF] = flag
 
 

@@ -82,6 +82,7 @@ class TiledLinear(nn.Module):
         Raises:
             UsageError: it has another shape, or only one of the two has a bias.
         """
+        need_kind(other, nn.Module, "TiledLinear.copy_params_from", "a linear layer")
         shape = (self.out_features, self.in_features)
         own_bias = self._tile(0, 0).bias
         if tuple(other.weight.shape) != shape or (other.bias is None) != (own_bias is None):
@@ -107,6 +108,8 @@ class TiledLinear(nn.Module):
         if not self.input_is_already_split:
             if not isinstance(x, torch.Tensor):
                 raise UsageError("TiledLinear: a tensor is needed; pass input_is_already_split=True for parts of one")
+            if not x.dim() or x.shape[-1] != self.in_features:
+                raise UsageError(f"TiledLinear: an input of shape {tuple(x.shape)} has no {self.in_features} features")
             return x.split(self.in_sizes, dim=-1)
         if isinstance(x, torch.Tensor) or len(x) != self.in_splits:
             raise UsageError(f"TiledLinear: input_is_already_split needs a list of {self.in_splits} tensors")
