@@ -18,6 +18,7 @@ from tests.support.saved import info_of, reads, save_tensors
 from zeroshard.checkpoint import sink
 from zeroshard.checkpoint.directory import find, next_order, prune, remove, whole
 from zeroshard.checkpoint.draft import Draft, begin, write_manifest
+from zeroshard.checkpoint.export.folder import new_folder
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.owned import Owner, new_id
 from zeroshard.checkpoint.reader import CheckpointReader
@@ -252,3 +253,15 @@ def test_a_disk_without_space_is_an_error_that_names_the_file_and_leaves_nothing
     save_two()
     assert find(tmp_path).name == "two"
     zeroshard.close(model)
+
+
+def test_two_exports_to_one_folder_never_mix(tmp_path: Path) -> None:
+    def both() -> None:
+        with new_folder(tmp_path / "out") as one:
+            (one / "a").write_text("of one")
+            with new_folder(tmp_path / "out") as other:
+                (other / "b").write_text("of the other")
+
+    with pytest.raises(CheckpointError, match="out can't be written"):
+        both()
+    assert files(tmp_path) == {"out/b": b"of the other"}

@@ -164,6 +164,12 @@ HEADERS = [
     b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}',
     b'{"a": {"dtype": 3, "shape": [2], "data_offsets": [0, 8]}}',
     b"[" * 100_000,
+    b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": 1}',
+    b'{"a": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}, '
+    b'"b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}',
+    b'{"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}, '
+    b'"b": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}',
+    b'{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 8]}}',
 ]
 
 
@@ -176,7 +182,19 @@ def test_a_header_that_is_none_is_one_error_that_names_the_file(header: bytes, t
 
 @pytest.mark.parametrize(
     "text",
-    [b"{", b"[]", b"\xff", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b'{"weight_map": {"a": ".."}}'],
+    [
+        *(
+            b"{",
+            b"[]",
+            b"\xff",
+            b"{}",
+            b'{"weight_map": 3}',
+            b'{"weight_map": {"a": 3}}',
+            b'{"weight_map": {"a": ".."}}',
+        ),
+        b'{"weight_map": {"a": "%s.safetensors"}}' % (b"x" * 5000),
+        b'{"weight_map": {"a": 1, "a": 2}}',
+    ],
 )
 def test_an_index_that_is_none_is_one_error(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(text)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from zeroshard.checkpoint.meeting import StoreMeeting, together
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh, build_mesh
 from zeroshard.comm.oplog import OperationLog
@@ -256,7 +257,7 @@ def test_two_models_have_a_watchdog_each_and_closing_leaves_no_thread() -> None:
 
 
 def _in_a_barrier(rank: int, world: int) -> str:
-    """Rank 0 runs something alone and rank 1 is ahead, in a barrier of the user's."""
+    """Rank 0 runs something alone and rank 1 is ahead, in a barrier of the user's, in a function that we call."""
     mesh, log = build_mesh(), OperationLog()
     watchdog = Watchdog(mesh.store(), rank, world, log, patience_s=0.5, exit_grace_s=60)
     comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
@@ -268,7 +269,7 @@ def _in_a_barrier(rank: int, world: int) -> str:
     except ZeroShardError as error:
         dist.barrier()  # lets rank 1 go on
         return str(error)
-    dist.barrier()
+    together(StoreMeeting(None, 0, 1, "alone", watchdog), lambda: dist.barrier(), "")
     with pytest.raises(DivergenceError) as caught:
         watchdog.raise_if_failed()
     return str(caught.value)

@@ -42,7 +42,7 @@ def decode(data: bytes, where: Path) -> dict[str, Any]:
     """The content of a file. Raises CheckpointError naming the file."""
     try:
         value = json.loads(
-            data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant, parse_float=_finite_number
+            data, object_pairs_hook=no_key_twice, parse_constant=_no_constant, parse_float=_finite_number
         )
         checksum = value.pop(_CHECKSUM, None) if isinstance(value, dict) else None
         text = canonical(value)
@@ -77,7 +77,8 @@ def plain_size(file: Path) -> int:
     return status.st_size
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as the hook of a parser. ValueError where a key is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")

@@ -20,6 +20,7 @@ from zeroshard.checkpoint.manifest import TensorInfo
 from zeroshard.checkpoint.slices import Rectangle
 
 _ALIGNMENT = 8
+_PART_NBYTES = 4 << 20
 
 
 def header(entries: Sequence[tuple[TensorInfo, Rectangle]]) -> bytes:
@@ -48,4 +49,10 @@ def read_header(descriptor: int, nbytes: int) -> int | None:
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else nbytes
     if length > nbytes - 8:
         return None
-    return zlib.crc32(os.pread(descriptor, length, 8), zlib.crc32(start))
+    checksum, at = zlib.crc32(start), 8
+    while at < length + 8:  # in parts, as the length is what the file says
+        part = os.pread(descriptor, min(_PART_NBYTES, length + 8 - at), at)
+        if not part:
+            return None
+        checksum, at = zlib.crc32(part, checksum), at + len(part)
+    return checksum

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +22,13 @@ from typing import Any, TypeGuard
 import torch
 
 from zeroshard.checkpoint.dtypes import dtype_of
+from zeroshard.checkpoint.jsonfile import no_key_twice
 from zeroshard.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LARGEST_HEADER = 2**30
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class StoredWeight:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 class SafetensorsFolder:
@@ -121,7 +126,7 @@ def _chosen(files: list[Path], placed: dict[str, str], index: Path) -> dict[str,
     return found
 
 
-def _header(file: Path) -> Iterator[StoredWeight]:
+def _header(file: Path) -> list[StoredWeight]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(8)
@@ -130,8 +135,13 @@ def _header(file: Path) -> Iterator[StoredWeight]:
             raise CheckpointError(f"{file}: is no safetensors file (its header can't have {length} bytes)")
         table = _parsed(opened.read(length), f"{file}: is no safetensors file (its header")
     table.pop("__metadata__", None)
-    for name, entry in table.items():
-        yield _stored(file, name, entry, 8 + length, size)
+    weights = [_stored(file, name, entry, 8 + length, size) for name, entry in table.items()]
+    end = 0
+    for weight in sorted(weights, key=lambda weight: (weight.start, weight.nbytes)):
+        if weight.start < end:
+            raise CheckpointError(f"{file}: tensor {weight.name!r} shares bytes with another one; copy the file again")
+        end = weight.start + weight.nbytes
+    return weights
 
 
 def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> StoredWeight:
@@ -144,7 +154,7 @@ def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> StoredW
     if dtype is None:
         raise CheckpointError(f"{file}: tensor {name!r} has dtype {kind}, which is not known here")
     made = StoredWeight(name, file, dtype, tuple(shape), begin + start)
-    if stop - start != made.numel * dtype.itemsize or begin + stop > size:
+    if stop - start != made.nbytes or begin + stop > size:
         raise CheckpointError(f"{file}: tensor {name!r} does not fit its place; copy the file again")
     return made
 
@@ -156,14 +166,14 @@ def _placed_by(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: has no table 'weight_map' from tensors to files; copy the file again")
     placed = {tensor: str(name) for tensor, name in table.items()}
     for name in placed.values():
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: names the file {name!r}; only *.safetensors files beside it are read")
+        if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
+            raise CheckpointError(f"{index}: names the file {name[:80]!r}; only *.safetensors files beside it are read")
     return placed
 
 
 def _parsed(text: bytes, what: str) -> dict[str, Any]:
     try:
-        table = json.loads(text)
+        table = json.loads(text, object_pairs_hook=no_key_twice)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is no JSON: {error}); copy the file again") from None
     if not _is_table(table):

@@ -34,13 +34,13 @@ def foreign_collective() -> str | None:
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_OURS):
-            return None
+            break  # what was found is ours, or of a function of the user's that we have called
         if code.co_filename == _FILE and code.co_name in _NEED_ALL and _of_all_ranks(frame):
             found = frame
         frame = frame.f_back
-    if found is None:
+    caller = None if found is None else _caller(found)
+    if found is None or caller is None or caller.f_code.co_filename.startswith(_OURS):
         return None
-    caller = _caller(found)
     return f"torch.distributed.{found.f_code.co_name} ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
 
 

@@ -6,7 +6,6 @@ gathering, so that the others do not wait for it, and then all ranks raise.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,9 @@ from torch import nn
 from zeroshard.checkpoint.export.safetensors_stream import header, write_tensor
 from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
+from zeroshard.checkpoint.meeting import together
+from zeroshard.checkpoint.owned import Owner, clear, delete
+from zeroshard.engine.checkpoints import checked_directory, saver_of
 from zeroshard.engine.gathered import iterate_full_parameters
 from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.saved_model import persistent_buffers
@@ -40,47 +42,41 @@ def save_16bit_model(model: nn.Module, folder: str | os.PathLike[str], filename:
     if not filename or Path(filename).name != filename:
         raise UsageError(f"save_16bit_model: {filename!r} is no file name; the folder is its own argument")
     handle = handle_of(model)
-    target = Path(folder) / filename
-    problem: CheckpointError | None = None
+    target = checked_directory(folder) / filename
     weights = _weights(model, frozen)
-    if handle.comm.mesh.rank == 0:
+
+    def part() -> None:
         try:
-            _write(handle, model, target, weights, frozen)
-        except CheckpointError as error:
-            problem = error
+            if handle.comm.mesh.rank == 0:
+                _write(handle, model, target, weights, frozen)
         except OSError as error:
-            problem = CheckpointError(f"{target} can't be written: {error}")
-    for _ in weights:  # the rest, if rank 0 stopped early; all of them, elsewhere
-        pass
-    control = handle.comm.control
-    failed = torch.tensor([problem is not None], dtype=torch.int64, device=handle.device)
-    control.wait(control.all_reduce(failed, "(save_16bit_model)"))
-    if problem is not None:
-        raise problem
-    if int(failed):
-        raise CheckpointError(f"{target}: rank 0 could not write it, its own error says why")
+            raise CheckpointError(f"{target} can't be written: {error}") from error
+        finally:
+            for _ in weights:  # the rest, if rank 0 stopped early; all of them, elsewhere
+                pass
+
+    together(saver_of(handle).meeting(), part, target)
     return target
 
 
 def _write(handle: Handle, model: nn.Module, target: Path, weights: Iterator[tuple[str, Lazy]], frozen: bool) -> None:
     shapes = _shapes(handle, frozen)
     buffers: dict[str, Lazy] = {name: InMemory(buffer.cpu()) for name, buffer in persistent_buffers(model).items()}
-    partial = target.with_name(f".{target.name}.partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)
-    try:
-        if target.suffix == ".safetensors":
-            _write_safetensors(partial, shapes, buffers, weights)
-        else:
-            held = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
-            aliases = {alias: name for alias, name in handle.plan.aliases.items() if name in shapes}
-            places = reserve(partial, {**shapes, **held}, aliases)
-            fill(partial, ((places[name], tensor) for name, tensor in weights))
-            fill(partial, ((places[name], tensor) for name, tensor in buffers.items()))
-        partial.replace(target)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with Owner(target.parent) as owner:
+        clear(target.parent)
+        partial = owner.path(target.name)
+        try:
+            if target.suffix == ".safetensors":
+                _write_safetensors(partial, shapes, buffers, weights)
+            else:
+                held = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
+                aliases = {alias: name for alias, name in handle.plan.aliases.items() if name in shapes}
+                places = reserve(partial, {**shapes, **held}, aliases)
+                fill(partial, ((places[name], tensor) for name, tensor in weights))
+                fill(partial, ((places[name], tensor) for name, tensor in buffers.items()))
+            partial.replace(target)
+        finally:
+            delete(partial)
 
 
 def _write_safetensors(

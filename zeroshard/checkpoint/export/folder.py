@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zeroshard.checkpoint.owned import Owner, clear, delete
 from zeroshard.errors import CheckpointError, UsageError
 
 
@@ -19,15 +19,17 @@ def refuse_occupied(target: Path) -> None:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` to write into, which becomes it at the end. Raises CheckpointError where it can't."""
-    partial = target.parent / f".{target.name}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
+        with Owner(target.parent) as owner:
+            clear(target.parent)
+            partial = owner.path(target.name)
+            try:
+                partial.mkdir()
+                yield partial
+                if target.exists():
+                    target.rmdir()
+                partial.rename(target)
+            finally:
+                delete(partial)
     except OSError as error:
         raise CheckpointError(f"{target} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
