@@ -26,6 +26,11 @@ from zeroshard.launch.resources import resolve_nproc, set_threads, usable_cores
         (["--node-rank", "1", "s.py"], "--node-rank 1: with --nnodes 1 it is from 0 to 0"),
         (["--nproc", "many", "s.py"], "--nproc many: expected a number from 1, or auto, gpu or cpu"),
         (["--nproc", "0", "s.py"], "--nproc 0: expected a number from 1, or auto, gpu or cpu"),
+        ([""], "'': no such script"),
+        (["."], ".: a folder without __main__.py; name a script"),
+        (["--console", "first", "s.py"], "--console first: give the files in which the output is to be, as --log-dir"),
+        (["--force-multi", "s.py"], "--force-multi needs a --hostfile"),
+        (["--export", "NOT_SET", "s.py"], "--export NOT_SET: it is not set here"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], line: str) -> None:
@@ -33,6 +38,16 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], line: str) -> N
     done = zeroshard(tmp_path, "run", *words)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"zeroshard: {line.format(cwd=tmp_path)}"]
+
+
+def test_a_file_of_variables_that_is_named_reaches_ranks_of_this_host_too(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os; print(os.environ['COLOUR'])")
+    missing = zeroshard(tmp_path, "run", "--nproc", "1", "--env-file", "variables", name)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "variables: the file of variables can't be read" in missing.stderr
+    (tmp_path / "variables").write_text("COLOUR=green\n")
+    done = zeroshard(tmp_path, "run", "--nproc", "1", "--env-file", "variables", name)
+    assert (done.returncode, done.stdout) == (0, "green\n"), done.stderr
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def run(
         core_list=bind_core_list,
         ends_with_input=end_with_input,
     )
+    if console is not Console.ALL and job.log_dir is None:
+        raise UsageError(f"--console {console.value}: give the files in which the output is to be, as --log-dir")
     if nproc is not None and num_gpus is not None:
         raise UsageError("--nproc and --num-gpus both say how many ranks; give one")
     where = Where(

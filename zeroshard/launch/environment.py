@@ -66,11 +66,16 @@ def exported(environ: Mapping[str, str], asked: Sequence[str], files: Sequence[P
         ):
             chosen[name] = value
     for name in asked:
-        if not re.search(r"[*?\[]", name) and name not in environ:
-            raise UsageError(f"--export {name}: it is not set here")
+        check_asked(name, environ)
     for path in files:
         chosen.update(read_file(path))
     return chosen
+
+
+def check_asked(name: str, environ: Mapping[str, str]) -> None:
+    """Raises UsageError for a name, not a pattern, that is not set."""
+    if not re.search(r"[*?\[]", name) and name not in environ:
+        raise UsageError(f"--export {name}: it is not set here")
 
 
 def find_files(given: Path | None, places: Sequence[Path]) -> list[Path]:

@@ -56,7 +56,10 @@ def run(job: Job, where: Where) -> int:
     chosen = _hosts(where)
     if where.launcher in (Launcher.OPENMPI, Launcher.SLURM) and not where.no_ssh:
         _run_by_starter(job, where, chosen)
+    if chosen is None and where.force_multi:
+        raise UsageError("--force-multi needs a --hostfile")
     if chosen is None or where.no_ssh or (_is_this_host(chosen) and not where.force_multi):
+        _take_variables(where)
         return run_node(_local(job, where, chosen))
     if where.rendezvous is not Rendezvous.ENV:
         raise UsageError(f"--rendezvous {where.rendezvous.value} is for nodes started one by one: add --no-ssh")
@@ -117,6 +120,14 @@ def _local(job: Job, where: Where, chosen: Sequence[Host] | None) -> Job:
     return _on_host(job, chosen[place.node_rank if where.no_ssh else 0])
 
 
+def _take_variables(where: Where) -> None:
+    """Ranks of this host have all of its variables; those of a file that was named are put beside them."""
+    for name in where.exports:
+        environment.check_asked(name, os.environ)
+    if where.env_file is not None:
+        os.environ.update(environment.read_file(where.env_file))
+
+
 def _on_host(job: Job, host: Host) -> Job:
     return replace(job, nproc=str(len(host.slots)), devices=host.slots if host.filtered else None, node_name=host.name)
 
@@ -134,7 +145,7 @@ def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
     ranks = sum(len(host.slots) for host in chosen)
     names = ", ".join(f"{host.name} ({len(host.slots)})" for host in chosen[:_NAMED_HOSTS])
     names += f" and {len(chosen) - _NAMED_HOSTS} more" if len(chosen) > _NAMED_HOSTS else ""
-    say(f"zeroshard: {ranks} ranks on {len(chosen)} hosts: {names}")
+    say(f"zeroshard: {_counted(ranks, 'rank')} on {_counted(len(chosen), 'host')}: {names}")
     job = replace(
         job,
         nnodes=len(chosen),
@@ -148,6 +159,10 @@ def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
     with open_channels(where.launcher, chosen, where.reach, variables) as channels:
         nodes = [Node(host, one, channel) for host, one, channel in zip(chosen, jobs, channels, strict=True)]
         return RemoteJob(nodes).run()
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _env_files(where: Where) -> list[Path]:
@@ -239,8 +254,11 @@ def check_target(job: Job) -> None:
     """A missing script is told here, once, and not by every rank."""
     match job.kind:
         case TargetKind.SCRIPT:
-            if not Path(job.target).exists():
-                raise UsageError(f"{job.target}: no such script")
+            path = Path(job.target)
+            if not job.target or not path.exists():
+                raise UsageError(f"{job.target or repr(job.target)}: no such script")
+            if path.is_dir() and not (path / "__main__.py").is_file():
+                raise UsageError(f"{job.target}: a folder without __main__.py; name a script")
         case TargetKind.PROGRAM:
             if shutil.which(job.target) is None:
                 raise UsageError(f"--no-python {job.target}: no such program, or it may not be executed")
