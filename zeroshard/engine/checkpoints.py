@@ -124,25 +124,17 @@ def save(
     where = f"{save_dir}/{tag}"
 
     def prepare() -> tuple[Request, dict[str, int]]:
-        saver.wait()
+        base = checked_directory(save_dir)
+        directory.check_tag(tag)
         if keep is not None and keep < 1:
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
-        directory.check_tag(tag)
-        base = checked_directory(save_dir)
-        handle.runtime.drain()
-        handle.check_members()
+        _settle(handle, saver)
         state = _state(handle, model, stepper, scheduler, client_state, counters, frozen)
         own = {"generators": generator_states(handle.device)}
         return Request(base, tag, (), handle.plan.aliases, state, own, latest, keep), buffer_sums(handle)
 
     request, sums = together(saver.meeting(), prepare, where)
-    if handle.runtime.gradients.present:
-        warnings.warn(
-            "saving between backward and step: the gradients since the last step are in no checkpoint; a resumed run "
-            "computes them anew",
-            ZeroShardWarning,
-            stacklevel=2,
-        )
+    _warn_of_gradients(handle)
     differing = differing_buffers(handle, sums)
 
     def complete() -> Request:
@@ -177,9 +169,7 @@ def load(
     saver = saver_of(handle)
 
     def settle() -> Path:
-        saver.wait()
-        handle.runtime.drain()
-        handle.check_members()
+        _settle(handle, saver)
         return checked_directory(load_dir)
 
     folder = _agreed_folder(saver.meeting(), together(saver.meeting(), settle, load_dir), tag)
@@ -229,6 +219,23 @@ def saver_of(handle: Handle) -> Saver:
         comm = handle.comm
         handle.saver = Saver(comm.control, comm.mesh.store(), comm.watchdog, handle.device)
     return handle.saver
+
+
+def _settle(handle: Handle, saver: Saver) -> None:
+    """Finish everything in flight, a save too. Raises CheckpointError where that failed."""
+    saver.wait()
+    handle.runtime.drain()
+    handle.check_members()
+
+
+def _warn_of_gradients(handle: Handle) -> None:
+    if handle.runtime.gradients.present:
+        warnings.warn(
+            "saving between backward and step: the gradients since the last step are in no checkpoint; a resumed run "
+            "computes them anew",
+            ZeroShardWarning,
+            stacklevel=3,
+        )
 
 
 def _agreed_folder(meeting: CollectiveMeeting, base: Path, tag: str | None) -> Path:
