@@ -106,7 +106,7 @@ def _place(scheme: _Scheme, environ: Environment, present: list[str], default_po
         raise UsageError(f"{scheme.rank}={rank} with {scheme.size}={size}: ranks are from 0 to {size - 1}")
     local_size = _local_size(scheme, environ)
     address = environ.get("MASTER_ADDR") or _master(scheme, environ, size, local_size)
-    port = number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _port(scheme, environ, default_port)
+    port = port_of(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _port(scheme, environ, default_port)
     return RankPlace(scheme.source, rank, size, _local_rank(scheme, environ, size, rank), local_size, address, port)
 
 
@@ -220,7 +220,7 @@ def openmpi_node(environ: Environment) -> NodePlace:
         )
     size = number(environ, "OMPI_COMM_WORLD_SIZE")
     address = environ.get("MASTER_ADDR")
-    port = number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    port = port_of(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
     return NodePlace(size, number(environ, "OMPI_COMM_WORLD_RANK"), address, port)
 
 
@@ -234,7 +234,7 @@ def torchrun_node(environ: Environment) -> NodePlace:
         nnodes=_whole("PET_NNODES", nnodes.partition(":")[0]) if nnodes else None,
         node_rank=_whole("PET_NODE_RANK", rank) if rank else None,
         master_addr=environ.get("PET_MASTER_ADDR"),
-        master_port=number(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
+        master_port=port_of(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
         nproc=environ.get("PET_NPROC_PER_NODE"),
     )
 
@@ -251,7 +251,7 @@ def kubernetes_node(environ: Environment) -> NodePlace:
         nnodes=pet.nnodes or (number(environ, size) if size else None),
         node_rank=pet.node_rank if pet.node_rank is not None else (number(environ, rank) if rank else None),
         master_addr=pet.master_addr or environ.get("MASTER_ADDR"),
-        master_port=pet.master_port or (number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None),
+        master_port=pet.master_port or (port_of(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None),
         nproc=pet.nproc or environ.get("NPROC_PER_NODE"),
     )
     missing = [
@@ -271,6 +271,14 @@ def kubernetes_node(environ: Environment) -> NodePlace:
 def number(environ: Environment, name: str) -> int:
     """The variable as a whole number; UsageError if it is none."""
     return _whole(name, environ[name])
+
+
+def port_of(environ: Environment, name: str) -> int:
+    """The variable as a port; UsageError if it is none."""
+    port = number(environ, name)
+    if not 0 < port < 2**16:
+        raise UsageError(f"{name}={port}: ports are from 1 to 65535")
+    return port
 
 
 def _whole(name: str, text: str) -> int:

@@ -95,7 +95,13 @@ def _impossible(rank: int, world: int) -> list[str]:
         ({"RANK": "1"}, {}),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"dist_backend": "nccl"}),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"dist_backend": "glue"}),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {"dist_backend": 3}),
         ({"RANK": "0", "WORLD_SIZE": "1"}, {"timeout": 0}),
+        ({}, {"timeout": "5"}),
+        ({}, {"timeout": float("nan")}),
+        ({}, {"timeout": 1e18}),
+        ({}, {"rank": "0", "world_size": 1}),
+        ({}, {"distributed_port": 65536}),
         ({}, {"rank": 0, "world_size": 2}),
         ({}, {"dist_init_required": False}),
     ):
@@ -117,7 +123,13 @@ def test_what_can_not_be_is_told_before_anything_waits() -> None:
         "none to run as a single process",
         "init_distributed: backend nccl needs a GPU and a torch built for it",
         "init_distributed: no backend 'glue'",
-        "init_distributed: timeout 0: a time above 0",
+        "init_distributed(dist_backend=...): the name of a backend is needed, got 3",
+        "init_distributed: timeout 0: a time above 0, of a year at most",
+        "init_distributed(timeout=...): a timedelta or seconds is needed, got '5'",
+        "init_distributed: timeout nan: a time above 0, of a year at most",
+        "init_distributed: timeout 1e+18: a time above 0, of a year at most",
+        "init_distributed(rank=...): a whole number is needed, got '0'",
+        "init_distributed: distributed_port 65536: ports are from 1 to 65535",
         "init_distributed: rank and world_size go with init_method",
         "init_distributed: dist_init_required=False, but there is no process group",
     ]
@@ -153,6 +165,10 @@ def test_ranks_that_do_not_meet_say_where_they_waited() -> None:
             "pass the host of rank 0 to mpirun as -x MASTER_ADDR=HOST",
         ),
         ({"PMI_RANK": "0"}, "sets PMI_RANK but not PMI_SIZE"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65536"},
+            "MASTER_PORT=65536: ports are from 1 to 65535",
+        ),
     ],
 )
 def test_a_half_set_environment_is_an_error(environ: dict[str, str], message: str) -> None:

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.arguments import need_kind
 from zeroshard.cluster import DEFAULT_PORT, RankPlace, rank_place
 from zeroshard.errors import UsageError
 
 _LOGGER = logging.getLogger("zeroshard")
+_LONGEST = 365 * 24 * 3600.0
+"""Seconds; more overflows what torch counts in."""
 _BACKENDS = ("auto", "nccl", "gloo", "mpi", "ucc", "xccl")
 
 
@@ -59,10 +62,11 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise UsageError("init_distributed: dist_init_required=False, but there is no process group; make one first")
-    backend = _backend(dist_backend)
-    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    if limit is not None and limit <= timedelta(0):
-        raise UsageError(f"init_distributed: timeout {timeout}: a time above 0")
+    backend, limit = _backend(dist_backend), _limit(timeout)
+    for name, number in (("rank", rank), ("world_size", world_size), ("distributed_port", distributed_port)):
+        need_kind(number, int, f"init_distributed({name}=...)", "a whole number")
+    if not 0 < distributed_port < 2**16:
+        raise UsageError(f"init_distributed: distributed_port {distributed_port}: ports are from 1 to 65535")
     if init_method is not None:
         _join_url(backend, init_method, rank, world_size, limit)
         return
@@ -77,9 +81,20 @@ def init_distributed(
         _join_others(backend, place, limit, verbose)
 
 
+def _limit(timeout: object) -> timedelta | None:
+    if timeout is None:
+        return None
+    need_kind(timeout, (int, float, timedelta), "init_distributed(timeout=...)", "a timedelta or seconds")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not 0 < seconds <= _LONGEST:
+        raise UsageError(f"init_distributed: timeout {timeout}: a time above 0, of a year at most")
+    return timedelta(seconds=seconds)
+
+
 def _backend(name: str | None) -> str:
     if name is None or name == "auto":
         return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    need_kind(name, str, "init_distributed(dist_backend=...)", "the name of a backend")
     for part in name.split(","):
         backend = part.rpartition(":")[2]
         if backend not in _BACKENDS and backend not in dist.Backend.backend_list:
