@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from zeroshard.errors import PlanError
 from zeroshard.launch.cli import app
+from zeroshard.planner import cli
 from zeroshard.planner.cli import app as plan_app
 
 SMALL = ["--params", "2e8", "--layers", "2", "--hidden", "1024", "--seq", "256"]
@@ -41,6 +42,25 @@ def test_every_row_has_a_reason_and_one_is_chosen() -> None:
     assert chosen["step_seconds"] <= 1.011 * min(able)
     hours = chosen["hours_per_1e9_tokens"]
     assert chosen["usd_per_1e9_tokens"] == pytest.approx(hours * 8 * 2)
+
+
+def test_a_narrow_terminal_loses_whole_columns_and_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_width", lambda: 80)
+    args = ["tests.planner.zoo:make_tiny", "--seq", "8", "--checkpointing", "off"]
+    shown = CliRunner().invoke(plan_app, args, catch_exceptions=False).output
+    table, _, rest = shown.partition("GB of 1e9")
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert "…" not in shown
+    assert {"total", "fits", "step"} <= set(table.splitlines()[1].split())
+    assert "Left out for want of room: param" in rest
+
+
+def test_titles_are_no_markup_and_what_a_factory_prints_is_no_answer() -> None:
+    args = ["--seq", "8", "--checkpointing", "off"]
+    result = CliRunner().invoke(plan_app, ["tests.planner.zoo:m:", *args], catch_exceptions=False)
+    assert result.stdout.startswith("tests.planner.zoo:m:: ")  # an emoji to rich
+    assert "printed by the factory" in result.stderr
+    assert "printed by the factory" not in result.stdout
 
 
 def test_what_the_engine_refuses_is_shown_and_not_chosen() -> None:
@@ -122,6 +142,20 @@ def test_explain_of_what_fits_says_so_and_what_could_be_freed(tmp_path: Path) ->
     assert '"stage": 1' in shown
 
 
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"stage": "auto"}, "chosen at start-up"),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, "does not execute it yet"),
+    ],
+)
+def test_explain_says_what_is_not_run_as_written(zero: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}), encoding="utf-8")
+    args = ["tests.planner.zoo:make_tiny", "--seq", "8", "--explain", str(path)]
+    assert expected in CliRunner().invoke(plan_app, args, catch_exceptions=False).output
+
+
 def test_explain_names_the_moment_and_cures(tmp_path: Path) -> None:
     path = tmp_path / "oom.json"
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}}
@@ -144,8 +178,19 @@ def test_explain_names_the_moment_and_cures(tmp_path: Path) -> None:
         (["--params", "7e9", "--cluster", "12xH100"], "whole nodes"),
         (["--params", "7", "--cluster", "8xH100"], "number of parameters"),
         (["--params", "1e9", "--layers", "500", "--hidden", "8192"], "too few"),
-        (["--params", "1e9", "--seq", "0"], "1 or more"),
-        (["--params", "1e9", "--micro-batch", "-1"], "micro"),
+        (["--params", "1e9", "--seq", "0"], "1 sequence or more"),
+        (["--params", "1e9", "--seq", "20000000"], "10,000,000"),
+        (["--params", "1e9", "--micro-batch", "-1"], "--micro-batch -1"),
+        (["tests.planner.zoo:make_tiny", "--layers", "3"], "--params"),
+        (["--params", "1e9", "--explain", "ds.json", "--write", "x.json"], "leave out --write"),
+        (["--params", "1e9", "--scale", "8", "--html", "x.html"], "leave out --html"),
+        (["--params", "1e9", "--scale", "12,20"], "--gpus-per-node"),
+        (["--params", "1e9", "--config", "."], "--config .: can't be read"),
+        (["--params", "1e9", "--explain", "no.json"], "--explain no.json: no such file"),
+        (["--params", "1e9", "--calibration", "."], "--calibration .: can't be read"),
+        ([*SMALL, "--checkpointing", "off", "--write", "/nowhere/x"], "--write /nowhere/x: can't be written"),
+        ([":make_tiny"], "whole name"),
+        (["tests.planner.broken:make"], "RuntimeError: broken when imported"),
         ([], "name a model"),
         (["nowhere/config.json"], "no such file"),
         (["tests.planner.zoo:make_nothing"], "make_tiny"),

@@ -82,6 +82,13 @@ def test_a_module_whose_inputs_are_unknown_says_how_to_give_them() -> None:
         ({"model_type": "llama", "hidden_size": -1}, "hidden_size"),
         ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, "divide"),
         ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"model_type": "llama", "num_hidden_layers": 10**7}, "10,000 layers"),
+        ({"model_type": "gpt2", "n_layer": -1}, "n_layer is -1"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalML"]}, "LlamaForCausalLM"),
+        ({"model_type": "llama", "architectures": [3]}, "no model 3"),
+        ({"model_type": "llama", "architectures": "LlamaForCausalLM"}, "list of class names"),
+        ({"model_type": "whisper"}, "no model with a loss"),
+        ({"model_type": "resnet"}, "no image_size"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(content: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -90,6 +97,15 @@ def test_a_config_that_makes_no_sense_is_refused(content: dict[str, Any], expect
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(PlanError, match=expected):
         Workload(find_source(str(path)), 1, 16)
+
+
+def test_what_a_config_asks_for_and_a_plan_leaves_out_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    odd = {"quantization_config": {"quant_method": "bitsandbytes"}, "auto_map": {"AutoConfig": "code.Config"}}
+    path.write_text(json.dumps({"model_type": "llama", **odd}), encoding="utf-8")
+    notes = find_source(str(path)).notes
+    assert [key for key in odd if any(key in note for note in notes)] == list(odd)
 
 
 def test_learned_positions_are_a_limit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -29,3 +30,12 @@ def make_tiny() -> tuple[nn.Module, Any]:
 
 def make_unknown() -> nn.Module:
     return Tiny()
+
+
+def talk() -> tuple[nn.Module, Any]:
+    """Prints, and is also to be had by a name that reads as an emoji's."""
+    print("printed by the factory")
+    return make_tiny()
+
+
+setattr(sys.modules[__name__], "m:", talk)

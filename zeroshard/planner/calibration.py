@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import PlanError
+from zeroshard.planner.files import read_json, writing
 from zeroshard.planner.hardware import Cluster, Efficiency
 
 
@@ -31,17 +32,14 @@ class Calibration:
     measured: Mapping[str, str]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write it. Raises PlanError where that is not possible."""
+        with writing("--save", path):
+            path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def load_calibration(path: Path) -> Calibration:
     """Read a calibration. Raises PlanError for anything else, with the field at fault."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise PlanError(f"--calibration {path}: no such file; zeroshard doctor --save {path} makes one") from error
-    except ValueError as error:
-        raise PlanError(f"--calibration {path}: not JSON ({error})") from error
+    content = read_json(f"--calibration {path}", path, absent=f"; zeroshard doctor --save {path} makes one")
     if not isinstance(content, dict) or not isinstance(content.get("efficiency"), dict):
         raise PlanError(f"--calibration {path}: no 'efficiency', so zeroshard doctor did not write it")
     known = [field.name for field in fields(Efficiency)]
@@ -52,11 +50,14 @@ def load_calibration(path: Path) -> Calibration:
             raise PlanError(f"--calibration {path}: efficiency.{name} is not known{hint}")
         if not _is_rate(value):
             raise PlanError(f"--calibration {path}: efficiency.{name} must be a number above 0, not {value!r}")
+    measured = content.get("measured") or {}
+    if not isinstance(measured, dict):
+        raise PlanError(f"--calibration {path}: measured must be an object of texts, not {measured!r}")
     return Calibration(
         str(content.get("machine", "")),
         str(content.get("gpu", "")),
         {name: float(value) for name, value in content["efficiency"].items()},
-        dict(content.get("measured") or {}),
+        measured,
     )
 
 

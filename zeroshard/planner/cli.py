@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,10 +32,12 @@ from zeroshard.planner.configs import (
     offload_of,
     ratio_of,
     read_document,
+    stage_is_auto,
     with_batch,
     with_setting,
 )
 from zeroshard.planner.explain import RATIOS, explain, in_words
+from zeroshard.planner.files import writing
 from zeroshard.planner.hardware import Cluster, listed_price, parse_cluster
 from zeroshard.planner.html import report
 from zeroshard.planner.png import write_png
@@ -46,6 +50,7 @@ from zeroshard.planner.workload import Workload
 
 DEFAULT_LENGTH = 4096
 WIDE = 1000
+Answer = str | list[RenderableType]
 
 app = typer.Typer(help="What a model takes on a cluster.", add_completion=False, pretty_exceptions_enable=False)
 
@@ -77,11 +82,15 @@ class Request:
         return meaning(document, self.cluster, keep_fp32=self.source.keep_fp32)
 
     @property
+    def counted(self) -> str:
+        return f"{self.source.name}: {self.work.numel:,} parameters"
+
+    @property
     def title(self) -> str:
         work = self.work
         micro = f"{self.accumulation} x " if self.accumulation > 1 else ""
-        batch = f"{micro}{work.samples} x {work.length}"
-        return f"{self.source.name}: {work.numel:,} parameters on {self.cluster.label}, micro-batch {batch}"
+        batch = f"{micro}{work.samples}" + (f" x {work.length}" if self.source.tokens else "")
+        return f"{self.counted} on {self.cluster.label}, micro-batch {batch}"
 
     def row(self, setting: Setting, samples: int | None = None) -> Row:
         """The row of a setting; with fewer samples per micro-batch there are more micro-batches."""
@@ -107,6 +116,31 @@ class Request:
             return row
         partly = (self.row(replace(row.setting, ratio=ratio)) for ratio in RATIOS)
         return next((made for made in partly if made.fits), row)
+
+
+@dataclass
+class _Table:
+    """The rows of a request, and what is said of them."""
+
+    request: Request
+    rows: list[Row]
+    choice: Choice
+    advised: list[str]
+    notes: list[str]
+
+    def json(self) -> str:
+        return json.dumps(as_json(self.rows, self.choice, self.notes, self.advised), indent=1)
+
+    def parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = [plan_table(self.rows, self.choice, self.request.title, _width())]
+        if self.choice.row is not None:
+            parts.append(Text(traffic_text(self.choice.row)))
+        else:
+            none = "Nothing that this version executes fits; --explain says what would help."
+            parts.append(Text(none, style="bold red"))
+        parts += [Text(f"advice: {sentence}", style="yellow") for sentence in self.advised]
+        parts += [Text(f"note: {note}", style="dim") for note in self.notes]
+        return parts
 
 
 @app.command()
@@ -139,31 +173,52 @@ def plan(
     trace: Annotated[Path | None, typer.Option(help="Write the choice's timeline as a Chrome trace.")] = None,
 ) -> None:
     """Print what MODEL takes on CLUSTER at every stage, with and without offload and checkpointing."""
-    source = find_source(model, params=params, layers=layers, hidden=hidden)
+    files = {"--write": write, "--html": html, "--png": png, "--trace": trace}
+    _refuse_beside("--explain", explain_, {"--scale": scale, "--config": config, **files})
+    _refuse_beside("--scale", scale, files)
     where = parse_cluster(cluster, per_node=gpus_per_node, host_memory_gb=host_memory, disk_gbs=disk)
     where = replace(where, price=_price(price, where))
     if calibration is not None:
         where = calibrated(where, load_calibration(calibration))
-    if host_cores is not None and host_cores < 1:
-        raise PlanError(f"--host-cores {host_cores}: cores of a node, 1 or more")
-    request = _request(source, where, explain_ or config, seq, micro_batch, accumulation)
-    request = replace(request, cores=host_cores, compiling=compiled)
-    if explain_ is not None:
-        _explain(request, _ways(checkpointing)[0], json_)
+    _refuse_less_than_one({"--host-cores": host_cores, "--micro-batch": micro_batch, "--accumulation": accumulation})
+    document = read_document(explain_, "--explain") if explain_ else read_document(config) if config else None
+    with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+        source = find_source(model, params=params, layers=layers, hidden=hidden)
+        request = _request(source, where, document, seq, micro_batch, accumulation)
+        request = replace(request, cores=host_cores, compiling=compiled)
+        if explain_ is not None:
+            answer = _explain(request, _ways(checkpointing)[0], json_)
+        elif scale is not None:
+            answer = _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
+        else:
+            answer = _table(request, _ways(checkpointing))
+    if not isinstance(answer, _Table):
+        _echo(answer)
         return
-    if scale is not None:
-        _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
-        return
-    rows, impossible = _rows(request, _ways(checkpointing))
+    _echo(answer.json() if json_ else answer.parts())
+    _outputs(answer, write=write, html=html, png=png, trace=trace)
+
+
+def _refuse_beside(option: str, given: object, others: Mapping[str, object]) -> None:
+    """An option that answers another question must not swallow those that ask for something else."""
+    beside = [name for name, value in others.items() if value is not None]
+    if given is not None and beside:
+        raise PlanError(f"{option} gives an answer of its own: leave out {', '.join(beside)}")
+
+
+def _refuse_less_than_one(given: Mapping[str, int | None]) -> None:
+    for option, value in given.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{option} {value}: must be a whole number of at least 1")
+
+
+def _table(request: Request, ways: tuple[Checkpointing, ...]) -> _Table:
+    rows, impossible = _rows(request, ways)
     choice = choose(rows)
-    advised = _advice(request, rows, choice)
-    estimated = [COMPILED_NOTE] if compiled else []
-    notes = [*rows[0].traced.notes, *estimated, *impossible, *_assumptions(where, host_cores)]
-    if json_:
-        typer.echo(json.dumps(as_json(rows, choice, notes, advised), indent=1))
-    else:
-        _print(request, rows, choice, advised, notes)
-    _outputs(request, rows, choice, [*advised, *notes], write=write, html=html, png=png, trace=trace)
+    estimated = [COMPILED_NOTE] if request.compiling else []
+    notes = [*request.source.notes, *rows[0].traced.notes, *estimated, *impossible]
+    notes += _assumptions(request.cluster, request.cores)
+    return _Table(request, rows, choice, _advice(request, rows, choice), notes)
 
 
 def _rows(request: Request, ways: tuple[Checkpointing, ...]) -> tuple[list[Row], list[str]]:
@@ -183,12 +238,12 @@ def _rows(request: Request, ways: tuple[Checkpointing, ...]) -> tuple[list[Row],
 def _request(
     source: ModelSource,
     cluster: Cluster,
-    config: Path | None,
+    document: Document | None,
     seq: int | None,
     micro: int | None,
     accumulation: int | None,
 ) -> Request:
-    document = default_document(cluster.gpu) if config is None else read_document(config)
+    document = default_document(cluster.gpu) if document is None else document
     document = with_batch(document, micro, accumulation)
     means = meaning(document, cluster, keep_fp32=source.keep_fp32)
     length = seq if seq is not None else min(DEFAULT_LENGTH, source.positions or DEFAULT_LENGTH)
@@ -211,11 +266,10 @@ def _price(given: float | None, cluster: Cluster) -> float | None:
     return given if given is not None else listed_price(cluster.gpu)
 
 
-def _explain(request: Request, how: Checkpointing, as_json_: bool) -> None:
+def _explain(request: Request, how: Checkpointing, as_json_: bool) -> Answer:
     means = meaning(request.document, request.cluster, keep_fp32=request.source.keep_fp32)
     setting = Setting(means.setting_stage, offload_of(request.document), how, ratio_of(request.document))
     explanation = explain(setting, request.micro, request.row)
-    lines = in_words(explanation)
     if as_json_:
         changes = [
             {"change": c.what, "slower": c.slower, "device_bytes": c.row.total, "runs": c.row.runs}
@@ -224,22 +278,26 @@ def _explain(request: Request, how: Checkpointing, as_json_: bool) -> None:
         row = explanation.row
         content = {
             "fits": row.fits,
+            "runs": row.runs,
+            "refused": row.refused or None,
+            "stage": setting.stage,
             "device_bytes": row.total,
             "moment": row.memory.peak.label,
             "largest": dict(explanation.largest),
             "changes": changes,
         }
-        typer.echo(json.dumps(content, indent=1))
-        return
-    typer.echo("\n".join(lines))
+        return json.dumps(content, indent=1)
+    lines = in_words(explanation)
+    if stage_is_auto(request.document):
+        lines.insert(0, '"stage": "auto" is chosen at start-up; explained as stage 3, which takes the least memory.')
+    return "\n".join([*lines, *(f"note: {note}" for note in request.source.notes)])
 
 
-def _scale(request: Request, sizes: list[int], how: Checkpointing, as_json_: bool) -> None:
+def _scale(request: Request, sizes: list[int], how: Checkpointing, as_json_: bool) -> Answer:
     ways = compare(request.work, request.means(Setting(3, Offload.NONE, how)).recipe, request.cluster, sizes, how)
     if as_json_:
-        typer.echo(json.dumps([asdict(way) for way in ways], indent=1))
-        return
-    _echo([scale_table(ways, f"{request.title.partition(' on ')[0]}, checkpointing {how.value}")])
+        return json.dumps([asdict(way) for way in ways], indent=1)
+    return [scale_table(ways, f"{request.counted}, checkpointing {how.value}")]
 
 
 def _advice(request: Request, rows: list[Row], choice: Choice) -> list[str]:
@@ -264,47 +322,40 @@ def _assumptions(cluster: Cluster, cores: int | None) -> list[str]:
     return notes
 
 
-def _print(request: Request, rows: list[Row], choice: Choice, advised: list[str], notes: list[str]) -> None:
-    parts: list[RenderableType] = [plan_table(rows, choice, request.title)]
-    if choice.row is not None:
-        parts.append(Text(traffic_text(choice.row)))
-    else:
-        parts.append(Text("Nothing that this version executes fits; --explain says what would help.", style="bold red"))
-    parts += [Text(f"advice: {sentence}", style="yellow") for sentence in advised]
-    parts += [Text(f"note: {note}", style="dim") for note in notes]
-    _echo(parts)
-
-
-def _echo(parts: list[RenderableType]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+def _echo(answer: Answer) -> None:
+    """Text as it is, parts as wide as the terminal; a pipe gets whole lines."""
+    if isinstance(answer, str):
+        typer.echo(answer)
+        return
+    console = Console(width=_width(), highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
-        for part in parts:
+        for part in answer:
             console.print(part)
     typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-def _outputs(
-    request: Request,
-    rows: list[Row],
-    choice: Choice,
-    notes: list[str],
-    *,
-    write: Path | None,
-    html: Path | None,
-    png: Path | None,
-    trace: Path | None,
-) -> None:
-    if choice.row is None and (write is not None or trace is not None):
+def _width() -> int:
+    return Console().width if sys.stdout.isatty() else WIDE
+
+
+def _outputs(table: _Table, *, write: Path | None, html: Path | None, png: Path | None, trace: Path | None) -> None:
+    row, title = table.choice.row, table.request.title
+    if row is None and (write is not None or trace is not None):
         raise PlanError("--write, --trace: nothing that this version executes fits, so there is no choice to write")
-    if write is not None and choice.row is not None:
-        document: dict[str, Any] = with_setting(request.document, choice.row.setting)
-        write.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if trace is not None and choice.row is not None:
-        write_trace(trace, choice.row.time, f"{request.title}, {choice.row.setting.label}")
+    if write is not None and row is not None:
+        document: dict[str, Any] = with_setting(table.request.document, row.setting)
+        with writing("--write", write):
+            write.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if trace is not None and row is not None:
+        with writing("--trace", trace):
+            write_trace(trace, row.time, f"{title}, {row.setting.label}")
     if html is not None:
-        html.write_text(report(rows, choice, request.title, notes), encoding="utf-8")
+        with writing("--html", html):
+            page = report(table.rows, table.choice, title, [*table.advised, *table.notes])
+            html.write_text(page, encoding="utf-8")
     if png is not None:
-        write_png(png, rows, choice, request.title)
+        with writing("--png", png):
+            write_png(png, table.rows, table.choice, title)
 
 
 def main(args: list[str]) -> None:

@@ -7,7 +7,6 @@ yet, so the table follows what is built without a list of its own.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from zeroshard.plan.builder import Recipe
 from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.placement import Blocks
 from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.files import read_json
 from zeroshard.planner.hardware import Cluster, Gpu
 from zeroshard.planner.rows import Setting
 from zeroshard.planner.tiers import Offload
@@ -56,16 +56,11 @@ def default_document(gpu: Gpu) -> Document:
     }
 
 
-def read_document(path: Path) -> Document:
-    """The JSON object in a file. Raises PlanError where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise PlanError(f"--config {path}: no such file") from error
-    except ValueError as error:
-        raise PlanError(f"--config {path}: not JSON ({error})") from error
+def read_document(path: Path, option: str = "--config") -> Document:
+    """The JSON object in a file. Raises PlanError where there is none, by the option that named it."""
+    content = read_json(f"{option} {path}", path)
     if not isinstance(content, dict):
-        raise PlanError(f"--config {path}: not a JSON object")
+        raise PlanError(f"{option} {path}: not a JSON object")
     return content
 
 
@@ -184,6 +179,12 @@ def offload_of(document: Mapping[str, Any]) -> Offload:
     if parameters == "cpu":
         return Offload.CPU_PARAM
     return Offload.CPU if optimizer == "cpu" else Offload.NONE
+
+
+def stage_is_auto(document: Mapping[str, Any]) -> bool:
+    """Whether a document leaves the stage to the planner at start-up."""
+    zero = document.get("zero_optimization")
+    return isinstance(zero, Mapping) and zero.get("stage") == AUTO
 
 
 def ratio_of(document: Mapping[str, Any]) -> float:

@@ -72,6 +72,8 @@ def in_words(explanation: Explanation) -> list[str]:
     row = explanation.row
     memory = human_bytes(row.cluster.gpu.memory)
     verdict = "fits" if row.fits else "does not fit"
+    if row.refused:
+        verdict += f"; but zeroshard does not execute it yet: {row.refused}"
     lines = [
         f"{row.setting.label}: {human_bytes(row.total)} at the peak, the card has {memory}: {verdict}.",
         f"The peak is at the {row.memory.peak.label}:",

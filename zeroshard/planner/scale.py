@@ -68,13 +68,13 @@ def parse_sizes(text: str) -> list[int]:
         raise PlanError(f"--scale {text}: write numbers of GPUs, such as 8,64,512,4096,16384") from error
     if any(not 1 <= size <= 1_000_000 for size in sizes):
         raise PlanError(f"--scale {text}: numbers of GPUs are between 1 and a million")
-    return sizes
+    return list(dict.fromkeys(sizes))
 
 
 def _resized(cluster: Cluster, size: int) -> Cluster:
     per_node = min(size, cluster.per_node)
     if size % per_node:
-        raise PlanError(f"--scale: {size} GPUs are not whole nodes of {per_node}")
+        raise PlanError(f"--scale: {size} GPUs are not whole nodes of {per_node}; give --gpus-per-node")
     return replace(cluster, count=size, per_node=per_node)
 
 

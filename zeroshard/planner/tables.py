@@ -28,6 +28,12 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "slots": ("slots", "workspaces", "rounding"),
 }
 """Columns of device memory, and the kinds that each adds up."""
+PARTS = (*COLUMNS, "reserve")
+NARROWER: tuple[tuple[str, ...], ...] = (PARTS, ("by", "MFU"), ("disk",), ("$/1B",), ("ratio",), ("tok/s",), ("host",))
+"""What a narrow terminal goes without, from the first to the last; the parts of the sum go together."""
+GAP = 2
+LEFT = ("", "stage", "offload", "ratio", "by", "ckpt")
+"""Columns of words; those of numbers stand on the right."""
 
 
 def columns(row: Row) -> dict[str, int]:
@@ -37,46 +43,64 @@ def columns(row: Row) -> dict[str, int]:
     return {**found, "reserve": row.reserve}
 
 
-def plan_table(rows: Sequence[Row], choice: Choice, title: str) -> Group:
-    """The table, one line per row, and a sentence for each below it."""
-    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("", "stage", "offload", "ratio", "by", "ckpt"):
-        table.add_column(name, no_wrap=True)
-    headings = [*COLUMNS, "reserve", "total", "fits", "host", "disk", "step s", "tok/s", "MFU", "$/1B"]
-    for name in headings:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
+def plan_table(rows: Sequence[Row], choice: Choice, title: str, width: int) -> Group:
+    """The table, one line per row in `width` columns of text, and a sentence for each below it.
+
+    What finds no room is left out whole and named: a cut number says nothing.
+    """
+    cells = [_cells(row, row is choice.row) for row in rows]
+    kept, left_out = _that_fit(cells, width)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP // 2))
+    for name in kept:
+        table.add_column(name, no_wrap=True, justify="left" if name in LEFT else "right")
+    for row, values in zip(rows, cells, strict=True):
         best = row is choice.row
         style = "bold green" if best else "" if row.fits and row.runs else "dim"
-        table.add_row(*_cells(row, best), style=style)
+        table.add_row(*(values[name] for name in kept), style=style)
+    units = "GB of 1e9 bytes per GPU; host and disk per node; tok/s per GPU.\n"
+    if left_out:
+        units += f"Left out for want of room: {', '.join(left_out)}. A wider window or a pipe has all.\n"
     notes = Text()
     for row in rows:
         notes.append(f"{row.setting.label}: ", style="bold" if row is choice.row else "")
         notes.append(f"{choice.reasons[row.setting]}\n")
-    return Group(table, Text("GB of 1e9 bytes per GPU; host and disk per node; tok/s per GPU.\n", style="dim"), notes)
+    return Group(Text(title, style="italic"), table, Text(units, style="dim"), notes)
 
 
-def _cells(row: Row, best: bool) -> list[str]:
+def _that_fit(rows: Sequence[Mapping[str, str]], width: int) -> tuple[list[str], list[str]]:
+    """Names of the columns that a line of `width` has room for, and of those that it has not."""
+    kept, left_out = list(rows[0]), list[str]()
+    for names in NARROWER:
+        widths = [max(len(name), *(len(row[name]) for row in rows)) for name in kept]
+        if sum(widths) + GAP * (len(kept) - 1) <= width:
+            break
+        kept = [name for name in kept if name not in names]
+        left_out += names
+    return kept, left_out
+
+
+def _cells(row: Row, best: bool) -> dict[str, str]:
+    """What a line says, by column, from left to right."""
     cost = row.cost_per_billion
     how = "off" if row.setting.checkpointing is Checkpointing.OFF else row.setting.checkpointing.value
     fits = ("yes" if row.runs else "later") if row.fits else "no"
-    return [
-        "->" if best else "",
-        str(row.setting.stage),
-        row.setting.offload.value if row.setting.offload is not Offload.NONE else "-",
-        f"{row.setting.ratio:.0%}" if row.setting.offload is not Offload.NONE else "-",
-        _updater(row),
-        how,
-        *(_gb(nbytes) for nbytes in columns(row).values()),
-        _gb(row.total),
-        fits,
-        _gb(row.host) if row.host else "-",
-        _gb(row.disk) if row.disk else "-",
-        f"{row.time.seconds:.3g}",
-        f"{row.tokens_per_second:,.0f}",
-        f"{row.mfu:.0%}",
-        "-" if cost is None else f"{cost:,.0f}",
-    ]
+    return {
+        "": "->" if best else "",
+        "stage": str(row.setting.stage),
+        "offload": row.setting.offload.value if row.setting.offload is not Offload.NONE else "-",
+        "ratio": f"{row.setting.ratio:.0%}" if row.setting.offload is not Offload.NONE else "-",
+        "by": _updater(row),
+        "ckpt": how,
+        **{name: _gb(nbytes) for name, nbytes in columns(row).items()},
+        "total": _gb(row.total),
+        "fits": fits,
+        "host": _gb(row.host) if row.host else "-",
+        "disk": _gb(row.disk) if row.disk else "-",
+        "step s": f"{row.time.seconds:.3g}",
+        "tok/s": f"{row.tokens_per_second:,.0f}",
+        "MFU": f"{row.mfu:.0%}",
+        "$/1B": "-" if cost is None else f"{cost:,.0f}",
+    }
 
 
 def _updater(row: Row) -> str:
@@ -85,14 +109,14 @@ def _updater(row: Row) -> str:
     return {None: "-", HostUpdate.PROCESSOR: "cpu", HostUpdate.STREAMED: "gpu"}[update]
 
 
-def scale_table(ways: Sequence[Way], title: str) -> Table:
+def scale_table(ways: Sequence[Way], title: str) -> Group:
     """Ways to use clusters of several sizes, one line each."""
-    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("GPUs", justify="right")
     table.add_column("way", no_wrap=True)
     for name in ("step s", "tok/s/GPU", "GB/GPU", "fits"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     best = {
         size: max((way.tokens_per_second for way in ways if way.gpus == size and way.fits), default=0.0)
         for size in dict.fromkeys(way.gpus for way in ways)
@@ -102,7 +126,7 @@ def scale_table(ways: Sequence[Way], title: str) -> Table:
         cells = [f"{way.gpus:,}", way.name, f"{way.seconds:.3g}", f"{way.tokens_per_second:,.0f}", _gb(way.memory)]
         fastest = way.fits and way.tokens_per_second == best[way.gpus]
         table.add_row(*cells, "yes" if way.fits else "no", remark, style="bold green" if fastest else "")
-    return table
+    return Group(Text(title, style="italic"), table)
 
 
 def as_json(rows: Sequence[Row], choice: Choice, notes: Sequence[str], advised: Sequence[str]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.samples < 1 or not 1 <= self.length <= MAX_LENGTH:
             raise PlanError(
-                f"a micro-batch of {self.samples} sequences of {self.length} tokens: both must be 1 or more"
+                f"a micro-batch of {self.samples} sequences of {self.length} tokens: there must be 1 sequence or more, "
+                f"of 1 to {MAX_LENGTH:,} tokens (--micro-batch, --seq)"
             )
         module = self.source.module()
         self.units = find_units(module)

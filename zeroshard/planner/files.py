@@ -1,0 +1,42 @@
+"""Files that the command line names: what can't be read or written is an error of the option that named it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zeroshard.errors import PlanError
+
+
+def read_json(what: str, path: Path, *, absent: str = "") -> Any:
+    """The JSON value in a file.
+
+    Args:
+        what: the option that named it, for errors.
+        absent: what to do where there is no such file.
+
+    Raises:
+        PlanError: it can't be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PlanError(f"{what}: no such file{absent}") from error
+    except OSError as error:
+        raise PlanError(f"{what}: can't be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise PlanError(f"{what}: nested too deep to be read") from error
+    except ValueError as error:
+        raise PlanError(f"{what}: not JSON ({error})") from error
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Around what writes a file. Raises PlanError with the option and the cause where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(f"{option} {path}: can't be written: {error.strerror or error}") from error
