@@ -77,6 +77,7 @@ def chosen_document(
         device,
         limit=config.zero.automatic_memory,
         offloads=_offloads(document),
+        share=_ratio(document),
     )
     return with_choice(document, found.stage, found.offload, found.share)
 
@@ -95,6 +96,13 @@ def with_choice(document: Mapping[str, Any], stage: int, offload: Offload, share
     if offload is Offload.CPU_PARAM:
         zero["offload_param"] = {**zero.get("offload_param", {}), "device": "cpu"}
     return changed
+
+
+def _ratio(document: Mapping[str, Any]) -> float | None:
+    """The share of the optimizer's state that a document fixes, None where it is left open."""
+    entry = document["zero_optimization"].get("offload_optimizer")
+    ratio = entry.get("ratio") if isinstance(entry, Mapping) else None
+    return None if ratio is None else float(ratio)
 
 
 def _offloads(document: Mapping[str, Any]) -> tuple[Offload, ...]:

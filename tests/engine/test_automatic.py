@@ -14,7 +14,7 @@ import zeroshard
 from benchmarks.llama import SIZES, Llama
 from tests.support.distributed import run_ranks
 from zeroshard.engine.automatic import example_of
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, ZeroShardError
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.units import find_units
@@ -81,8 +81,10 @@ def _choices(rank: int, world_size: int) -> dict[str, Any]:
     found["config"] = _placed(_initialize(Llama(SIZES["tiny"]), {}, data))
     little = {"automatic": {"device_memory": 48 * MB}}
     found["config, little"] = _placed(_initialize(Llama(SIZES["tiny"]), little, data))
-    with pytest.raises(PlanError, match="nothing fits"):
+    with pytest.raises(PlanError, match=r"nothing fits.*Offload was not looked at, for it is forbidden"):
         _initialize(Llama(SIZES["tiny"]), {**little, "offload_optimizer": {"device": "none"}}, data)
+    fixed = {"automatic": {"device_memory": 60 * MB}, "offload_optimizer": {"device": "cpu", "ratio": 0.9}}
+    _initialize(Llama(SIZES["tiny"]), fixed, data)
     found["unknown forward"] = _placed(_initialize(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), {}))
     dist.barrier()
     return found
@@ -107,6 +109,7 @@ def test_all_ranks_choose_the_same_by_what_the_least_of_them_has_free() -> None:
     assert "traced with the example batch" in reasons[0]
     assert any("traced with the first samples of the training data" in reason for reason in reasons)
     assert "40% are left to activations" in reasons[-1]
+    assert "offload cpu of 90% of the optimizer's state" in reasons[-2], "a ratio that the config fixes is the share"
 
 
 @pytest.mark.parametrize("plan", ["automatic", "3", "", None, True, 2.0, (3,)])
@@ -114,6 +117,15 @@ def test_a_word_that_is_no_plan_is_refused(plan: Any) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="'auto'"):
         zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=plan)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"device_memory": "8GB"}, {"device_memory": True}, {"device_memory": 0.5}, {"recipe": 3}, {"offload": "no"}],
+)
+def test_a_bound_that_is_no_number_of_bytes_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ZeroShardError, match=rf"AutoPlan\({next(iter(given))}="):
+        zeroshard.AutoPlan(**given)
 
 
 def test_batches_are_taken_as_the_forward_takes_them() -> None:

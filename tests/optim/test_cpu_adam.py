@@ -103,6 +103,59 @@ def test_a_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     assert_close(model, again, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_goes_to_torchs_adam_and_back(dtype: torch.dtype) -> None:
+    """Each leg goes on where the other stopped; with 16 bits torch has no master, so rounding sets the bound."""
+    kinds = [torch.optim.AdamW, zeroshard.CPUAdam, torch.optim.AdamW]
+    reference, model = net(dtype), net(dtype)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    mine: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for leg, kind in enumerate(kinds):
+        moved = kind(model.parameters(), lr=0.5)
+        if leg:
+            moved.load_state_dict(copy.deepcopy(mine.state_dict()))
+            mine = moved
+        train(model, mine, 2, first=2 * leg)
+        train(reference, theirs, 2, first=2 * leg)
+    assert_close(model, reference, rtol=0.0, atol=1e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_coupled_decay_of_torchs_adam_stays_coupled() -> None:
+    model = net()
+    theirs = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    train(model, theirs, 1)
+    mine = zeroshard.CPUAdam(model.parameters())
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.param_groups[0]["decoupled"] is False
+    assert mine.param_groups[0]["bias_correction"] is True
+
+
+def test_float16_moments_of_torch_become_float32_and_a_master_begins() -> None:
+    model = net(torch.float16)
+    theirs = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    train(model, theirs, 1)
+    mine = zeroshard.CPUAdam(model.parameters())
+    mine.load_state_dict(theirs.state_dict())
+    for parameter in model.parameters():
+        state = mine.state[parameter]
+        assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq", "master")} == {torch.float32}
+    train(model, mine, 1, first=1)
+
+
+def test_state_that_would_mean_something_else_is_refused() -> None:
+    model, other = net(), nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 3))
+    theirs = torch.optim.AdamW(other.parameters(), maximize=True)
+    train(other, theirs, 1)
+    mine = zeroshard.CPUAdam(model.parameters())
+    with pytest.raises(UsageError, match=r"exp_avg of shape \(12, 7\) for a parameter of shape \(13, 7\)"):
+        mine.load_state_dict(theirs.state_dict())
+    assert not mine.state
+    again = zeroshard.CPUAdam(other.parameters())
+    again.load_state_dict(theirs.state_dict())
+    with pytest.raises(UsageError, match="group 0 says maximize"):
+        again.step()
+
+
 def test_the_closure_is_called_and_its_loss_returned() -> None:
     model = net()
     optimizer = zeroshard.CPUAdam(model.parameters())
@@ -128,6 +181,13 @@ def test_what_it_can_not_step_is_refused() -> None:
         zeroshard.CPUAdam(net().parameters(), moments=torch.float16)
     with pytest.raises(PlanError, match="betas"):
         zeroshard.CPUAdam(net().parameters(), betas=(1.0, 0.9))
+    with pytest.raises(PlanError, match=r"betas 0\.9: two numbers"):
+        zeroshard.CPUAdam(net().parameters(), betas=0.9)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="lr 'x' must be a number"):
+        zeroshard.CPUAdam(net().parameters(), lr="x")  # type: ignore[arg-type]
+    for threads in (0, -1, 1.5):
+        with pytest.raises(UsageError, match="threads="):
+            zeroshard.CPUAdam(net().parameters(), threads=threads)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="steps alone only"):
         zeroshard.CPUAdam(net().parameters(), moments=torch.bfloat16).source()
 

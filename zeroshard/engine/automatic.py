@@ -13,12 +13,14 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.arguments import need_kind
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.host_memory import available_bytes
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
@@ -57,8 +59,13 @@ class AutoPlan:
     offload: bool = True
 
     def __post_init__(self) -> None:
-        if self.device_memory is not None and self.device_memory <= 0:
-            raise PlanError(f"AutoPlan(device_memory={self.device_memory}): bytes, more than 0")
+        need_kind(self.recipe, Recipe, "AutoPlan(recipe=)", "a Recipe")
+        need_kind(self.offload, bool, "AutoPlan(offload=)", "True or False")
+        memory = self.device_memory
+        if memory is None:
+            return
+        if not isinstance(memory, Real) or isinstance(memory, bool) or not 1 <= memory < float("inf"):
+            raise PlanError(f"AutoPlan(device_memory={memory!r}): a number of bytes, 1 or more")
 
 
 def example_of(batch: Any) -> Example | None:
@@ -93,8 +100,12 @@ def choose(
     *,
     limit: float | None = None,
     offloads: Sequence[Offload] = OFFLOADS,
+    share: float | None = None,
 ) -> Decision:
     """The choice of all ranks; called by all of them.
+
+    Args:
+        offloads, share: see `decide`.
 
     Raises:
         PlanError: nothing fits, with the cheapest change; on every rank.
@@ -104,7 +115,7 @@ def choose(
     said: dict[str, Any] = {}
     if _rank() == 0:
         try:
-            decision = decide(model, units, make, room, example, offloads=tuple(offloads))
+            decision = decide(model, units, make, room, example, offloads=tuple(offloads), share=share)
             said = {"stage": decision.stage, "offload": decision.offload.value, "share": decision.share}
             said["reason"] = decision.reason
         except ZeroShardError as error:

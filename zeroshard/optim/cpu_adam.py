@@ -22,6 +22,7 @@ from zeroshard.optim.named import Parameters, SourcedOptimizer
 from zeroshard.optim.rules import ADAM, ADAMW
 from zeroshard.optim.sources import Source, rule_source
 
+_TORCHS_OWN = ("amsgrad", "maximize")
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
 
 
@@ -36,11 +37,11 @@ class CPUAdam(SourcedOptimizer):
         adamw_mode: decoupled decay, as AdamW has it; else the decay is added to the gradient.
         moments: float32, or bfloat16, rounded to nearest even: 4 bytes a parameter less, and averages that no longer
             follow changes below 1/256 of themselves.
-        threads: what a step takes; torch's number if None.
+        threads: what a step takes, 1 or more; torch's number if None.
 
     Raises:
         PlanError: hyper-parameters have no meaning.
-        UsageError: `moments` is another dtype.
+        UsageError: `moments` is another dtype, or `threads` no whole number of at least 1.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class CPUAdam(SourcedOptimizer):
     ) -> None:
         if moments not in MOMENTS:
             raise UsageError(f"CPUAdam moments={moments}: they are torch.float32 or torch.bfloat16")
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise UsageError(f"CPUAdam threads={threads!r}: a whole number of at least 1, or None")
         self._rule = ADAMW if adamw_mode else ADAM
         self._moments = moments
         self._threads = threads
@@ -84,28 +87,54 @@ class CPUAdam(SourcedOptimizer):
         """One update of all parameters that have a gradient; returns what `closure` does, which is called first.
 
         Raises:
-            UsageError: a parameter or its gradient is not a dense float tensor on the CPU.
+            UsageError: a parameter or its gradient is not a dense float tensor on the CPU, or a group asks for
+                amsgrad or maximize, which torch's have and this has not.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
+            asked = [name for name in _TORCHS_OWN if group.get(name)]
+            if asked:
+                raise UsageError(f"CPUAdam group {number} says {asked[0]}, which it has not; use torch.optim.AdamW")
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group, number)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; moments and master keep the dtype in which they were saved."""
-        super().load_state_dict(state_dict)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        owned = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, owned, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
+        """Take over a state, also one of torch.optim.Adam or AdamW.
+
+        Float32 and bfloat16 moments and the master keep the dtype in which they were saved. A 16-bit parameter that
+        was saved without a master begins one from its own value.
+
+        Raises:
+            UsageError: state of another shape than its parameter.
+        """
+        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        owned = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        states = [state_dict["state"].get(key, {}) for key in saved]
+        for parameter, state in zip(owned, states, strict=False):  # other lengths are torch's own error
+            _check_shapes(parameter, state)
+        super().load_state_dict({**state_dict, "param_groups": self._as_ours(state_dict["param_groups"])})
+        for parameter, state in zip(owned, states, strict=True):
+            for name, value in state.items():
                 if name in _ELEMENTWISE:
                     # torch has cast it to the parameter's dtype.
-                    self.state[parameter][name] = value.detach().to("cpu", copy=True).contiguous()
+                    dtype = value.dtype if value.dtype in MOMENTS else self._moments
+                    self.state[parameter][name] = value.detach().to("cpu", dtype, copy=True).contiguous()
+            if state and "master" not in state and parameter.dtype != torch.float32:
+                self.state[parameter]["master"] = parameter.detach().float().contiguous()
+
+    def _as_ours(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups with what torch's Adam leaves out or names otherwise."""
+        filled: list[dict[str, Any]] = []
+        for number, group in enumerate(groups):
+            own = self.param_groups[min(number, len(self.param_groups) - 1)]
+            decoupled = group.get("decoupled_weight_decay", own["decoupled"])
+            filled.append({"decoupled": decoupled, "bias_correction": own["bias_correction"], **group})
+        return filled
 
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], number: int) -> None:
         _check(parameter, grad, number)
@@ -127,6 +156,15 @@ class CPUAdam(SourcedOptimizer):
             state[name] = torch.zeros(parameter.shape, dtype=self._moments)
         if parameter.dtype != torch.float32:
             state["master"] = parameter.detach().float().contiguous()
+
+
+def _check_shapes(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if name in _ELEMENTWISE and value.shape != parameter.shape:
+            raise UsageError(
+                f"CPUAdam.load_state_dict: {name} of shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}; load the state of the same model, its parameters in the same order"
+            )
 
 
 def _check(parameter: torch.Tensor, grad: torch.Tensor, number: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -179,12 +180,23 @@ def check_common(hyper: Mapping[str, Any]) -> None:
 def check_betas(hyper: Mapping[str, Any]) -> None:
     """Raises PlanError where `betas` are not two numbers in [0, 1)."""
     betas = hyper["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    if not _are_two_numbers(betas) or not all(0.0 <= beta < 1.0 for beta in betas):
         raise PlanError(f"optimizer betas {betas!r}: two numbers in [0, 1) are needed")
+
+
+def _are_two_numbers(betas: object) -> bool:
+    return isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(_is_number, betas))
+
+
+def _is_number(value: object) -> bool:
+    """Rates may be tensors, as torch's may."""
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _not_negative(hyper: Mapping[str, Any], *names: str) -> None:
     for name in names:
+        if not _is_number(hyper[name]):
+            raise PlanError(f"optimizer {name} {hyper[name]!r} must be a number")
         if not float(hyper[name]) >= 0.0:
             raise PlanError(f"optimizer {name} {hyper[name]!r} must not be negative")
 

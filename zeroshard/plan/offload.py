@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import itemsize
@@ -55,6 +56,16 @@ class Offload:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
+            raise PlanError(f"offload ratio {self.ratio!r} must be a number between 0 (none) and 1 (all)")
+        for name, value in (("param", self.param), ("pin_memory", self.pin_memory)):
+            if not isinstance(value, bool):
+                raise PlanError(f"offload {name} {value!r} must be True or False")
+        if self.update is not None and not isinstance(self.update, HostUpdate):
+            known = ", ".join(f"HostUpdate.{update.name}" for update in HostUpdate)
+            raise PlanError(f"offload update {self.update!r} must be one of {known}, or None")
+        if type(self.stream_numel) is not int:
+            raise PlanError(f"offload stream_numel {self.stream_numel!r} must be a whole number")
         if not 0 <= self.ratio <= 1:
             raise PlanError(f"offload ratio {self.ratio} must be between 0 (none) and 1 (all)")
         if self.param and self.ratio != 1:

@@ -83,6 +83,9 @@ _NO_HOST = (
 )
 
 
+_FORBIDDEN = '. Offload was not looked at, for it is forbidden (offload=False, or "device": "none" in the config)'
+
+
 @dataclass(frozen=True)
 class Decision:
     """The stage and offload to take, the share of the optimizer's state that goes, and why, in a sentence."""
@@ -121,23 +124,34 @@ def decide(
     example: Example | None,
     *,
     offloads: tuple[Offload, ...] = (Offload.NONE, Offload.CPU, Offload.CPU_PARAM),
+    share: float | None = None,
 ) -> Decision:
-    """Choose. Raises PlanError where nothing fits, with the cheapest change, or nothing can be run."""
+    """Choose.
+
+    Args:
+        offloads: those that may be taken.
+        share: of the optimizer's state, where an offload's is given; None looks for the least that is enough.
+
+    Raises:
+        PlanError: nothing fits, with the cheapest change, or nothing can be run.
+    """
     tracer = _Tracer(model, units, example)
     refused: list[str] = []
     looked: list[_Need] = []
     for offload in offloads:
         if offload is not Offload.NONE and room.host <= 0:
             continue
-        needs = [need for need in _needs(make, offload, tracer, room, refused) if need is not None]
+        needs = [need for need in _needs(make, offload, tracer, room, refused, share) if need is not None]
         looked += needs
         able = [need for need in needs if _fits(need, tracer, room)]
         if able:
-            best = _least_share(_best(able, tracer, room), make, tracer, room)
+            best = _best(able, tracer, room)
+            best = _least_share(best, make, tracer, room) if share is None else best
             return Decision(best.stage, best.offload, _reason(best, looked, tracer, room), best.share)
     if not looked:
         raise PlanError(f"auto: no stage can be run: {refused[0] if refused else _NO_HOST}")
-    raise PlanError(_nothing_fits(looked, make, tracer, room))
+    forbidden = "" if Offload.CPU in offloads or Offload.CPU_PARAM in offloads else _FORBIDDEN
+    raise PlanError(_nothing_fits(looked, make, tracer, room) + forbidden)
 
 
 class _Tracer:
@@ -202,14 +216,17 @@ def _least_share(all_of_it: _Need, make: MakePlan, tracer: _Tracer, room: Room) 
     return best
 
 
-def _needs(make: MakePlan, offload: Offload, tracer: _Tracer, room: Room, refused: list[str]) -> Iterator[_Need | None]:
+def _needs(
+    make: MakePlan, offload: Offload, tracer: _Tracer, room: Room, refused: list[str], share: float | None
+) -> Iterator[_Need | None]:
+    part = share if share is not None and offload is Offload.CPU else 1.0
     for stage in (0,) if room.ranks == 1 and offload is Offload.NONE else ORDER[offload]:
         try:
-            plan = make(stage, offload, False, 1.0)
+            plan = make(stage, offload, False, part)
         except PlanError as error:
             refused.append(f"stage {stage}: {error}")
             continue
-        yield _need(stage, offload, plan, tracer.of(plan), room)
+        yield _need(stage, offload, plan, tracer.of(plan), room, part)
 
 
 def _need(stage: int, offload: Offload, plan: Plan, traced: Trace | None, room: Room, share: float = 1.0) -> _Need:

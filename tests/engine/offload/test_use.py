@@ -288,10 +288,19 @@ def test_what_can_not_be_offloaded_is_refused_by_name() -> None:
     assert "Lion has no kernel" in lion
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
-def test_a_ratio_that_is_no_share_is_refused(ratio: float) -> None:
-    with pytest.raises(PlanError, match="ratio"):
-        Offload(ratio)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"ratio": ratio} for ratio in (-0.1, 1.1, float("nan"), "0.5", None, True)),
+        {"update": "streamed"},
+        {"param": 1},
+        {"pin_memory": "no"},
+        {"stream_numel": 1.5},
+    ],
+)
+def test_an_offload_that_means_nothing_is_refused_by_the_name_of_its_part(given: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=f"offload {next(iter(given))} "):
+        Offload(**given)
 
 
 def test_more_host_memory_than_there_is_is_refused_before_any_is_taken() -> None:
