@@ -44,6 +44,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source, check_parameters
+from zeroshard.optim.updates import UNRULY
 from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
 from zeroshard.plan.offload import Offload, stream_buffer_nbytes
 from zeroshard.plan.placement import STAGES, Tier
@@ -180,8 +181,8 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
     if update is HostUpdate.PROCESSOR:
         if source.on_host is None:
             raise PlanError(
-                f"offload: {source.name} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, RMSprop "
-                "or SGD, or keep the state on the device"
+                f"offload: {_in_full(source)} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, "
+                "RMSprop or SGD without any of torch's special options, or keep the state on the device"
             )
         return HostStateStepper(handle, source.on_host(site), scaler)
     if update is HostUpdate.STREAMED:
@@ -195,6 +196,13 @@ def _stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> Stepp
     if source.compressed is not None:
         return CompressedStepper(handle, source.compressed(site), scaler)
     return HostStepper(handle, source.update(site), scaler)
+
+
+def _in_full(source: Source) -> str:
+    """An optimizer's name, with the options for which it is not updated by our rules."""
+    options = [name for name in UNRULY if any(group.get(name) for group in source.groups)]
+    options += ["an lr that is a tensor"] * any(isinstance(group.get("lr"), torch.Tensor) for group in source.groups)
+    return source.name + (f" with {' and '.join(options)}" if options else "")
 
 
 def _check_blocks(site: Site, source: Source) -> None:
