@@ -347,6 +347,17 @@ def test_the_configs_schedule_steps_with_the_updates() -> None:
     engine.destroy()
 
 
+def test_a_config_may_name_a_schedule_of_torch_and_its_end_is_told() -> None:
+    schedule = {"type": "OneCycleLR", "params": {"max_lr": 0.4, "total_steps": 2, "cycle_momentum": False}}
+    engine, _ = start({**CONFIG, "scheduler": schedule})
+    train(engine, 1)
+    assert engine.get_lr() == pytest.approx([0.4 / 25 / 1e4])
+    train(engine, 1, 1)
+    with pytest.raises(UsageError, match="the update was made, but OneCycleLR takes no further step"):
+        train(engine, 1, 2)
+    engine.destroy()
+
+
 def test_the_clients_schedule_reaches_the_sharded_optimizer_and_torch_does_not_complain() -> None:
     for as_factory in (False, True):
         model = build()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from zeroshard.config import Config, load_config
-from zeroshard.config.components import UNBUILT_OPTIMIZERS
+from zeroshard.config.components import SCHEDULERS, UNBUILT_OPTIMIZERS
+from zeroshard.config.torch_schedules import TORCH_SCHEDULERS
 from zeroshard.errors import ConfigError, ZeroShardWarning
+from zeroshard.optim.schedules import SCHEDULES, TORCH_SCHEDULES
 
 
 def load(**config: Any) -> Config:
@@ -111,7 +115,15 @@ def test_sgd_takes_its_own_parameters() -> None:
         (scheduler("OneCycle", cycle_max_lr=1), "cycle_min_lr: is missing; OneCycle needs it"),
         (scheduler("OneCycle", cycle_min_lr=0, cycle_max_lr=1, cycle_max_mom=1), "cycle_max_mom (config): must be"),
         (scheduler("LRRangeTest", lr_range_test_step_size=0), "must be a whole number of at least 1, not 0"),
-        (scheduler("CosineAnnealing"), 'unknown type "CosineAnnealing"'),
+        (scheduler("CosineAnnealing"), 'unknown type "CosineAnnealing"; did you mean CosineAnnealingLR?'),
+        (scheduler("StepLR"), "step_size: is missing; StepLR needs it"),
+        (
+            scheduler("MultiStepLR", milestones=3),
+            "milestones (config): must be a list of whole numbers such as [30, 80]",
+        ),
+        (scheduler("MultiStepLR", milestones=[1.5]), "must be a whole number of at least 0, not 1.5"),
+        (scheduler("OneCycleLR", max_lr=1.0, total_step=3), "unknown parameter; did you mean total_steps?"),
+        (scheduler("LinearLR", start_factor=0), "must be a number above 0 and at most 1, not 0"),
     ],
 )
 def test_a_wrong_parameter_or_type_is_named(config: dict[str, Any], words: str) -> None:
@@ -229,3 +241,19 @@ def test_a_number_that_float32_can_not_hold_is_refused(name: str) -> None:
     assert f"optimizer.params.{name} (config): must be a number of at least 0 that float32 can hold" in problem_of(
         **optimizer("AdamW", **{name: 1e300})
     )
+
+
+@pytest.mark.parametrize("name", TORCH_SCHEDULERS)
+def test_a_schedule_of_torch_has_torchs_parameters_and_defaults(name: str) -> None:
+    theirs = dict(inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters)
+    for left_out in ("optimizer", "last_epoch", "verbose", "scale_fn", "scale_mode"):
+        theirs.pop(left_out, None)
+    ours = TORCH_SCHEDULERS[name].model_fields
+    assert {key: one.default for key, one in theirs.items() if one.default is not one.empty} == {
+        key: field.default for key, field in ours.items() if not field.is_required()
+    }
+    assert list(theirs) == list(ours)
+
+
+def test_the_schedules_that_a_config_may_name_are_those_that_are_built() -> None:
+    assert set(SCHEDULERS) == {*SCHEDULES, *TORCH_SCHEDULES} - {"Cosine"}

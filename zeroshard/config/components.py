@@ -25,6 +25,7 @@ from zeroshard.config.fields import (
 from zeroshard.config.models import Section
 from zeroshard.config.optimizers import OPTIMIZER_ALIASES, OPTIMIZERS, UNBUILT_OPTIMIZERS
 from zeroshard.config.problems import show
+from zeroshard.config.torch_schedules import TORCH_SCHEDULERS
 
 
 def _rates(value: Any) -> Any:
@@ -124,6 +125,7 @@ SCHEDULERS: Mapping[str, type[Section]] = {
     "WarmupCosineLR": WarmupCosineLRParams,
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
+    **TORCH_SCHEDULERS,
 }
 TYPE_ALIASES: Mapping[str, str] = {**OPTIMIZER_ALIASES, "Cosine": "WarmupCosineLR"}
 """Names that fail or are unusual in DeepSpeed but say clearly what is meant."""

@@ -48,7 +48,7 @@ from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
 from zeroshard.errors import UsageError, ZeroShardWarning
 
 DEFAULT = "default"
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class _Resolver:
             for detail in error.errors(include_url=False, include_context=False):
                 self._report(detail["type"], detail["msg"], detail["loc"], prefix, model)
                 _discard(values, detail["loc"])
-            required = {n: 1 for n, field in model.model_fields.items() if field.is_required() and n not in values}
-            return model.model_validate({**values, **required})
+            missing = [n for n, field in model.model_fields.items() if field.is_required() and n not in values]
+            return model.model_validate({**values, **{name: model.stand_in() for name in missing}})
 
     def _report(
         self, kind: str, message: str, location: tuple[str | int, ...], prefix: str, model: type[BaseModel]

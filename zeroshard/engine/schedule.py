@@ -65,6 +65,15 @@ def step_arguments(scheduler: object, given: Mapping[str, Any] | None) -> dict[s
     return arguments
 
 
+def advance(scheduler: Any, arguments: Mapping[str, Any]) -> None:
+    """The scheduler's step after an update. Raises UsageError where it says no, as OneCycleLR does at its end."""
+    try:
+        scheduler.step(**arguments)
+    except ValueError as error:
+        name = type(scheduler).__name__
+        raise UsageError(f"the update was made, but {name} takes no further step: {error}") from error
+
+
 def saved_schedule(scheduler: object) -> dict[str, Any]:
     """A scheduler's kind and state for a checkpoint. Raises CheckpointError for state that JSON can't hold."""
     if not isinstance(scheduler, Schedule):

@@ -23,7 +23,7 @@ from zeroshard.engine.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
 from zeroshard.engine.native import stepper_of
 from zeroshard.engine.offload_states import offload_states, reload_states
-from zeroshard.engine.schedule import step_arguments
+from zeroshard.engine.schedule import advance, step_arguments
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -153,7 +153,7 @@ class TrainingEngine(nn.Module):
         if not stepper.report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**arguments)
+            advance(self.lr_scheduler, arguments)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or running) micro-batch is the last before the update."""
