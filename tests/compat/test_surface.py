@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 
@@ -100,6 +101,15 @@ def test_metadata_is_found_under_the_import_name() -> None:
     assert version.local == "zeroshard"
     # accelerate's sequence parallelism and TRL's extra have the highest thresholds among the libraries.
     assert Version("0.18.6") <= version
+
+
+def test_copies_for_saving_keep_tied_weights_tied() -> None:
+    weight = torch.arange(6.0)
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": weight, "b": [weight], "c": weight[:3]})
+    assert copied["b"][0] is copied["a"]
+    assert copied["c"].untyped_storage().nbytes() == 12
+    assert torch.equal(copied["a"], weight)
+    assert copied["a"].data_ptr() != weight.data_ptr()
 
 
 def test_imports_nothing_heavy_until_it_is_used() -> None:

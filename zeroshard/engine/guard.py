@@ -8,7 +8,7 @@ Rejected: leaving None, which is silent. Where `state_dict()` names sharded para
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -24,12 +24,11 @@ _METHODS = frozenset(
     # torch.compile describes the gradient of each parameter, also where it compiles anew amid an accumulation.
     | {"_is_view", "is_conj", "is_neg", "is_inference", "storage_offset", "stride", "is_complex", "is_floating_point"}
 )
+_SAVES = frozenset({"__reduce_ex__", "numpy", "__array__", "tolist", "item"})
 
 
-class _StandIn(torch.Tensor):
-    """A tensor that is elsewhere."""
-
-    explanation: ClassVar[str]
+class ShardedGradient(torch.Tensor):
+    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError."""
 
     @classmethod
     def __torch_function__(
@@ -44,31 +43,45 @@ class _StandIn(torch.Tensor):
         if name in _METHODS or (name == "__get__" and owner in _READABLE):
             return super().__torch_function__(func, types, args, dict(kwargs or {}))
         called = owner if owner.isidentifier() else name
-        raise UsageError(f"torch's {called}: {cls.explanation}")
+        raise UsageError(
+            f"torch's {called}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
+            "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
+            "zeroshard.clip_grad_norm_(model, max_norm); to read the norm, zeroshard.get_global_grad_norm(model)"
+        )
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        return f"{type(self).__name__}(held by zeroshard)"
+        return "ShardedGradient(held by zeroshard)"
 
 
-class ShardedGradient(_StandIn):
-    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError."""
+class ShardedValue(torch.Tensor):
+    """A parameter in a `state_dict()` that gives names and shapes alone: a meta tensor that says so when it is saved.
 
-    explanation = (
-        "the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
-        "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
-        "zeroshard.clip_grad_norm_(model, max_norm); to read the norm, zeroshard.get_global_grad_norm(model)"
-    )
+    Everything else may be done with it. `save_pretrained` puts files together on all ranks, and writes on one.
+    """
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _SAVES:
+            try:
+                return super().__torch_function__(func, types, args, dict(kwargs or {}))
+            except (NotImplementedError, RuntimeError) as error:
+                if "meta" not in str(error).lower():
+                    raise
+        raise UsageError(
+            "the parameters of this model are sharded, state_dict() has their names and shapes alone. To save weights, "
+            "call trainer.save_model(), accelerator.save_model(), or model.save_pretrained(folder, "
+            "state_dict=accelerator.get_state_dict(engine)) with stage3_gather_16bit_weights_on_model_save in the "
+            "config; or take state_dict() inside deepspeed.zero.GatheredParameters(model.parameters())"
+        )
 
-class ShardedValue(_StandIn):
-    """A parameter in a `state_dict()` that gives names and shapes alone; everything else is a UsageError."""
-
-    explanation = (
-        "the parameters of this model are sharded, state_dict() has their names and shapes alone. To save weights, "
-        "call trainer.save_model(), accelerator.save_model(), or model.save_pretrained(folder, "
-        "state_dict=accelerator.get_state_dict(engine)) with stage3_gather_16bit_weights_on_model_save in the config; "
-        "or take state_dict() inside deepspeed.zero.GatheredParameters(model.parameters())"
-    )
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        return f"ShardedValue({tuple(self.shape)}, held by zeroshard)"
 
 
 def sharded_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,21 @@ __getattr__, __dir__ = lazy(__name__, {})
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """`item` with every tensor in it (in dicts, lists and tuples) as a detached copy of its own on `device`.
 
-    A view would save the whole buffer that it looks into.
+    A view would save the whole buffer that it looks into. What is twice in `item`, tied weights say, is copied once.
     """
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: torch.device | str, done: dict[tuple[object, ...], torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        moved = item.detach().to(device)
-        return moved.clone() if moved.data_ptr() == item.data_ptr() else moved
+        key = (item.device, item.data_ptr(), item.dtype, item.shape, item.stride())
+        if key not in done or not item.numel():
+            moved = item.detach().to(device)
+            done[key] = moved.clone() if moved.data_ptr() == item.data_ptr() else moved
+        return done[key]
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(member, device) for member in item)
+        return type(item)(_cloned(member, device, done) for member in item)
     if isinstance(item, Mapping):
-        copied = {key: clone_tensors_for_torch_save(value, device) for key, value in item.items()}
+        copied = {key: _cloned(value, device, done) for key, value in item.items()}
         return OrderedDict(copied) if isinstance(item, OrderedDict) else copied
     return item
