@@ -190,5 +190,25 @@ def _parts(rank: int, world: int) -> None:
     assert all(parameter.numel() == 0 for parameter in model.parameters())
 
 
+def _amid_an_accumulation(rank: int, world: int) -> None:
+    model, _ = shard_task(Task(_Headed, language_loss), Setting(micro=2))
+    seen: list[bool] = []
+    for module in (model, *model.modules()):
+        module.register_forward_pre_hook(
+            lambda module, _: seen.extend(
+                parameter.grad is None or parameter.grad.shape == parameter.shape
+                for parameter in module.parameters(recurse=False)
+            )
+        )
+    for micro in range(2):
+        language_loss(model, Batch(0, micro, rank)).backward()
+    assert len(seen) > 20
+    assert all(seen)
+
+
+def test_whole_parameters_have_whole_stand_ins_for_gradients_as_torch_compile_wants_them() -> None:
+    run_ranks(2, _amid_an_accumulation)
+
+
 def test_parts_called_by_themselves_train_as_they_do_unsharded() -> None:
     run_ranks(2, _parts)

@@ -121,6 +121,7 @@ class Parameters:
             unit.in_use = True
             for group in unit.groups:
                 _show(group, group.views)
+                group.fit_stand_ins()
 
     def release(self, index: int) -> None:
         """Compute is done with the unit: a sharded one gets empty parameters and its slot may be written again."""

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.engine.guard import sharded_gradient
+from zeroshard.engine.guard import ShardedGradient, sharded_gradient
 from zeroshard.engine.host_memory import HostMemory
 from zeroshard.engine.loose_values import take_whole
 from zeroshard.optim.split import join, split
@@ -134,6 +134,14 @@ class Group:
             self._stand_ins = [sharded_gradient(parameter) for parameter in self.parameters]
             self._stand_in_shapes = shapes
         return self._stand_ins
+
+    def fit_stand_ins(self) -> None:
+        """Amid an accumulation: stand-ins get the shape of whole parameters, as torch.compile wants them."""
+        if type(self.parameters[0].grad) is not ShardedGradient:
+            return
+        for parameter, stand_in in zip(self.parameters, self.stand_ins(), strict=True):
+            if type(parameter.grad) is ShardedGradient and parameter.grad is not stand_in:
+                parameter.grad = stand_in
 
     def take_grad(self) -> torch.Tensor:
         """This rank's reduced gradients; allocated now where they are there between backward and step only."""
