@@ -88,21 +88,6 @@ def _trainer_at_stage_3(rank: int, world: int, base: str) -> None:
     tiny.forget()
 
 
-def _accelerate_steps(accelerator: Any, model: Any, optimizer: Any, loader: Any, epochs: int = 1) -> list[float]:
-    numbers: list[float] = []
-    for _ in range(epochs):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(input_ids=batch, labels=batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                optimizer.zero_grad()
-            numbers.append(float(loss.detach()))
-    return numbers
-
-
 def _accelerate_at_stage_3(rank: int, world: int, base: str) -> None:
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -120,7 +105,7 @@ def _accelerate_at_stage_3(rank: int, world: int, base: str) -> None:
 
     accelerator, model, optimizer, loader = start(None)
     assert accelerator.num_processes == world
-    expected = _accelerate_steps(accelerator, model, optimizer, loader, 2)
+    expected = tiny.accelerate_loop(accelerator, model, optimizer, loader, 2)
     weights = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
     tiny.forget()
 
@@ -130,9 +115,9 @@ def _accelerate_at_stage_3(rank: int, world: int, base: str) -> None:
     accelerator, model, optimizer, loader = start(plugin)
     assert accelerator.num_processes == world
     assert accelerator.distributed_type.value == "DEEPSPEED"
-    numbers = _accelerate_steps(accelerator, model, optimizer, loader)
+    numbers = tiny.accelerate_loop(accelerator, model, optimizer, loader)
     accelerator.save_state(str(tiny.shared_folder(base, "state")))
-    numbers += _accelerate_steps(accelerator, model, optimizer, loader)
+    numbers += tiny.accelerate_loop(accelerator, model, optimizer, loader)
     assert max(abs(a - b) for a, b in zip(numbers, expected, strict=True)) < CLOSE, (numbers, expected)
     state = accelerator.get_state_dict(model)
     assert (state is None) == (rank != 0)
@@ -140,7 +125,7 @@ def _accelerate_at_stage_3(rank: int, world: int, base: str) -> None:
         assert state.keys() == weights.keys()
         assert all(torch.allclose(state[name], weights[name], atol=1e-5) for name in weights)
     accelerator.load_state(str(Path(base, "state")))
-    assert _accelerate_steps(accelerator, model, optimizer, loader) == numbers[len(numbers) // 2 :]
+    assert tiny.accelerate_loop(accelerator, model, optimizer, loader) == numbers[len(numbers) // 2 :]
     assert type(accelerator.unwrap_model(model)).__name__ == "GPT2LMHeadModel"
     accelerator.free_memory()
     tiny.forget()

@@ -306,22 +306,6 @@ def _accelerated(stage: int | None, **options: Any) -> Any:
     return Accelerator(gradient_accumulation_steps=2, kwargs_handlers=[gloo], deepspeed_plugin=plugin, **options)
 
 
-def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any, epochs: int) -> list[float]:
-    numbers = []
-    for _ in range(epochs):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(input_ids=batch, labels=batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            numbers.append(float(loss.detach()))
-    return numbers
-
-
 def _prepared(accelerator: Any, model: Any, rows: int, apart: bool) -> tuple[Any, ...]:
     """Model, optimizer, loader and schedule, prepared at once or by several calls."""
     data = torch.randint(0, 128, (rows, 9), generator=torch.Generator().manual_seed(1))
@@ -347,7 +331,7 @@ def _loops(rank: int, world: int, base: str) -> None:
             start = tiny.model("gpt2")  # with an Accelerator it would be built sharded, by other random numbers
             accelerator = _accelerated(stage, **how)
             model, optimizer, loader, scheduler = _prepared(accelerator, start, rows, apart)
-            numbers.append(_loop(accelerator, model, optimizer, loader, scheduler, 2))
+            numbers.append(tiny.accelerate_loop(accelerator, model, optimizer, loader, 2, scheduler))
             accelerator.free_memory()
             tiny.forget()
         for stage, found in zip(STAGES, numbers[1:], strict=True):
@@ -365,7 +349,7 @@ def _half(rank: int, world: int, base: str, stage: int, load: bool) -> list[floa
     if load:
         accelerator.load_state(str(Path(base, "state")))
     else:
-        _loop(accelerator, model, optimizer, loader, scheduler, 1)
+        tiny.accelerate_loop(accelerator, model, optimizer, loader, 1, scheduler)
         accelerator.save_state(str(tiny.shared_folder(base, "state")))
     rows = torch.randint(0, 128, (16, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -184,6 +184,26 @@ def logged(run: Any) -> Run:
     )
 
 
+def accelerate_loop(
+    accelerator: Any, model: Any, optimizer: Any, loader: Any, epochs: int = 1, scheduler: Any = None
+) -> list[float]:
+    """Epochs of a plain script for Accelerate; its losses, and the norm of each step before its loss."""
+    numbers: list[float] = []
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+            numbers.append(float(loss.detach()))
+    return numbers
+
+
 def forget() -> None:
     """What transformers and accelerate keep at module level, away: the next run in this process starts fresh."""
     from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from tests.support.measure import saved_numel
 from tests.support.models import Batch, Task, square_loss
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, train_sharded
 from tests.support.zoo import Stack
@@ -75,16 +75,8 @@ def test_chosen_blocks_run_twice_and_the_others_once() -> None:
     assert _runs(model, ["0", "1", "2", "3"]) == {"0": 2, "1": 1, "2": 2, "3": 1}
 
 
-def _saved_numel(model: nn.Module) -> int:
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(0 if isinstance(tensor, nn.Parameter) or tensor._is_view() else tensor.numel())
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.randn(4, 8, requires_grad=True)).square().mean()
-    return sum(saved)
+def _loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(4, 8, requires_grad=True)).square().mean()
 
 
 def test_only_inputs_of_blocks_are_kept() -> None:
@@ -93,7 +85,8 @@ def test_only_inputs_of_blocks_are_kept() -> None:
 
     plain, checkpointed = blocks(), blocks()
     zeroshard.checkpoint_activations(checkpointed)
-    assert _saved_numel(checkpointed) <= 5 * 4 * 8 < _saved_numel(plain) / 8
+    kept, of = (saved_numel(lambda model=model: _loss(model)) for model in (checkpointed, plain))
+    assert kept <= 5 * 4 * 8 < of / 8
 
 
 def test_nothing_is_recomputed_without_gradients() -> None:

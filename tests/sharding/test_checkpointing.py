@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
+from tests.support.measure import saved_numel
 from zeroshard import checkpointing
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError, UsageError
@@ -56,18 +56,6 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _saved_numel(model: nn.Module) -> int:
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(0 if isinstance(tensor, nn.Parameter) or tensor._is_view() else tensor.numel())
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.randn(4, 8, requires_grad=True))
-    return sum(saved)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"checkpoint_in_cpu": True}, {"synchronize": True, "profile": True}, {"partition_activations": True}],
@@ -82,7 +70,9 @@ def test_checkpointed_calls_give_the_same_gradients(settings: dict[str, Any]) ->
 
 
 def test_checkpointed_calls_keep_their_inputs_only() -> None:
-    assert _saved_numel(Calls(through=True)) <= 6 * 4 * 8 < _saved_numel(Calls(through=False)) / 8
+    through, plain = (Calls(through=way) for way in (True, False))
+    inputs = torch.randn(4, 8, requires_grad=True)
+    assert saved_numel(lambda: through(inputs)) <= 6 * 4 * 8 < saved_numel(lambda: plain(inputs)) / 8
 
 
 def test_cpu_checkpointing_sends_the_inputs_to_the_host_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.native import stepper_of
@@ -92,3 +93,16 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     with torch._C.DisableTorchFunctionSubclass():  # stand-ins for sharded gradients refuse to be looked at
         storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def saved_numel(forward: Callable[[], object]) -> int:
+    """Elements of the activations that `forward` keeps for its backward; parameters and views are not counted."""
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(0 if isinstance(tensor, nn.Parameter) or tensor._is_view() else tensor.numel())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(saved)
