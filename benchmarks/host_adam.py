@@ -102,6 +102,8 @@ def deepspeed_rows(memory: Memory) -> list[Contender]:
     # process that was killed meanwhile leaves a lock in the usual one, for which everybody after it waits.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp(prefix="host-adam-"))
     try:
+        if "zeroshard" in importlib.import_module("deepspeed").__version__:
+            raise ImportError("the deepspeed that is installed is zeroshard's")
         found = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
         param = torch.nn.Parameter(memory.master)
         param.grad = memory.grad

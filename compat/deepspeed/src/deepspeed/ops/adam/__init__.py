@@ -1,4 +1,4 @@
-"""Adam by DeepSpeed's names. The plan chooses the kernel, so these are torch's optimizers with the arguments sorted."""
+"""Adam by DeepSpeed's names. In an engine the plan chooses the kernel, whichever of them it gets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed._exports import lazy
+from zeroshard.optim.cpu_adam import CPUAdam
 
 __getattr__, __dir__ = lazy(__name__, {})
 
@@ -23,15 +24,16 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Adam, or AdamW with `adamw_mode`. The state is float32 in any case.
+    """`zeroshard.CPUAdam`: Adam, or AdamW with `adamw_mode`, by the native kernel where it steps alone.
+
+    The state is float32 in any case. With `amsgrad`, which the kernel has not, it is torch's.
 
     Raises:
-        ValueError: without bias correction, which has no counterpart.
+        ValueError: amsgrad without bias correction, which has no counterpart.
     """
-    if not bias_correction:
-        raise ValueError("DeepSpeedCPUAdam(bias_correction=False) has no counterpart in zeroshard; leave it on")
-    kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-    return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    if amsgrad:
+        return _torchs(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
+    return CPUAdam(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
 
 
 def FusedAdam(
@@ -45,5 +47,25 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """As DeepSpeedCPUAdam."""
-    return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+    """torch's Adam, or AdamW with `adam_w_mode`.
+
+    Raises:
+        ValueError: without bias correction, which has no counterpart.
+    """
+    return _torchs(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+
+
+def _torchs(
+    params: Iterable[Any],
+    lr: float,
+    bias_correction: bool,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    decoupled: bool,
+) -> torch.optim.Optimizer:
+    if not bias_correction:
+        raise ValueError("bias_correction=False has no counterpart in torch's Adam; leave it on, or amsgrad off")
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
