@@ -147,7 +147,10 @@ def build_engine(
     sharded = _shard(model, resolved, source, scaler, device)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
-    engine = kind(model, sharded, scheduler, sizes, _engine_options(resolved))
+    options = _engine_options(resolved)
+    engine = kind(model, sharded, scheduler, sizes, options)
+    if options.saving.directory is not None:
+        engine.save_on_sigterm(options.saving.directory)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, sharded, loader, scheduler
 

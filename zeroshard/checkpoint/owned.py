@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 _LOGGER = logging.getLogger("zeroshard")
 _ID = r"[0-9a-f]{16}"
@@ -48,7 +47,7 @@ def owned_name(path: Path, what: str) -> str | None:
 
 
 class Owner:
-    """A writer in a directory, alive for others as long as it is open; a context manager.
+    """A writer in a directory, alive for others until it is closed.
 
     Raises:
         OSError: the directory can't be made or written to.
@@ -84,14 +83,6 @@ class Owner:
     def path(self, name: str, what: str = "partial") -> Path:
         """A path for this owner alone."""
         return owned_path(self._base, name, self.id, what)
-
-    def __enter__(self) -> Owner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Nothing of this owner is there any more. What it has left under its name is garbage."""

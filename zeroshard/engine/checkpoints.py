@@ -41,6 +41,7 @@ from zeroshard.engine.saved_model import (
 from zeroshard.engine.saved_options import (
     check_engine_counters,
     counter_problems,
+    group_names,
     group_problems,
     restore_groups,
     saved_groups,
@@ -379,7 +380,7 @@ class _Load:
             self._problems += counter_problems(counters, stepper.update.counters())
             refusal = None if self._problems else stepper.update.refusal(counters, same_ranks=same)
             self._problems += [] if refusal is None else [refusal]
-        own = [group["names"] for group in saved_groups(optimizer)]
+        own = group_names(optimizer)
         written: list[list[str]] = [group["names"] for group in saved["groups"]]
         theirs = [[self._aliases.get(name, name) for name in names] for names in written]
         if len(own) != len(theirs):

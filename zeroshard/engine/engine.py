@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
-
 from zeroshard.engine import checkpoints
-from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.native import close
 from zeroshard.engine.preemption import PREEMPTED, Preemption
-from zeroshard.engine.training_engine import EngineOptions, TrainingEngine
+from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.engine.weights_file import save_16bit_model
 from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.optim.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -40,18 +36,7 @@ class _OnSigterm:
 class Engine(TrainingEngine):
     """Trains a sharded model, and saves and loads it, with DeepSpeed's calls."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: ShardedOptimizer | None,
-        lr_scheduler: Any | None,
-        batch: BatchSizes,
-        options: EngineOptions | None = None,
-    ) -> None:
-        super().__init__(model, optimizer, lr_scheduler, batch, options)
-        self._on_sigterm: _OnSigterm | None = None
-        if self._options.saving.directory is not None:
-            self.save_on_sigterm(self._options.saving.directory)
+    _on_sigterm: _OnSigterm | None = None
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As `TrainingEngine.step`; a run that was told to stop saves and ends after the update."""

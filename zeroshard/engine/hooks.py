@@ -32,7 +32,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         if unit.plan.name == "":
             continue
         module = model.get_submodule(unit.plan.name)
-        before = _outside_of_compiled_code(_before(runtime, unit.index))
+        before = _outside_of_compiled_code(_entering(runtime.pre_forward, unit.index))
         after = _outside_of_compiled_code(_after(runtime, unit.index))
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
@@ -40,13 +40,13 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         if dtype is not None:
             cast = partial(_cast_inputs, torch_dtype(dtype))
             handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        enter = _outside_of_compiled_code(_enter(runtime, face))
-        leave = _outside_of_compiled_code(_leave(runtime, face))
+        enter = _outside_of_compiled_code(_entering(runtime.enter, face))
+        leave = _outside_of_compiled_code(_leaving(runtime.leave, face))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     for module in _parts(model, runtime):
-        enter = _not_in_compiled_code(_enter_part(runtime, id(module)))
-        leave = _not_in_compiled_code(_leave_part(runtime, id(module)))
+        enter = _not_in_compiled_code(_entering(runtime.enter_part, id(module)))
+        leave = _not_in_compiled_code(_leaving(runtime.leave_part, id(module)))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
@@ -178,38 +178,17 @@ def _root_members(runtime: Runtime) -> set[int]:
     return {id(parameter) for group in root.groups for parameter in group.parameters}
 
 
-def _enter(runtime: Runtime, face: int) -> Callable[[nn.Module, Any], None]:
+def _entering(enter: Callable[[int], None], number: int) -> Callable[[nn.Module, Any], None]:
     def hook(_module: nn.Module, _args: Any) -> None:
-        runtime.enter(face)
+        enter(number)
 
     return hook
 
 
-def _leave(runtime: Runtime, face: int) -> Callable[[nn.Module, Any, Any], None]:
+def _leaving(leave: Callable[..., None], number: int) -> Callable[[nn.Module, Any, Any], None]:
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         # torch calls this while it handles the exception of a forward, too, with None for the output.
-        runtime.leave(face, output, failed=output is None and sys.exc_info()[1] is not None)
-
-    return hook
-
-
-def _enter_part(runtime: Runtime, part: int) -> Callable[[nn.Module, Any], None]:
-    def hook(_module: nn.Module, _args: Any) -> None:
-        runtime.enter_part(part)
-
-    return hook
-
-
-def _leave_part(runtime: Runtime, part: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        runtime.leave_part(part, output, failed=output is None and sys.exc_info()[1] is not None)
-
-    return hook
-
-
-def _before(runtime: Runtime, index: int) -> Callable[[nn.Module, Any], None]:
-    def hook(_module: nn.Module, _args: Any) -> None:
-        runtime.pre_forward(index)
+        leave(number, output, failed=output is None and sys.exc_info()[1] is not None)
 
     return hook
 

@@ -22,12 +22,14 @@ _MEMBERS = ("params", "param_names")
 def saved_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
     """The groups for a checkpoint. Raises CheckpointError naming group and key of what can't be kept."""
     return [
-        {
-            "names": [name_of(parameter) for parameter in group["params"]],
-            "options": pack(_options(group), f"optimizer group {number}"),
-        }
-        for number, group in enumerate(optimizer.param_groups)
+        {"names": names, "options": pack(_options(group), f"optimizer group {number}")}
+        for number, (names, group) in enumerate(zip(group_names(optimizer), optimizer.param_groups, strict=True))
     ]
+
+
+def group_names(optimizer: ShardedOptimizer) -> list[list[str]]:
+    """The names of each group's parameters."""
+    return [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

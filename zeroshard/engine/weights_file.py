@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def save_16bit_model(model: nn.Module, folder: str | os.PathLike[str], filename:
 def _write(handle: Handle, model: nn.Module, target: Path, weights: Iterator[tuple[str, Lazy]], frozen: bool) -> None:
     shapes = _shapes(handle, frozen)
     buffers: dict[str, Lazy] = {name: InMemory(buffer.cpu()) for name, buffer in persistent_buffers(model).items()}
-    with Owner(target.parent) as owner:
+    with closing(Owner(target.parent)) as owner:
         clear(target.parent)
         partial = owner.path(target.name)
         try:

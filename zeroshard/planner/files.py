@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zeroshard.bounded import read_bounded
 from zeroshard.errors import PlanError
 
 
@@ -22,7 +23,7 @@ def read_json(what: str, path: Path, *, absent: str = "") -> Any:
         PlanError: it can't be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bounded(path).decode())
     except FileNotFoundError as error:
         raise PlanError(f"{what}: no such file{absent}") from error
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from zeroshard.checkpoint.owned import Owner, clear, delete
@@ -20,7 +20,7 @@ def refuse_occupied(target: Path) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` to write into, which becomes it at the end. Raises CheckpointError where it can't."""
     try:
-        with Owner(target.parent) as owner:
+        with closing(Owner(target.parent)) as owner:
             clear(target.parent)
             partial = owner.path(target.name)
             try:
