@@ -126,6 +126,39 @@ def test_three_ranks_hold_the_same_parameters(tmp_path: Path) -> None:
     assert first == second == third
 
 
+def _used_in_place(rank: int, world_size: int, directory: str) -> tuple[int, int]:
+    """Elements of this rank's shards that are used where they lie, and that gathers copy into slots."""
+    torch.manual_seed(0)
+    recipe = replace(_recipe(3, accumulate=False, prefetch=1, low=False), peer_copies=True)
+    model = _Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, peer_memory=shared_files(directory))
+    runtime, used, copied = handle_of(model).runtime, 0, 0
+    for unit in runtime.units:
+        for group in unit.groups:
+            group.whole.fill_(torch.nan)
+        runtime.parameters.use(unit.index)
+        for group in unit.groups:
+            start, _ = group.plan.layout.shard_range(group.rank)
+            for index, segment in enumerate(group.plan.layout.segments):
+                place, parameter = group.whole[segment.offset : segment.end], group.parameters[index]
+                if index in group.in_shard:
+                    assert parameter.data_ptr() == group.shard[segment.offset - start :].data_ptr()
+                    assert place.isnan().all(), "a gather copied what is there already"
+                    used += segment.numel
+                else:
+                    assert torch.equal(parameter.flatten(), place)  # and so no NaN is left
+            copied += sum(high - low for low, high in group.copied)
+        runtime.parameters.release(unit.index)
+    zeroshard.close(model)
+    return used, copied
+
+
+def test_parameters_within_this_ranks_shard_are_used_there_and_not_copied(tmp_path: Path) -> None:
+    for used, copied in run_ranks(2, _used_in_place, str(tmp_path)):
+        assert used > copied > 0
+
+
 def test_a_plan_whose_gradients_no_peer_could_sum_is_refused() -> None:
     with pytest.raises(PlanError, match="stage 0"):
         build_plan(find_units(_Model(), None), Recipe(sharding=STAGES[0], peer_copies=True), dp=2)

@@ -12,7 +12,7 @@ Rejected: registering NCCL's buffers, which spares its copies but not its kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -125,17 +125,24 @@ class Peers:
         self._last = memory.barrier(channel, event)
         return self._last
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, unit: str) -> Callable[[], Pending]:
-        """What copies every rank's `shard` (n) into `whole` (size * n); `shard` may be this rank's slice of `whole`."""
+    def all_gather(
+        self, whole: torch.Tensor, shard: torch.Tensor, unit: str, own: Sequence[tuple[int, int]]
+    ) -> Callable[[], Pending]:
+        """What copies the other ranks' shards (n) into `whole` (size * n), and pieces of this one's.
+
+        Args:
+            shard: may be this rank's slice of `whole`, of which nothing is copied.
+            own: (start, end) of the elements of `shard` that are wanted in `whole`.
+        """
         size, rank = self.size, self.rank
         parts = whole.view(size, -1)
         inside = parts[rank].data_ptr() == shard.data_ptr()
         copies = [
             (parts[peer], self.twin(whole, peer).view(size, -1)[peer] if inside else self.twin(shard, peer))
-            for peer in ((rank + step) % size for step in range(size))  # not all from the same one at once
-            if not (inside and peer == rank)
+            for peer in ((rank + step) % size for step in range(1, size))  # not all from the same one at once
         ]
-
+        if not inside:
+            copies += [(parts[rank][start:end], shard[start:end]) for start, end in own]
         raw, device = device_copies(whole.device), whole.device.index
         addresses = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in copies]
 

@@ -26,7 +26,7 @@ _CHANGE = (
     "change parameters inside zeroshard.GatheredParameters(parameters, modifier_rank=0), which gathers them and keeps "
     "the change on all ranks"
 )
-_LOST = f"was changed in place while it was sharded, so the change is lost; {_CHANGE}"
+_LOST = f"was changed in place while it was sharded, so the change is lost or known to this rank alone; {_CHANGE}"
 _BETWEEN = (
     "was changed between backward and step: in place, or by a gradient that did not come through any output of the "
     f"model's forward. Use parameters in modules only; {_CHANGE}"

@@ -20,7 +20,7 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.pending_updates import PendingUpdates
 from zeroshard.engine.storage import Group, Storage, Unit
-from zeroshard.engine.streams import Event, Stream, Streams
+from zeroshard.engine.streams import Buffers, Event, Stream, Streams
 from zeroshard.errors import UsageError
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
@@ -77,7 +77,7 @@ class Parameters:
     def _launch(self, unit: Unit, group: Group) -> Callable[[], Pending]:
         gathers, label = self._gathers[unit.plan.axis], unit.label
         if self._peers is not None:
-            return self._peers.all_gather(group.whole, group.shard, label)
+            return self._peers.all_gather(group.whole, group.shard, label, group.copied)
         if group.plan.param_on_host:
             start, end = group.plan.layout.shard_range(group.rank)
             return partial(_gather_from_host, gathers, group.whole, group.whole[start:end], group.shard, label)
@@ -115,7 +115,7 @@ class Parameters:
         if index in self._gathered:
             # Read after write: the slot belongs to the gather until it has landed.
             self._land(index)
-        self._streams.touch(reads=(self._buffer(index),))
+        self._streams.touch(reads=self._used(index))
         unit = self._storage.units[index]
         if not unit.in_use:
             unit.in_use = True
@@ -170,7 +170,7 @@ class Parameters:
         unit.in_use = False
         for group in unit.groups:
             _show(group, group.empties)
-        self._streams.touch(reads=(self._buffer(unit.index),))
+        self._streams.touch(reads=self._used(unit.index))
         self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
 
     def before_write(self) -> None:
@@ -238,6 +238,11 @@ class Parameters:
     def _poison(self, index: int) -> None:
         for group in self._storage.units[index].groups:
             group.whole.fill_(math.nan)
+
+    def _used(self, index: int) -> Buffers:
+        """What compute reads while it uses a unit."""
+        in_shard = any(group.in_shard for group in self._storage.units[index].groups)
+        return (self._buffer(index), ("shard", index)) if in_shard else (self._buffer(index),)
 
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]

@@ -4,7 +4,8 @@ For each group of each unit:
 
     whole      compute dtype, all ranks' parts: a slot shared with other units, or a buffer that stays
     shard      compute dtype, this rank's part: a buffer of its own, or this rank's slice of `whole`
-    views      one per parameter into `whole`; what `parameter.data` is while the unit is in use
+    views      one per parameter into `whole`; what `parameter.data` is while the unit is in use. Where ranks copy from
+               each other, a parameter that lies within `shard` is a view of that: it is there already
     grad       where reduced gradients rest: the whole or this rank's part
     wire       whole gradients in wire dtype on their way out, in a reduce slot; `staging` is this rank's reduced part
     master     float32 truth of the part that this rank updates; the parameters themselves where they are float32
@@ -78,6 +79,8 @@ class Group:
     returning: torch.Tensor | None = None
     local: torch.Tensor | None = None
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
+    in_shard: frozenset[int] = frozenset()
+    """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
     lent: set[int] = field(default_factory=set)
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _stand_ins: list[torch.Tensor] = field(default_factory=list)
@@ -127,11 +130,33 @@ class Group:
         start, end = self.plan.layout.shard_range(self.rank)
         return self.grad[start:end]
 
+    @property
+    def copied(self) -> list[tuple[int, int]]:
+        """The elements of the shard that a gather puts into `whole`: parameters that cross the border of the shard."""
+        pieces = self.plan.layout.pieces(*self.plan.layout.shard_range(self.rank))
+        return [(low, high) for index, low, high in pieces if index not in self.in_shard]
+
+    def place_views(self) -> None:
+        """Make the views, after `whole`, `shard` and `in_shard` have been set."""
+        self.views = [self._in_whole(index) for index in range(len(self.parameters))]
+        start, _ = self.plan.layout.shard_range(self.rank)
+        for index in self.in_shard:
+            segment = self.plan.layout.segments[index]
+            self.views[index] = self.shard[segment.offset - start : segment.end - start].view(segment.shape)
+
+    def _in_whole(self, index: int) -> torch.Tensor:
+        segment = self.plan.layout.segments[index]
+        return self.whole[segment.offset : segment.end].view(segment.shape)
+
     def stand_ins(self) -> list[torch.Tensor]:
         """What each parameter's `grad` is while its gradients are in the engine's buffers."""
         shapes = [parameter.shape for parameter in self.parameters]
         if shapes != self._stand_in_shapes:
-            self._stand_ins = [sharded_gradient(parameter) for parameter in self.parameters]
+            # On the slot, not on the shard: what autograd adds to a stand-in is refused, and must harm nothing.
+            self._stand_ins = [
+                sharded_gradient(self._in_whole(index) if index in self.in_shard and parameter.numel() else parameter)
+                for index, parameter in enumerate(self.parameters)
+            ]
             self._stand_in_shapes = shapes
         return self._stand_ins
 
@@ -388,13 +413,15 @@ class Storage:
     def _place_gathered(self, unit: Unit, slot: int | None) -> None:
         offset = 0
         for group in unit.groups:
-            layout = group.plan.layout
             if slot is not None:
                 nbytes = group.plan.gathered_nbytes
                 dtype = torch_dtype(group.plan.param.dtype)
                 group.whole = self.gather_slots[slot][offset : offset + nbytes].view(dtype)
                 offset += nbytes
-            group.views = [group.whole[segment.offset : segment.end].view(segment.shape) for segment in layout.segments]
+            peers = self._shared is not self._own and slot is not None and group.plan.travels
+            own = group.plan.layout.shard_range(group.rank)
+            group.in_shard = frozenset(group.plan.layout.within(*own) if peers else ())
+            group.place_views()
             resting = group.views if group.plan.param.residency is Residency.RESIDENT else group.empties
             for parameter, data in zip(group.parameters, resting, strict=True):
                 if not parameter.is_meta:

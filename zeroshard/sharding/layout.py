@@ -81,6 +81,11 @@ class FlatLayout:
                 found.append((index, low - start, high - start))
         return tuple(found)
 
+    def within(self, start: int, end: int) -> tuple[int, ...]:
+        """The numbers of the segments that have elements, all of them inside [start, end)."""
+        inside = [start <= segment.offset and segment.end <= end for segment in self.segments]
+        return tuple(index for index, segment in enumerate(self.segments) if inside[index] and segment.numel)
+
 
 def flat_layout(
     parameters: Iterable[tuple[str, Sequence[int]]], *, shards: int, itemsize: int, block: int = 1
