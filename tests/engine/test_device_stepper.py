@@ -18,6 +18,7 @@ from zeroshard.errors import NonFiniteError
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import SquaredNorm
+from zeroshard.optim.kernels.tiles import GRADIENT_TILE
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.rules import ADAMW
@@ -165,13 +166,14 @@ def test_split_master_weights_hold_every_float32() -> None:
 
 def test_the_norm_finds_where_the_first_bad_value_is() -> None:
     tensors = [torch.randn(40_000), torch.randn(20_000).bfloat16(), torch.randn(5)]
-    norm = SquaredNorm([tensor.numel() for tensor in tensors], CPU)
+    norm = SquaredNorm([[(0, 30_000), (30_016, 40_000)], [(0, 20_000)], [(0, 5)]], CPU)
+    tensors[0][30_000:30_016] = float("nan")  # padding
     total = torch.zeros((), dtype=torch.float64)
     for number, tensor in enumerate(tensors):
         norm.square(number, tensor)
     norm.into(total)
-    assert total.item() == pytest.approx(sum(tensor.double().square().sum().item() for tensor in tensors))
-    tensors[0][33_000] = float("inf")
+    assert total.item() == pytest.approx(sum(tensor.double().nan_to_num().square().sum().item() for tensor in tensors))
+    tensors[0][35_000] = float("inf")
     norm.square(0, tensors[0])
     norm.into(total)
-    assert norm.place_of(int(norm.first_bad)) == (0, 32_768)
+    assert norm.place_of(int(norm.first_bad)) == (0, 30_016 + GRADIENT_TILE)

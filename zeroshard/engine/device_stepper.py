@@ -23,7 +23,7 @@ from zeroshard.engine.statistics import DIGEST_MASK
 from zeroshard.engine.step_base import StepperBase, regions_of_units
 from zeroshard.engine.storage import Group
 from zeroshard.errors import UsageError
-from zeroshard.optim.kernels.norm import FINITE, NORM_TILE, SquaredNorm
+from zeroshard.optim.kernels.norm import FINITE, SquaredNorm
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import DeviceUpdate
@@ -145,7 +145,7 @@ class DeviceStepper(StepperBase):
         self._record_groups()
         owned = [group for group in self._counted_groups() if not group.plan.grad_on_host]
         if self._norm_of is None:
-            self._norm_of = SquaredNorm([group.own_grad.numel() for group in owned], self.handle.device)
+            self._norm_of = SquaredNorm([group.own_pieces() for group in owned], self.handle.device)
             runtime.gradients.square_into(self._norm_of, owned)
         runtime.gradients.square_rest(owned)
         self._norm_of.into(self._stats[0])
@@ -230,21 +230,18 @@ class DeviceStepper(StepperBase):
         return [group for group in self._counted_groups() if group.plan.grad_on_host]
 
     def _culprit(self, tile: int) -> str:
-        """The parameters in the first tile of gradients that is not finite, if it is on this rank."""
+        """The parameter of the first tile of gradients that is not finite, if it is on this rank."""
         if tile >= FINITE or self._norm_of is None:
             return "a parameter of another rank's part"
         if tile >= _LANDED:
-            group, low = self._landed_groups()[tile // _LANDED - 1], tile % _LANDED * NORM_TILE
+            group = self._landed_groups()[tile // _LANDED - 1]
+            low = self.handle.runtime.gradients.first_in_tile(group, tile % _LANDED)
         else:
             number, low = self._norm_of.place_of(tile)
             group = [group for group in self._counted_groups() if not group.plan.grad_on_host][number]
-        start, end = group.plan.layout.shard_range(group.rank)
-        within = [
-            group.plan.layout.segments[index].name
-            for index, piece_low, piece_end in group.plan.layout.pieces(start, end)
-            if piece_low < low + NORM_TILE and piece_end > low
-        ]
-        return " or ".join(within[:3])
+        start, _ = group.plan.layout.shard_range(group.rank)
+        ((index, _, _),) = group.plan.layout.pieces(start + low, start + low + 1)
+        return group.plan.layout.segments[index].name
 
     def _update_units(
         self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]

@@ -203,12 +203,21 @@ class Gradients:
                 self._norm.square(number, group.own_grad)
 
     def _square(self, unit: Unit, group: Group) -> None:
+        """Square a group whose reduce was the last one before the step."""
         norm, number = self._norm, self._number.get(id(group))
-        if norm is None or number is None or self._policy.accumulate:
+        if norm is None or number is None or self._policy.accumulate or id(group) in self._squared:
             return
         gradient = group.own_grad
         self._streams.follow(Stream.REDUCE, lambda: norm.square(number, gradient), (("grad", unit.index),))
         self._squared.add(id(group))
+
+    def _squares_beside(self, unit: Unit, group: Group) -> torch.Tensor | None:
+        """Where the kernel that sums a group's gradients puts their squares; None where it sees no final sums."""
+        norm, number = self._norm, self._number.get(id(group))
+        if norm is None or number is None or self._policy.accumulate or unit.plan.axis == "shard":
+            return None
+        self._squared.add(id(group))
+        return norm.partial(number)
 
     def squares(self, group: Group) -> torch.Tensor:
         """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
@@ -217,6 +226,10 @@ class Gradients:
     def first_bad(self, group: Group) -> torch.Tensor:
         """Int64 scalar on the device: the first tile of such gradients that is not finite; see SquaredNorm."""
         return self._squares[id(group)].norm.first_bad
+
+    def first_in_tile(self, group: Group, tile: int) -> int:
+        """The first element of a tile of such gradients, in this rank's part."""
+        return self._squares[id(group)].norm.place_of(tile)[1]
 
     def _wait_for_update(self, unit: Unit) -> None:
         event = self._updates.read(unit.index)
@@ -320,8 +333,8 @@ class Gradients:
     ) -> None:
         slot, replicated = self._slots[unit.index], unit.plan.axis == "shard" and group.staging is not None
         if not replicated and not group.plan.grad_on_host:
-            grad = group.take_grad()
-            peers.reduce(unit, group, slot, sources, grad, add=group.staging is not None and self._reduced[unit.index])
+            grad, add = group.take_grad(), group.staging is not None and self._reduced[unit.index]
+            peers.reduce(unit, group, slot, sources, grad, add=add, squares=self._squares_beside(unit, group))
             self._reduce_replicas(unit, grad)
             return
         landing, add = group.staging, self._reduced[unit.index]
@@ -412,7 +425,7 @@ class Gradients:
 def _squares_of(group: Group) -> _Squares:
     assert group.staging is not None
     device = group.staging.device
-    norm = SquaredNorm([group.staging.numel()], device)
+    norm = SquaredNorm([group.own_pieces()], device)
     return _Squares(norm, torch.zeros((), dtype=torch.float64, device=device))
 
 

@@ -2,9 +2,9 @@
 
     p.grad --copy engine--> inbox of its owner, row of this rank --barrier--> owner sums its rows --> grad
 
-Nothing is collected into a buffer first, so a gradient is moved once. Of two ranks the owner adds what came to its own
-gradient where that lies, and its row stays empty. A gradient stays alive until it was sent, or added; that is checked
-one unit later, when it has long happened. Memory and hazards:
+Nothing is collected into a buffer first, so a gradient is moved once. The owner adds what came to its own gradient
+where that lies, and its row stays empty; the same kernel squares the sums for the norm. A gradient stays alive until it
+was sent and added; that is checked one unit later, when it has long happened. Memory and hazards:
 
     a gradient           belongs to the reduce stream until `done`; compute waits for that before giving it back
     a row of an inbox    is written by its rank until the barrier, then read by the owner's sum. The next copies into it
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -27,7 +26,7 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.storage import Group, Unit
 from zeroshard.engine.streams import Event, Step, Stream, Streams
-from zeroshard.optim.kernels.rows import row_tiles, sum_rows
+from zeroshard.optim.kernels.rows import OwnPiece, RowSum
 
 HELD = ("sending", 0)
 
@@ -47,16 +46,15 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Route:
-    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `tiles` are summed.
+    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `total` makes the sum.
 
-    `own` are the pieces for this rank itself, elements (low, high) of its part beside each.
+    `own` are the pieces for this rank itself.
     """
 
     pieces: list[_Piece]
-    own: list[tuple[_Piece, int, int]]
+    own: list[_Piece]
     rows: torch.Tensor
-    tiles: torch.Tensor
-    dense: bool
+    total: RowSum
 
 
 class PeerReduce:
@@ -95,12 +93,14 @@ class PeerReduce:
         landing: torch.Tensor,
         *,
         add: bool,
+        squares: torch.Tensor | None = None,
     ) -> None:
         """Reduce a group's gradients into `landing`, this rank's part.
 
         Args:
             sources: each parameter's gradient, in any shape; None where there is none.
             add: add to what `landing` holds.
+            squares: float64, one for each tile of `landing`, which gets the squares of the sums; see `SquaredNorm`.
         """
         route = self._route(group)
         wire, label, streams = ("wire", slot), unit.label, self._streams
@@ -110,24 +110,24 @@ class PeerReduce:
         self._log.record("reduce-scatter", label, nbytes)
         # Read after write: the gradients belong to compute until the unit's backward has run.
         streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
-        direct = not add and _in_place(route, sources, landing)
+        in_place = _in_place(route, sources)
+        own = sources if in_place else None
         meet = Step(self._barrier, (), (wire,), sends=True)
-        steps = [Step(lambda: self._send(route, sources, label, nbytes, own=not direct), (HELD,), (wire,))]
-        if slot == self.last_slot:
-            steps.insert(0, meet)
+        send = Step(lambda: self._send(route, sources, label, nbytes, own=not in_place), (HELD,), (wire,))
+        total = Step(
+            lambda: route.total(route.rows, landing, own=own, add=add, squares=squares),
+            (wire, HELD) if in_place else (wire,),
+            (("grad", unit.index),),
+        )
+        steps = [meet, send] if slot == self.last_slot else [send]
         self.last_slot = slot
-        streams.run(Stream.REDUCE, steps)
-        grad = (("grad", unit.index),)
-        if direct:
-            other = route.rows[1 - self._peers.rank]
-            streams.run(
-                Stream.REDUCE, [meet, Step(lambda: _add_own(route, sources, other, landing), (wire, HELD), grad)]
-            )
+        if in_place:
+            streams.run(Stream.REDUCE, [*steps, meet, total])
             self._held = streams.record(Stream.REDUCE, "done"), sources
         else:
+            streams.run(Stream.REDUCE, steps)
             self._held = streams.record(Stream.REDUCE, "done"), sources
-            total = partial(sum_rows, route.rows, landing, route.tiles, add=add, dense=route.dense)
-            streams.run(Stream.REDUCE, [meet, Step(total, (wire,), grad)])
+            streams.run(Stream.REDUCE, [meet, total])
         if streams.poisons:
             streams.follow(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
 
@@ -139,7 +139,7 @@ class PeerReduce:
     ) -> None:
         self._peers.sent("reduce-scatter", label, nbytes)
         raw = device_copies(route.rows.device)
-        pieces = [*route.pieces, *(piece for piece, _, _ in route.own)] if own else route.pieces
+        pieces = [*route.pieces, *route.own] if own else route.pieces
         if raw is None or any(source is None or source.dtype != route.rows.dtype for source in sources):
             for piece in pieces:
                 source = sources[piece.segment]
@@ -164,7 +164,8 @@ class PeerReduce:
         assert group.wire is not None
         layout, size, rank = group.plan.layout, self._peers.size, self._peers.rank
         pieces: list[_Piece] = []
-        mine: list[tuple[_Piece, int, int]] = []
+        mine: list[_Piece] = []
+        summed: list[OwnPiece] = []
         for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it has no way to go
             row = self._peers.twin(group.wire, owner).view(size, -1)[rank]
             start, end = layout.shard_range(owner)
@@ -173,26 +174,13 @@ class PeerReduce:
                 first, target = start + low - segment.offset, row[low:high]
                 offset = first * target.itemsize
                 piece = _Piece(index, first, first + high - low, target, target.data_ptr(), offset, target.nbytes)
+                (mine if owner == rank else pieces).append(piece)
                 if owner == rank:
-                    mine.append((piece, low, high))
-                else:
-                    pieces.append(piece)
-        own = layout.pieces(*layout.shard_range(rank))
-        tiles = row_tiles(((low, high) for _, low, high in own), group.wire.device)
-        dense = sum(high - low for _, low, high in own) == layout.shard_numel
-        return _Route(pieces, mine, group.wire.view(size, -1), tiles, dense)
+                    summed.append(OwnPiece(index, first, low, high))
+        return _Route(pieces, mine, group.wire.view(size, -1), RowSum(summed, rank, group.wire.device))
 
 
-def _in_place(route: _Route, sources: Sequence[torch.Tensor | None], landing: torch.Tensor) -> bool:
-    """Whether this rank's own gradients can be added where they are: of two ranks, in one dtype."""
-    dtype = route.rows.dtype
-    return (
-        route.rows.shape[0] == 2 and landing.dtype == dtype and all(s is not None and s.dtype == dtype for s in sources)
-    )
-
-
-def _add_own(route: _Route, sources: Sequence[torch.Tensor | None], other: torch.Tensor, landing: torch.Tensor) -> None:
-    for piece, low, high in route.own:
-        source = sources[piece.segment]
-        assert source is not None
-        torch.add(source.view(-1)[piece.low : piece.high], other[low:high], out=landing[low:high])
+def _in_place(route: _Route, sources: Sequence[torch.Tensor | None]) -> bool:
+    """Whether this rank's own gradients can be added where they are."""
+    own = (sources[piece.segment] for piece in route.own)
+    return all(source is not None and source.dtype == route.rows.dtype for source in own)

@@ -72,7 +72,7 @@ def squared_norm(values: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
         # Chunks would be a hundred thousand launches for a rank's part of a model of 7e9 parameters.
-        norm = SquaredNorm([values.numel()], values.device)
+        norm = SquaredNorm([[(0, values.numel())]], values.device)
         norm.square(0, values)
         norm.into(total)
         return total

@@ -130,6 +130,10 @@ class Group:
         start, end = self.plan.layout.shard_range(self.rank)
         return self.grad[start:end]
 
+    def own_pieces(self) -> list[tuple[int, int]]:
+        """What of this rank's part of the group belongs to parameters: (start, end), relative to the part."""
+        return [(low, high) for _, low, high in self.plan.layout.pieces(*self.plan.layout.shard_range(self.rank))]
+
     @property
     def copied(self) -> list[tuple[int, int]]:
         """The elements of the shard that a gather puts into `whole`: parameters that cross the border of the shard."""

@@ -39,7 +39,7 @@ def adam_twin(
     Args:
         master: float32 (n,), or int16 (n,) where it is the remainder beside a bfloat16 `param`.
         first, second: float32, shape (n,); `param` (n,) in compute dtype or None; `grad` (n,) in any dtype.
-        tiles: int32 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
+        tiles: int64 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
     """
     values = join(param, master) if master.dtype == torch.int16 and param is not None else master
     for start, end, segment in tiles.tolist():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeroshard.optim.kernels.whole_triton import put, take
+
 
 @triton.jit
 def adam_step(
@@ -22,22 +24,44 @@ def adam_step(
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    start = tl.multiple_of(tl.load(tiles + tile * 3).to(tl.int64), 64)
-    end = tl.load(tiles + tile * 3 + 1)
+    start = tl.multiple_of(tl.load(tiles + tile * 3), 64)
+    count = tl.load(tiles + tile * 3 + 1) - start
     row = rows + tl.load(tiles + tile * 3 + 2) * COLUMNS
-    index = start + tl.arange(0, TILE)
-    inside = index < end
+    master, param, grad, first, second = master + start, param + start, grad + start, first + start, second + start
+    if count == TILE:
+        adam_tile(master, param, grad, first, second, row, count, DECOUPLED, COPY, SPLIT, TILE, True)
+    else:
+        adam_tile(master, param, grad, first, second, row, count, DECOUPLED, COPY, SPLIT, TILE, False)
+
+
+@triton.jit
+def adam_tile(
+    master,
+    param,
+    grad,
+    first,
+    second,
+    row,
+    count,
+    DECOUPLED: tl.constexpr,
+    COPY: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The update of one tile of `count` elements."""
+    index = tl.arange(0, TILE)
     # All loads go out before any of them is waited for: whether the row is on is known later than where it lies, and a
     # step that is left out is rare. One wait less for each tile is 2 to 20 percent of the time.
-    g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
+    g = take(grad, index, count, WHOLE).to(tl.float32)
     if SPLIT:
-        upper = tl.load(param + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
-        remainder = tl.load(master + index, mask=inside, other=0).to(tl.int32)
+        upper = take(param, index, count, WHOLE).to(tl.int16, bitcast=True).to(tl.int32)
+        remainder = take(master, index, count, WHOLE).to(tl.int32)
         p = ((upper << 16) + remainder).to(tl.float32, bitcast=True)
     else:
-        p = tl.load(master + index, mask=inside, other=0.0)
-    m = tl.load(first + index, mask=inside, other=0.0)
-    v = tl.load(second + index, mask=inside, other=0.0)
+        p = take(master, index, count, WHOLE)
+    m = take(first, index, count, WHOLE)
+    v = take(second, index, count, WHOLE)
     if tl.load(row) != 0.0:
         coefficient = tl.load(row + 1)
         decay = tl.load(row + 2)
@@ -55,14 +79,14 @@ def adam_step(
         m = m + (g - m) * one_beta1
         v = v * beta2 + g * g * one_beta2
         p = p - step_size * m / (tl.sqrt_rn(v) * correction + eps)
-        tl.store(first + index, m, mask=inside)
-        tl.store(second + index, v, mask=inside)
+        put(first, index, m, count, WHOLE)
+        put(second, index, v, count, WHOLE)
         if SPLIT:
             bits = p.to(tl.int32, bitcast=True)
             high = (bits + 0x8000) >> 16
-            tl.store(param + index, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
-            tl.store(master + index, (bits - (high << 16)).to(tl.int16), mask=inside)
+            put(param, index, high.to(tl.int16).to(tl.bfloat16, bitcast=True), count, WHOLE)
+            put(master, index, (bits - (high << 16)).to(tl.int16), count, WHOLE)
         else:
-            tl.store(master + index, p, mask=inside)
+            put(master, index, p, count, WHOLE)
         if COPY and not SPLIT:
-            tl.store(param + index, p.to(param.dtype.element_ty), mask=inside)
+            put(param, index, p.to(param.dtype.element_ty), count, WHOLE)

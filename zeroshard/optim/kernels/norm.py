@@ -4,8 +4,9 @@
     [ tile | tile | tile | tile | tile | ... ]   partial sums, float64   --sum-->  one float64
                                                                          the first that is not finite tells where
 
-A tensor can be squared as soon as it is there, on the stream that made it, beside other work. Rejected: one launch for
-all tensors at the end, which nothing runs beside.
+A tensor can be squared as soon as it is there, on the stream that made it, beside other work, or by the kernel that
+made it (`RowSum`); a tile never crosses a parameter, so both give the same partial sums. Rejected: one launch for all
+tensors at the end, which nothing runs beside.
 """
 
 from __future__ import annotations
@@ -16,44 +17,51 @@ from typing import Any
 
 import torch
 
-NORM_TILE = 16_384
+from zeroshard.optim.kernels.tiles import GRADIENT_TILE, tile_table
+
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FINITE = 2**62
 """Number of the first non-finite tile where there is none."""
+Pieces = Sequence[tuple[int, int]]
+"""Elements [start, end) of a tensor, one after the other, each at a multiple of the layout's alignment."""
 
 
 class SquaredNorm:
-    """The sum of squares of tensors of fixed sizes.
+    """The sum of squares of tensors.
 
     Args:
-        sizes: number of elements of each tensor; float32, bfloat16 or float16.
+        pieces: what of each tensor counts; float32, bfloat16 or float16.
 
     Attributes:
         first_bad: int64 scalar on the device: number of the first tile of the last sum that was not finite, or FINITE.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        tiles = [-(-size // NORM_TILE) for size in sizes]
-        self._starts = [0, *accumulate(tiles)]
+    def __init__(self, pieces: Sequence[Pieces], device: torch.device) -> None:
+        self._tiles = [tile_table(((0, *piece) for piece in tensor), device, GRADIENT_TILE) for tensor in pieces]
+        self._starts = [0, *accumulate(len(tiles) for tiles in self._tiles)]
         self._partial = torch.zeros(self._starts[-1], dtype=torch.float64, device=device)
         self._numbers = torch.arange(self._starts[-1], device=device)
         self.first_bad = torch.full((), FINITE, dtype=torch.int64, device=device)
 
     def place_of(self, tile: int) -> tuple[int, int]:
-        """Tensor number and first element of a tile."""
+        """Tensor number and first element of a tile. Waits for the device."""
         number = max(n for n, start in enumerate(self._starts[:-1]) if start <= tile < self._starts[n + 1])
-        return number, (tile - self._starts[number]) * NORM_TILE
+        return number, int(self._tiles[number][tile - self._starts[number], 0])
+
+    def partial(self, number: int) -> torch.Tensor:
+        """Where the sums of squares of the tiles of tensor `number` go, for a kernel that makes them itself."""
+        return self._partial[self._starts[number] : self._starts[number + 1]]
 
     def square(self, number: int, tensor: torch.Tensor) -> None:
         """Square tensor `number` on the current stream."""
-        partial = self._partial[self._starts[number] : self._starts[number + 1]]
+        partial, tiles = self.partial(number), self._tiles[number]
         if not partial.numel():
             return
         if tensor.is_cuda:
-            _compiled()[(partial.numel(),)](tensor, partial, tensor.numel(), TILE=NORM_TILE, num_warps=8)
+            _compiled()[(len(tiles),)](tensor, partial, tiles, TILE=GRADIENT_TILE, num_warps=8)
             return
-        for place, tile in enumerate(tensor.split(NORM_TILE)):
-            partial[place] = tile.double().square().sum()
+        for place, (low, end, _) in enumerate(tiles.tolist()):
+            partial[place] = tensor[low:end].double().square().sum()
 
     def into(self, total: torch.Tensor) -> None:
         """Write the sum of what was squared last into `total`, a float64 scalar; nothing waits for the device."""

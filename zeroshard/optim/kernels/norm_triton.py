@@ -5,11 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeroshard.optim.kernels.whole_triton import take
+
 
 @triton.jit
-def tile_squares(values, partial, count, TILE: tl.constexpr):
+def tile_squares(values, partial, tiles, TILE: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
-    index = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(values + index, mask=index < count, other=0.0).to(tl.float32)
+    start = tl.multiple_of(tl.load(tiles + tile * 3), 64)
+    count = tl.load(tiles + tile * 3 + 1) - start
+    if count == TILE:
+        store_squares(take(values + start, tl.arange(0, TILE), count, True), partial + tile)
+    else:
+        store_squares(take(values + start, tl.arange(0, TILE), count, False), partial + tile)
+
+
+@triton.jit
+def store_squares(values, place):
+    """Write the sum of squares of a tile to `place`."""
     # Squares of 16-bit values are exact in float32; float32 ones lose 2**-24 of a term, then float64 sums them.
-    tl.store(partial + tile, tl.sum((x * x).to(tl.float64), axis=0))
+    x = values.to(tl.float32)
+    tl.store(place, tl.sum((x * x).to(tl.float64), axis=0))

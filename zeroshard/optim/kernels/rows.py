@@ -1,59 +1,141 @@
 """Sum of rows in one pass: what each rank sent of its gradients, into this rank's part of the gradient.
 
-    rows (ranks, n) in wire dtype  --float32 sum-->  out (n), or added to it
+    rows (ranks, n) in wire dtype  --float32 sum-->  out (n), or added to it  --square-->  a partial sum for each tile
 
-Bytes per element: 2 per rank read with bf16 on the wire, 2 written (8 more where float32 is accumulated). Rejected: few
-programs that walk all tiles to leave processors to the backward; they take far longer, and more processor time in all.
+This rank's own row may be where autograd left it, in one gradient per parameter, and its row in the inbox empty. Bytes
+per element: 2 per rank read with bf16 on the wire, 2 written (8 more where float32 is accumulated); the squares, made
+of what is written, cost no read. Rejected: few programs that walk all tiles to leave processors to the backward; they
+take far longer, and more processor time in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-ROW_TILE = 4096
+from zeroshard.optim.kernels.tiles import GRADIENT_TILE, tile_table
+
+SOURCES = 8
+"""Gradients that one launch can read."""
 
 
-def row_tiles(pieces: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Tiles of (start, end) pieces as int64 of shape (tiles, 2)."""
-    parts = [torch.zeros(0, 2, dtype=torch.int64)]
-    for start, end in pieces:
-        low = torch.arange(start, end, ROW_TILE, dtype=torch.int64)
-        parts.append(torch.stack([low, (low + ROW_TILE).clamp(max=end)], dim=1))
-    return torch.cat(parts).to(device)
+@dataclass(frozen=True)
+class OwnPiece:
+    """Elements [low, high) of this rank's part: in its own gradients, those of number `source` from `first` on."""
+
+    source: int
+    first: int
+    low: int
+    high: int
 
 
-def sum_rows(rows: torch.Tensor, out: torch.Tensor, tiles: torch.Tensor, *, add: bool, dense: bool) -> None:
-    """Sum `rows` (ranks, n) in float32, in the order of the ranks, into the tiles of `out` (n).
+@dataclass(frozen=True)
+class _Launch:
+    """Tiles that one launch sums: int64 (tiles, 4): low, end, which of `sources`, first element there.
+
+    Attributes:
+        first: number of the first of these tiles among all.
+        sources: the numbers of the gradients.
+    """
+
+    tiles: torch.Tensor
+    first: int
+    sources: tuple[int, ...]
+
+
+class RowSum:
+    """The sum of rows for fixed pieces of one rank's part.
 
     Args:
-        tiles: see `row_tiles`; elements outside of them are neither read nor written.
-        add: add to what is in `out`.
-        dense: whether the tiles cover everything.
+        pieces: what is summed; elements outside of them are neither read nor written.
+        rank: which of the rows is this rank's own.
     """
-    if not tiles.shape[0]:
-        return
-    if dense and not add and rows.shape[0] == 2 and rows.dtype == out.dtype:
-        torch.add(rows[0], rows[1], out=out)  # torch's own kernel does this one at the full rate of the memory
-        return
-    if rows.is_cuda:
-        _compiled()[(tiles.shape[0],)](
-            rows, out, tiles, rows.shape[1], RANKS=rows.shape[0], ADD=add, TILE=ROW_TILE, num_warps=8
-        )
-        return
-    sum_rows_twin(rows, out, tiles, add=add)
+
+    def __init__(self, pieces: Sequence[OwnPiece], rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._launches: list[_Launch] = []
+        first = 0
+        for start in range(0, len(pieces), SOURCES):
+            some = pieces[start : start + SOURCES]
+            tiles = tile_table(((n, piece.low, piece.high) for n, piece in enumerate(some)), device, GRADIENT_TILE)
+            offsets = torch.tensor([piece.first - piece.low for piece in some], device=device)
+            table = torch.cat([tiles, (tiles[:, 0] + offsets[tiles[:, 2]]).unsqueeze(1)], dim=1)
+            self._launches.append(_Launch(table, first, tuple(piece.source for piece in some)))
+            first += len(table)
+        self.tiles = first
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        own: Sequence[torch.Tensor | None] | None = None,
+        add: bool = False,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        """Sum `rows` (ranks, n) in float32, in the order of the ranks, into the pieces of `out` (n).
+
+        Args:
+            own: this rank's gradients, contiguous, in the dtype of `rows`; None: its row is in `rows` too.
+            add: add to what is in `out`.
+            squares: float64 (tiles,), which gets the sums of squares of what is written; see `SquaredNorm`.
+        """
+        assert squares is None or len(squares) == self.tiles
+        for launch in self._launches:
+            read = None if own is None else [_there(own[number]) for number in launch.sources]
+            count = len(launch.tiles)
+            partial = None if squares is None else squares[launch.first : launch.first + count]
+            if not rows.is_cuda:
+                sum_rows_twin(rows, out, launch.tiles, self._rank, own=read, add=add, squares=partial)
+                continue
+            sources = [rows] if read is None else read
+            sources = [sources[min(number, len(sources) - 1)] for number in range(SOURCES)]
+            _compiled()[(count,)](
+                *sources,
+                rows,
+                out,
+                out if partial is None else partial,
+                launch.tiles,
+                rows.shape[1],
+                RANKS=rows.shape[0],
+                OWN=-1 if own is None else self._rank,
+                ADD=add,
+                SQUARE=partial is not None,
+                TILE=GRADIENT_TILE,
+                num_warps=8,
+            )
 
 
-def sum_rows_twin(rows: torch.Tensor, out: torch.Tensor, tiles: torch.Tensor, *, add: bool) -> None:
+def sum_rows_twin(
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    tiles: torch.Tensor,
+    rank: int,
+    *,
+    own: Sequence[torch.Tensor] | None,
+    add: bool,
+    squares: torch.Tensor | None,
+) -> None:
     """The same in plain PyTorch: the kernel's oracle, and what runs on a CPU."""
     exact = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    for low, high in tiles.tolist():
-        total = rows[0, low:high].to(exact)
-        for row in rows[1:]:
-            total = total + row[low:high].to(exact)
+    for place, (low, high, source, first) in enumerate(tiles.tolist()):
+        parts = [row[low:high] for row in rows]
+        if own is not None:
+            parts[rank] = own[source].view(-1)[first : first + high - low]
+        total = parts[0].to(exact)
+        for part in parts[1:]:
+            total = total + part.to(exact)
         out[low:high] = (out[low:high].to(exact) + total if add else total).to(out.dtype)
+        if squares is not None:
+            squares[place] = out[low:high].double().square().sum()
+
+
+def _there(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient
 
 
 def _compiled() -> Any:

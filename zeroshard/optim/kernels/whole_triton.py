@@ -1,0 +1,21 @@
+"""Loads and stores of a tile for Triton's kernels: 16 bytes at once where the tile is whole, masked where it is not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def take(pointer, index, count, WHOLE: tl.constexpr):
+    """Elements `index` from `pointer` on; zero from `count` on."""
+    return tl.load(pointer + index) if WHOLE else tl.load(pointer + index, mask=index < count, other=0.0)
+
+
+@triton.jit
+def put(pointer, index, values, count, WHOLE: tl.constexpr):
+    """Store `values` as elements `index` from `pointer` on, up to `count`."""
+    if WHOLE:
+        tl.store(pointer + index, values)
+    else:
+        tl.store(pointer + index, values, mask=index < count)
