@@ -5,7 +5,9 @@
 
 Every row is a measurement of benchmarks.train in processes of its own, so that no engine inherits another's memory or
 streams. A row that has no time left is left out and said so; a row that fails or is not installed leaves the others
-alone. The ratio is to the floor of the same run with the same setting: the same machine, minutes apart.
+alone. The ratio is to the floor of the same run with the same setting: the same machine, minutes apart. Cards get warm
+and slow down by some tenths of a percent: with `--floor-again` each floor is measured after the rows behind it too, and
+the ratio is to the mean.
 
     quick-1b   floor, FSDP2, zeroshard at stages 3, 2, 1 and in a graph; then floor, FSDP2 and stage 3 compiled
     mb1        one sequence a GPU, where the host decides: floor, FSDP2, zeroshard at stages 3, 2, 1 and in a graph
@@ -29,6 +31,7 @@ import argparse
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -182,12 +185,15 @@ def _last_json(output: str) -> dict[str, Any] | None:
 
 
 def add_ratios(outcomes: Sequence[Outcome]) -> None:
-    """Give every row its ratio to the floor of the same setting; None where that was not measured."""
+    """Give every row its ratio to the mean floor of the same setting; None where that was not measured."""
     rows = [outcome.row for outcome in outcomes if outcome.row is not None]
-    floors = {_setting(row): row["step_s"] for row in rows if row["engine"] == "floor" and not row["graph"]}
+    floors: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        floor = floors.get(_setting(row))
-        row["ratio"] = None if floor is None else round(row["step_s"] / floor, 3)
+        if row["engine"] == "floor" and not row["graph"]:
+            floors.setdefault(_setting(row), []).append(row["step_s"])
+    for row in rows:
+        found = floors.get(_setting(row))
+        row["ratio"] = None if found is None else round(row["step_s"] / statistics.mean(found), 3)
 
 
 def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -343,6 +349,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, action="append", default=[], help="may be repeated")
     parser.add_argument("--run", action="append", default=[], metavar="ROW", help='"ENGINE [options of train]"')
     parser.add_argument("--only", help="only rows whose text contains this, and the floors")
+    parser.add_argument("--floor-again", action="store_true", help="measure floors before and after the other rows")
     parser.add_argument("--nproc", type=int, help="ranks; by default one for each GPU")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all rows")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one row")
@@ -359,7 +366,20 @@ def requests_of(args: argparse.Namespace) -> list[str]:
     """The rows to measure, each once, in the order given."""
     rows = [row for preset in args.preset for row in PRESETS[preset]] + args.run
     kept = [row for row in rows if args.only is None or args.only in row or row.startswith("floor")]
-    return list(dict.fromkeys(kept))
+    once = list(dict.fromkeys(kept))
+    return with_floors_again(once) if args.floor_again else once
+
+
+def with_floors_again(rows: Iterable[str]) -> list[str]:
+    """The rows, and each floor once more before the next one or at the end."""
+    found: list[str] = []
+    waiting: list[str] = []
+    for row in rows:
+        if row.startswith("floor") and "--graph" not in row:
+            found += waiting
+            waiting = [row]
+        found.append(row)
+    return found + waiting
 
 
 def main() -> int:

@@ -99,6 +99,30 @@ def test_options_after_a_preset_apply_to_its_rows_and_only_keeps_the_floors() ->
     assert args.options == ["--length", "64"]
 
 
+def test_a_floor_is_measured_again_behind_its_rows_and_the_ratio_is_to_the_mean() -> None:
+    rows = [
+        "--run",
+        "floor",
+        "--run",
+        "floor --graph",
+        "--run",
+        "zeroshard3",
+        "--run",
+        "floor --compile",
+        "--run",
+        "ddp",
+    ]
+    again = compare.requests_of(compare.parse([*rows, "--floor-again"]))
+    assert again == ["floor", "floor --graph", "zeroshard3", "floor", "floor --compile", "ddp", "floor --compile"]
+    setting = dict.fromkeys(compare.SETTING, 0)
+    times = [("floor", 1.0), ("zeroshard3", 1.21), ("floor", 1.2)]
+    outcomes = [
+        compare.Outcome(name, {**setting, "engine": name, "graph": False, "step_s": step}) for name, step in times
+    ]
+    compare.add_ratios(outcomes)
+    assert [outcome.row["ratio"] for outcome in outcomes if outcome.row] == [0.909, 1.1, 1.091]
+
+
 def test_a_missing_engine_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(NotInstalled, match="deepspeed is not installed"):
