@@ -17,6 +17,7 @@ WITHOUT_GPU = {
 }
 FOR_GPUS = {
     "compare": "speed and memory of all engines on a model of Llama's shape, beside the floor; presets",
+    "scaling": "the same micro-batch for each GPU on 1, 2, 4, 8 of them, beside one GPU's floor",
     "train": "one measurement of it: one engine, one setting; traces and checks for synchronizing calls",
     "account": "where the time of a step went, from a trace that train has written",
     "timeline": "a picture of a step from such a trace: what ran on which stream",

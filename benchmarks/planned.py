@@ -28,6 +28,7 @@ from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.calibration import calibrated, load_calibration
 from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.compiled import compiled
 from zeroshard.planner.hardware import GIB, Cluster, find_gpu, parse_cluster
 from zeroshard.planner.memory import step_memory
 from zeroshard.planner.timeline import step_time
@@ -39,6 +40,7 @@ def planned(setting: Setting, plan: Plan, world: int, calibration: Path | None =
     """The planner's figures of a step under `plan` on this machine, for JSON."""
     work = workload(setting.size, setting.batch, setting.length, setting.checkpointing)
     traced = work.trace(plan, Checkpointing.OFF)  # the model checkpoints by itself
+    traced = compiled(traced, keeps_inputs_only=setting.checkpointing) if setting.compiled else traced
     plan = reordered(plan, (0, *traced.order))
     cluster = machine(world, calibration)
     memory = step_memory(plan, traced)
