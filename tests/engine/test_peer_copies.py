@@ -116,14 +116,22 @@ def test_stage_1_gathers_by_copies(tmp_path: Path) -> None:
     assert run_ranks(2, _same_bits, str(tmp_path), [(1, False, 1, False), (1, True, 1, False)]) == [8, 8]
 
 
-def _three_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:
-    recipe = replace(_recipe(3, accumulate=False, prefetch=1, low=False), peer_copies=True)
-    return [value.flatten().tolist() for value in _train(recipe, rank, directory)]
+def _several_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    stages = {}
+    for stage in (2, 3):
+        recipe = _recipe(stage, accumulate=False, prefetch=1, low=False)
+        stages[stage] = _train(replace(recipe, peer_copies=True), rank, f"{directory}/{stage}")
+    expected = _train(_recipe(3, accumulate=False, prefetch=1, low=False), rank, directory)
+    for ours, other, collective in zip(stages[2], stages[3], expected, strict=True):
+        assert torch.equal(ours, other)
+        torch.testing.assert_close(ours, collective, rtol=1e-5, atol=1e-6)  # gloo adds in another order
+    return [value.flatten().tolist() for value in stages[3]]
 
 
-def test_three_ranks_hold_the_same_parameters(tmp_path: Path) -> None:
-    first, second, third = run_ranks(3, _three_ranks, str(tmp_path))
-    assert first == second == third
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_than_two_ranks_hold_the_same_parameters_near_those_of_collectives(tmp_path: Path, world: int) -> None:
+    first, *others = run_ranks(world, _several_ranks, str(tmp_path))
+    assert all(first == other for other in others)
 
 
 def _used_in_place(rank: int, world_size: int, directory: str) -> tuple[int, int]:
