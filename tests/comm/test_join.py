@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from datetime import timedelta
@@ -143,6 +144,23 @@ def _unmet(rank: int, world: int, port: int) -> str:
     except UsageError as error:
         return str(error)
     return "no error"
+
+
+def _unknown(rank: int, world: int, port: int) -> list[str]:
+    _clear()
+    os.environ.update(_environment("env", 1, 2, port), MASTER_ADDR="no-such-host.invalid")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroshard").addHandler(handler)
+    with pytest.raises(UsageError, match="did not meet the others"):
+        init_distributed(timeout=1)
+    return said
+
+
+def test_a_host_without_an_address_is_named_before_it_is_waited_for() -> None:
+    (said,) = run_ranks(1, _unknown, _free_port())
+    assert any("MASTER_ADDR 'no-such-host.invalid' is no host that is known here" in line for line in said)
 
 
 def test_ranks_that_do_not_meet_say_where_they_waited() -> None:

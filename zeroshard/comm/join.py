@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +124,17 @@ def _join_alone(backend: str, limit: timedelta | None, verbose: bool, place: Ran
         _LOGGER.warning("%s: a process group of this process alone; `zeroshard run` starts several ranks", source)
 
 
+def _warn_unknown_host(place: RankPlace) -> None:
+    """Say that rank 0's host has no address. No error: a cluster may make the name when it starts the host."""
+    try:
+        socket.getaddrinfo(place.master_addr, place.master_port)
+    except OSError as error:
+        _LOGGER.warning(
+            "rank %s: MASTER_ADDR %r is no host that is known here (%s); waiting for it until the group's timeout",
+            *(place.rank, place.master_addr, error.strerror or error),
+        )
+
+
 def _join_others(backend: str, place: RankPlace, limit: timedelta | None, verbose: bool) -> None:
     if torch.cuda.is_available():
         _take_device(place)
@@ -132,6 +144,7 @@ def _join_others(backend: str, place: RankPlace, limit: timedelta | None, verbos
     if place.local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world_size)
     where = f"{place.master_addr}:{place.master_port}"
+    _warn_unknown_host(place)
     try:
         dist.init_process_group(backend, timeout=limit)
     except dist.DistError as error:
