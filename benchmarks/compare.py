@@ -36,15 +36,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.ranks import ROOT, run_ranks
+from benchmarks.ranks import run_ranks
+from benchmarks.report import (
+    Outcome,
+    add_limits,
+    console_table,
+    markdown_table,
+    number,
+    percent,
+    provenance,
+    save,
+    unmeasured,
+)
 
 STAGES = ("zeroshard3", "zeroshard2", "zeroshard1")
 LARGEST_SHARE = 0.75
@@ -111,17 +118,6 @@ MARKDOWN = (
     "init s",
     "host s",
 )
-
-
-@dataclass
-class Outcome:
-    """One row: what was asked for, and what came out of it (None where nothing did, for the reason in `error`)."""
-
-    request: str
-    row: dict[str, Any] | None = None
-    error: str | None = None
-    seconds: float = 0.0
-    log: str = field(default="", repr=False)
 
 
 def run(
@@ -211,7 +207,7 @@ def cells(outcome: Outcome) -> list[str]:
         number(row["step_s"], 4),
         number(row["ratio"], 3),
         number(row["tokens_s"], 0),
-        "" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
+        percent(row["mfu"]),
         number(row["allocated_gib"], 2),
         number(row["reserved_gib"], 2),
         number(row["host_gib"], 1),
@@ -229,49 +225,6 @@ def _describe(row: dict[str, Any]) -> str:
     parts += [f"{row['cap_gib']:g} GiB of the card"] if row.get("cap_gib") else []
     parts += ["no clipping"] if not row["clip"] else []
     return ", ".join([*parts, "compiled" if row["compiled"] else "eager"])
-
-
-def number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def provenance(
-    args: argparse.Namespace, outcomes: Sequence[Outcome], name: str = "benchmarks.compare"
-) -> dict[str, Any]:
-    """Commit, torch, card, date and command: without them a figure can't be checked."""
-    row = next((outcome.row for outcome in outcomes if outcome.row is not None), {})
-    return {
-        "commit": args.commit or _commit(),
-        "torch": row.get("torch", ""),
-        "card": row.get("card", ""),
-        "world": args.nproc,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "-m", name, *sys.argv[1:]]),
-    }
-
-
-def _commit() -> str:
-    """The commit that is checked out, with a mark if files differ from it; 'unknown' outside of a repository."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        changes = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    if commit.returncode != 0:
-        return "unknown"
-    return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table's lines; two columns of text, then numbers."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * 2 + " ---: |" * (len(columns) - 2)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def unmeasured(outcome: Outcome, columns: Sequence[str]) -> list[str]:
-    """The row of what gave no figures: what was asked for, and why there is nothing."""
-    engine, *options = outcome.request.split()
-    return [engine, " ".join(options), outcome.error or "no result", *[""] * (len(columns) - 3)]
 
 
 def markdown(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> str:
@@ -328,15 +281,6 @@ def planned_table(outcomes: Sequence[Outcome]) -> list[str]:
     return ["", *markdown_table(PLANNED, map(planned_cells, rows))] if rows else []
 
 
-def table(outcomes: Sequence[Outcome], origin: dict[str, Any]) -> Table:
-    made = Table(title=f"{origin['world']} x {origin['card']}, torch {origin['torch']}, commit {origin['commit']}")
-    for index, name in enumerate(MARKDOWN):
-        made.add_column(name, justify="left" if index < 2 else "right", no_wrap=index != 1)
-    for outcome in outcomes:
-        made.add_row(*cells(outcome))
-    return made
-
-
 def device_count() -> int:
     """The GPUs of this machine, or two ranks on the CPU; asked in a process of its own, to leave no context behind."""
     code = "import torch; print(torch.cuda.device_count())"
@@ -351,11 +295,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", help="only rows whose text contains this, and the floors")
     parser.add_argument("--floor-again", action="store_true", help="measure floors before and after the other rows")
     parser.add_argument("--nproc", type=int, help="ranks; by default one for each GPU")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all rows")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one row")
-    parser.add_argument("--least", type=float, default=15.0, help="seconds that must be left to begin a row")
-    parser.add_argument("--output", type=Path, help="folder for compare.json and compare.md")
-    parser.add_argument("--commit", help="what to write as the commit where there is no repository")
+    add_limits(parser, "compare", budget=540.0, timeout=180.0, least=15.0)
     args, args.options = parser.parse_known_args(argv)
     if not args.preset and not args.run:
         parser.error("give --preset or --run")
@@ -388,18 +328,11 @@ def main() -> int:
     console = Console(width=150)
     outcomes = run(requests_of(args), args, console)
     add_ratios(outcomes)
-    origin = provenance(args, outcomes)
-    console.print(table(outcomes, origin))
+    origin = provenance(args, outcomes, "compare")
+    title = f"{origin['world']} x {origin['card']}, torch {origin['torch']}, commit {origin['commit']}"
+    console.print(console_table(title, MARKDOWN, map(cells, outcomes)))
     print("\n".join(planned_table(outcomes)))
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {"request": o.request, "seconds": o.seconds, "error": o.error, "result": o.row, "log": o.log}
-            for o in outcomes
-        ]
-        (args.output / "compare.json").write_text(json.dumps({**origin, "rows": rows}, indent=1) + "\n")
-        (args.output / "compare.md").write_text(markdown(outcomes, origin))
-    return 0 if any(outcome.row is not None for outcome in outcomes) else 1
+    return save(args.output, "compare", origin, outcomes, markdown(outcomes, origin))
 
 
 if __name__ == "__main__":

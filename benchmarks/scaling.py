@@ -14,18 +14,26 @@ every row: `--sizes tiny --length 64` tries it on a CPU. The output folder gets 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.compare import Outcome, add_ratios, device_count, markdown_table, number, provenance, run, unmeasured
+from benchmarks.compare import add_ratios, device_count, run
 from benchmarks.llama import SIZES
+from benchmarks.report import (
+    Outcome,
+    add_limits,
+    console_table,
+    markdown_table,
+    number,
+    percent,
+    provenance,
+    save,
+    unmeasured,
+)
 
 ENGINES = ("zeroshard3", "fsdp2", "deepspeed3", "zeroshard2", "zeroshard1")
 COMPILED = ("zeroshard3", "fsdp2")
@@ -82,8 +90,8 @@ def cells(outcome: Outcome) -> list[str]:
         number(row["step_s"], 4),
         number(plan.get("step_s"), 4),
         number(row["tokens_s"], 0),
-        "" if row["ratio"] is None else f"{100 / row['ratio']:.1f}%",
-        "" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
+        percent(None if row["ratio"] is None else 1 / row["ratio"]),
+        percent(row["mfu"]),
         number(row["allocated_gib"], 2),
         number(plan.get("allocated_gib"), 2),
         number(row["reserved_gib"], 2),
@@ -96,15 +104,6 @@ def markdown(outcomes: Sequence[Outcome], origin: Mapping[str, Any]) -> str:
     return "\n".join([*markdown_table(COLUMNS, map(cells, outcomes)), "", f"Commit {origin['commit']}, {source}", ""])
 
 
-def table(outcomes: Sequence[Outcome], origin: Mapping[str, Any]) -> Table:
-    made = Table(title=f"{origin['card']}, torch {origin['torch']}, commit {origin['commit']}")
-    for index, name in enumerate(COLUMNS):
-        made.add_column(name, justify="left" if index < 2 else "right", no_wrap=index != 1)
-    for outcome in outcomes:
-        made.add_row(*cells(outcome))
-    return made
-
-
 def powers(devices: int) -> list[int]:
     """One, and every power of two up to the number of devices."""
     return [2**n for n in range(devices.bit_length()) if 2**n <= devices]
@@ -115,13 +114,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1b", "7b", "13b"])
     parser.add_argument("--gpus", nargs="+", type=int, help="by default 1, 2, 4, ... up to those of this machine")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), metavar="ENGINE")
-    parser.add_argument("--budget", type=float, default=1500.0, help="seconds for all rows")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
-    parser.add_argument("--least", type=float, default=15.0, help="seconds that must be left to begin a row")
     parser.add_argument("--only", help="only rows whose text contains this, and the floors")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
-    parser.add_argument("--output", type=Path, help="folder for scaling.json and scaling.md")
-    parser.add_argument("--commit", help="what to write as the commit where there is no repository")
+    add_limits(parser, "scaling", budget=1500.0, timeout=240.0, least=15.0)
     args, args.options = parser.parse_known_args(argv)
     if any(count < 1 for count in args.gpus or ()):
         parser.error("--gpus takes numbers from 1 on")
@@ -146,14 +141,10 @@ def main() -> int:
     console = Console(width=150)
     outcomes = run(rows, args, console)
     add_ratios(outcomes)
-    origin = provenance(args, outcomes, "benchmarks.scaling")
-    console.print(table(outcomes, origin))
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        found = [{"request": o.request, "error": o.error, "result": o.row, "log": o.log} for o in outcomes]
-        (args.output / "scaling.json").write_text(json.dumps({**origin, "rows": found}, indent=1) + "\n")
-        (args.output / "scaling.md").write_text(markdown(outcomes, origin))
-    return 0 if any(outcome.row is not None for outcome in outcomes) else 1
+    origin = provenance(args, outcomes, "scaling")
+    title = f"{origin['card']}, torch {origin['torch']}, commit {origin['commit']}"
+    console.print(console_table(title, COLUMNS, map(cells, outcomes)))
+    return save(args.output, "scaling", origin, outcomes, markdown(outcomes, origin))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ does FSDP2 on a CPU, where accelerate offers only DDP.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -28,8 +27,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.compare import Outcome, device_count, markdown_table, number, provenance, run, unmeasured
+from benchmarks.compare import device_count, run
 from benchmarks.ranks import ROOT
+from benchmarks.report import Outcome, add_limits, markdown_table, number, provenance, save, unmeasured
 
 ROWS = ("zeroshard", "fsdp2", "deepspeed", "deepspeed --tuned")
 COLUMNS = ("engine", "setting", "s/step", "tokens/s/GPU", "GiB", "reserved", "device GiB", "host GiB", "init s", "loss")
@@ -99,11 +99,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="ROW", help='"ENGINE [options]"')
     parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where the real deepspeed was installed to")
     parser.add_argument("--nproc", type=int, help="ranks; by default one for each GPU")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all rows")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one row")
-    parser.add_argument("--least", type=float, default=30.0, help="seconds that must be left to begin a row")
-    parser.add_argument("--output", type=Path, help="folder for trainer.json and trainer.md")
-    parser.add_argument("--commit", help="what to write as the commit where there is no repository")
+    add_limits(parser, "trainer", budget=540.0, timeout=180.0, least=30.0)
     args, args.options = parser.parse_known_args(argv)
     return args
 
@@ -115,14 +111,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="metadata-") as folder:
         environment = environments(Path(folder), args.deepspeed)
         outcomes = run(args.rows, args, console, module="benchmarks.trainer_row", environment=environment)
-    origin = provenance(args, outcomes, "benchmarks.trainer")
-    print("\n".join(lines(outcomes, origin)))
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        rows = [{"request": o.request, "seconds": o.seconds, "error": o.error, "result": o.row} for o in outcomes]
-        (args.output / "trainer.json").write_text(json.dumps({**origin, "rows": rows}, indent=1) + "\n")
-        (args.output / "trainer.md").write_text("\n".join(lines(outcomes, origin)))
-    return 0 if any(outcome.row is not None for outcome in outcomes) else 1
+    origin = provenance(args, outcomes, "trainer")
+    text = "\n".join(lines(outcomes, origin))
+    print(text)
+    return save(args.output, "trainer", origin, outcomes, text)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import compare, scaling
+from benchmarks.report import Outcome
 
 
 def _rows(*argv: str) -> list[str]:
@@ -46,10 +47,10 @@ def test_a_row_says_what_it_keeps_of_the_floor_and_what_was_predicted() -> None:
         "allocated_gib": 20.0,
         "reserved_gib": 21.0,
     }
-    floor = compare.Outcome("floor", {**setting, "engine": "floor", "world": 1, "step_s": 0.10, "tokens_s": 81920})
+    floor = Outcome("floor", {**setting, "engine": "floor", "world": 1, "step_s": 0.10, "tokens_s": 81920})
     planned = {"step_s": 0.107, "allocated_gib": 19.5}
     row = {**setting, "engine": "zeroshard3", "world": 4, "step_s": 0.125, "tokens_s": 65536, "planned": planned}
-    ours, missing = compare.Outcome("zeroshard3", row), compare.Outcome("fsdp2 --size 1b", error="left out")
+    ours, missing = Outcome("zeroshard3", row), Outcome("fsdp2 --size 1b", error="left out")
     compare.add_ratios([floor, ours, missing])
     cells = dict(zip(range(len(scaling.COLUMNS)), scaling.cells(ours), strict=True))
     assert [cells[column] for column in (2, 4, 5, 6, 9)] == ["4", "0.1070", "65536", "80.0%", "19.50"]

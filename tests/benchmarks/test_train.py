@@ -15,6 +15,7 @@ from benchmarks.engines import ENGINES, NotInstalled, Setting, build
 from benchmarks.llama import SIZES, Llama
 from benchmarks.ranks import ROOT
 from benchmarks.ranks import run_ranks as launch
+from benchmarks.report import Outcome
 from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from zeroshard.planner.hardware import parse_cluster
@@ -116,9 +117,7 @@ def test_a_floor_is_measured_again_behind_its_rows_and_the_ratio_is_to_the_mean(
     assert again == ["floor", "floor --graph", "zeroshard3", "floor", "floor --compile", "ddp", "floor --compile"]
     setting = dict.fromkeys(compare.SETTING, 0)
     times = [("floor", 1.0), ("zeroshard3", 1.21), ("floor", 1.2)]
-    outcomes = [
-        compare.Outcome(name, {**setting, "engine": name, "graph": False, "step_s": step}) for name, step in times
-    ]
+    outcomes = [Outcome(name, {**setting, "engine": name, "graph": False, "step_s": step}) for name, step in times]
     compare.add_ratios(outcomes)
     assert [outcome.row["ratio"] for outcome in outcomes if outcome.row] == [0.909, 1.1, 1.091]
 

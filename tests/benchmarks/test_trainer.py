@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks import trainer
-from benchmarks.compare import Outcome, run
+from benchmarks.compare import run
 from benchmarks.llama import SIZES
+from benchmarks.report import Outcome
 
 
 def _path(environment: dict[str, str]) -> list[str]:
