@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,8 +51,9 @@ class _Model(nn.Module):
 
 
 def _train(
-    recipe: Recipe, rank: int, directory: str, *, micro_batches: int = 1, pace: Pace | None = None
+    recipe: Recipe, rank: int, directory: str, *, micro_batches: str = "+", pace: Pace | None = None
 ) -> list[torch.Tensor]:
+    """Four steps; of each micro-batch that is "-" the gradients stay local."""
     torch.manual_seed(0)
     model = _Model()
     streams = None if pace is None else VirtualStreams(Patience(), pace=pace, seed=rank)
@@ -59,9 +61,10 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, streams=streams, peer_memory=memory)
     for step in range(4):
-        for micro in range(micro_batches):
+        for micro, kind in enumerate(micro_batches):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-            model(torch.randn(4, 6, generator=generator)).float().square().mean().backward()
+            with zeroshard.no_sync(model) if kind == "-" else nullcontext():
+                model(torch.randn(4, 6, generator=generator)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
@@ -70,7 +73,7 @@ def _train(
         if step == 2:
             zeroshard.drain(model)  # a lazy stream sends late
             handle_of(model).comm.sent.reset_totals()
-    if micro_batches == 1:
+    if micro_batches == "+":
         zeroshard.drain(model)
         totals = {kind: nbytes for kind, (_, nbytes) in handle_of(model).comm.sent.totals().items()}
         assert totals == step_traffic(zeroshard.plan_of(model)).nbytes
@@ -94,7 +97,7 @@ def _same_bits(rank: int, world_size: int, directory: str, cases: list[tuple[int
     compared = 0
     for number, (stage, accumulate, prefetch, low) in enumerate(cases):
         recipe = _recipe(stage, accumulate=accumulate, prefetch=prefetch, low=low)
-        micro_batches = 3 if accumulate else 1
+        micro_batches = "+++" if accumulate else "+"
         expected = _train(recipe, rank, directory, micro_batches=micro_batches)
         for pace in (None, *Pace):
             where = f"{directory}/{number}-{pace}"
@@ -114,6 +117,21 @@ def test_training_gives_the_bits_of_collectives_at_every_stage_precision_and_pac
 
 def test_stage_1_gathers_by_copies(tmp_path: Path) -> None:
     assert run_ranks(2, _same_bits, str(tmp_path), [(1, False, 1, False), (1, True, 1, False)]) == [8, 8]
+
+
+def _under_no_sync(rank: int, world_size: int, directory: str) -> None:
+    for number, (stage, micro_batches) in enumerate([(2, "-+-"), (3, "-+-"), (2, "+-+-")]):
+        recipe = _recipe(stage, accumulate=True, prefetch=1, low=False)
+        expected = _train(recipe, rank, directory, micro_batches=micro_batches)
+        for pace in (None, Pace.LAZY):
+            where = f"{directory}/{number}-{pace}"
+            got = _train(replace(recipe, peer_copies=True), rank, where, micro_batches=micro_batches, pace=pace)
+            for one, other in zip(expected, got, strict=True):
+                assert torch.equal(one, other), (stage, micro_batches, pace)
+
+
+def test_gradients_kept_under_no_sync_are_sent_before_the_next_backward_writes_over_them(tmp_path: Path) -> None:
+    run_ranks(2, _under_no_sync, str(tmp_path))
 
 
 def _several_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:

@@ -184,6 +184,9 @@ class Gradients:
                 self._reduce_slot(unit, group)
                 self._square(unit, group)
             else:
+                if self._peers is not None:
+                    # Write after read: whole local gradients may still be sent from where they are about to be written.
+                    self._peers.let_go()
                 self._collect(group, fired, self._whole(group), fresh=not self._local[unit.index])
                 if reduce:
                     self._reduce_whole(unit, group)
