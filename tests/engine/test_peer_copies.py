@@ -134,6 +134,40 @@ def test_gradients_kept_under_no_sync_are_sent_before_the_next_backward_writes_o
     run_ranks(2, _under_no_sync, str(tmp_path))
 
 
+class _Nothing(nn.Module):
+    """A unit whose parameters have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.nothing.sum()
+
+
+def _nothing_to_send(rank: int, world_size: int, directory: str) -> None:
+    for stage in (1, 2, 3):
+        values = []
+        for peers in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 12), _Nothing(), _Nothing(), nn.Linear(12, 3))
+            optimizer = torch.optim.AdamW(model.parameters())
+            recipe = replace(_recipe(stage, accumulate=False, prefetch=1, low=False), peer_copies=peers)
+            memory = shared_files(f"{directory}/{stage}") if peers else None
+            model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, units=["1", "2"], peer_memory=memory)
+            for _ in range(2):
+                model(torch.full((4, 6), 1.0 + rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            values.append(torch.cat([value.flatten() for _, value in zeroshard.iterate_full_parameters(model)]))
+            zeroshard.close(model)
+        assert torch.equal(*values), stage
+
+
+def test_units_without_elements_train_between_others(tmp_path: Path) -> None:
+    run_ranks(2, _nothing_to_send, str(tmp_path))
+
+
 def _several_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:
     stages = {}
     for stage in (2, 3):

@@ -103,6 +103,8 @@ class Peers:
 
     def twin(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """What lies on `rank` where the contiguous `tensor` lies here."""
+        if not tensor.numel():
+            return tensor  # nothing has no address
         for memory in self._memories.values():
             own = memory.of(memory.rank)
             offset = tensor.data_ptr() - own.data_ptr()
