@@ -168,6 +168,30 @@ def test_units_without_elements_train_between_others(tmp_path: Path) -> None:
     run_ranks(2, _nothing_to_send, str(tmp_path))
 
 
+def _norms(rank: int, world_size: int, directory: str) -> list[float]:
+    """Of a step of a host that decides, with collectives and with copies, while new memory is full of NaN."""
+    torch.use_deterministic_algorithms(True)  # which fills what torch.empty gives
+    norms = []
+    for peers in (False, True):
+        torch.manual_seed(0)
+        model = _Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = _recipe(3, accumulate=False, prefetch=1, low=False)
+        recipe = replace(recipe, peer_copies=peers, transient_gradients=True)
+        memory = shared_files(directory) if peers else None
+        model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, peer_memory=memory)
+        model(torch.full((4, 6), 1.0 + rank)).square().mean().backward()
+        optimizer.step()
+        norms.append(zeroshard.get_global_grad_norm(model) or 0.0)
+        zeroshard.close(model)
+    return norms
+
+
+def test_what_memory_held_between_gradients_is_not_in_their_norm(tmp_path: Path) -> None:
+    for expected, got in run_ranks(2, _norms, str(tmp_path)):
+        assert got == expected > 0
+
+
 def _several_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:
     stages = {}
     for stage in (2, 3):

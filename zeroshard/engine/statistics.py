@@ -57,7 +57,7 @@ def exchange(
             flags += fired
             if unit.plan.axis == "dp" or first_replica:
                 on_host = group.plan.grad_on_host
-                values[0] += runtime.gradients.squares(group) if on_host else squared_norm(_judged(group, whole=whole))
+                values[0] += runtime.gradients.squares(group) if on_host else _squared_norm(group, whole=whole)
     short = digest & DIGEST_MASK
     values[1], values[2] = short, short * short
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
@@ -67,18 +67,24 @@ def exchange(
     return Statistics(squared, agree, tuple(count > 0 for count in counts))
 
 
-def squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, in tiles or chunks so that no float64 copy of the whole is made."""
+def _squared_norm(group: Group, *, whole: bool) -> torch.Tensor:
+    """Sum of squares in float64, in tiles or chunks so that no float64 copy of the whole is made.
+
+    Of what lies between parameters nothing is read: copies between peers leave there what the memory held before.
+    """
+    values = _judged(group, whole=whole)
+    pieces = [(0, values.numel())] if whole else group.own_pieces()
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
         # Chunks would be a hundred thousand launches for a rank's part of a model of 7e9 parameters.
-        norm = SquaredNorm([[(0, values.numel())]], values.device)
+        norm = SquaredNorm([pieces], values.device)
         norm.square(0, values)
         norm.into(total)
         return total
-    for chunk in values.split(CHUNK):
-        wide = chunk.to(torch.float64)
-        total += torch.dot(wide, wide)
+    for low, high in pieces:
+        for chunk in values[low:high].split(CHUNK):
+            wide = chunk.to(torch.float64)
+            total += torch.dot(wide, wide)
     return total
 
 
