@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.patience import Patience
 from tests.support.shared_memory import shared_files
+from zeroshard.comm.collectives import Pending
 from zeroshard.engine.handle import handle_of
+from zeroshard.engine.streams import Buffers, Launch, Stream
 from zeroshard.engine.virtual_streams import Pace, VirtualStreams
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
@@ -190,6 +193,47 @@ def _norms(rank: int, world_size: int, directory: str) -> list[float]:
 def test_what_memory_held_between_gradients_is_not_in_their_norm(tmp_path: Path) -> None:
     for expected, got in run_ranks(2, _norms, str(tmp_path)):
         assert got == expected > 0
+
+
+class _Slow(VirtualStreams):
+    """Everything that the gather stream does takes a while."""
+
+    def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
+        def late() -> Pending:
+            time.sleep(0.01)
+            return fn()
+
+        super().launch(stream, late if stream is Stream.GATHER else fn, reads, writes)
+
+
+def _changed_in_place(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    seen = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        model = _Model()
+        streams = _Slow(Patience(), pace=Pace.LAZY) if rank == 1 else None
+        memory = shared_files(f"{directory}/{overlap}")
+        recipe = _recipe(2, accumulate=False, prefetch=1, low=False, overlap=overlap)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = replace(recipe, peer_copies=True)
+        model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, streams=streams, peer_memory=memory)
+        for _ in range(2):
+            model(torch.full((4, 6), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if overlap:
+                zeroshard.drain(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            seen.append(torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist())
+        zeroshard.close(model)
+    return seen
+
+
+def test_a_parameter_changed_in_place_after_a_step_is_not_changed_under_a_slower_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _changed_in_place, str(tmp_path))
+    assert first == second
 
 
 def _several_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:

@@ -85,6 +85,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     runtime.parameters.written()
     if spot.group.plan.param.axis is None and spot.divided:
         runtime.parameters.gather(spot.unit.index)  # it rests whole: let the ranks see each other's parts
+        runtime.parameters.meet_peers()
         runtime.parameters.settle()
 
 

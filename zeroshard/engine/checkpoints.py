@@ -449,6 +449,7 @@ class _Load:
         for unit in self._handle.runtime.units:
             if any(g.plan.travels and g.plan.param.residency is Residency.RESIDENT for g in unit.groups):
                 parameters.gather(unit.index)
+        parameters.meet_peers()
         parameters.settle(resting_only=True)
 
     def _load_rest(self) -> None:

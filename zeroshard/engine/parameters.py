@@ -68,6 +68,7 @@ class Parameters:
         # Units whose updates run beside compute are never all written by the time that the last one is.
         beside = plan.policy.host_update is not None
         self._early, self._first = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
+        self._met: Event | None = None
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
         self._launches = [
@@ -158,9 +159,9 @@ class Parameters:
             self._written.clear()
         if self._peers is not None:
             # The same hazard on the peers: every rank's shards belong to its optimizer until all have come here.
-            self._streams.launch(Stream.GATHER, self._all_written, (), (self._buffer(index),))
+            self._streams.launch(Stream.GATHER, self._all_here, (), (self._buffer(index),))
 
-    def _all_written(self) -> Pending:
+    def _all_here(self) -> Pending:
         assert self._peers is not None
         return self._peers.barrier(Channel.GATHER)
 
@@ -223,6 +224,18 @@ class Parameters:
         for index in list(self._gathered):
             if not resting_only or self._slots[index] is None:
                 self._land(index)
+        if self._met is not None:
+            self._streams.wait(Stream.COMPUTE, self._met)
+            self._met = None
+
+    def meet_peers(self) -> None:
+        """Gathers after a write have been issued: what rests whole may be changed in place by whoever settles."""
+        resting = [index for index in self._gathered if self._slots[index] is None]
+        if self._peers is not None and resting:
+            # Write after read: it belongs to the peers' gathers, which copy from it, until all ranks have come here.
+            buffers = tuple(self._buffer(index) for index in resting)
+            self._streams.launch(Stream.GATHER, self._all_here, buffers)
+            self._met = self._streams.record(Stream.GATHER, "met")
 
     def _land(self, index: int) -> None:
         """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""

@@ -332,6 +332,7 @@ class Runtime:
             self.parameters.written()
         for op in self._programs.after_step:
             self._execute(op)
+        self.parameters.meet_peers()
         self.parameters.each_by_itself = False
         if not self.plan.policy.overlap_step:
             self.parameters.settle(resting_only=True)
