@@ -19,7 +19,7 @@ from zeroshard.comm.collectives import Pending
 from zeroshard.engine.handle import handle_of
 from zeroshard.engine.streams import Buffers, Launch, Stream
 from zeroshard.engine.virtual_streams import Pace, VirtualStreams
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy
@@ -234,6 +234,33 @@ def _changed_in_place(rank: int, world_size: int, directory: str) -> list[list[f
 def test_a_parameter_changed_in_place_after_a_step_is_not_changed_under_a_slower_rank(tmp_path: Path) -> None:
     first, second = run_ranks(2, _changed_in_place, str(tmp_path))
     assert first == second
+
+
+def _changed_in_use(rank: int, world_size: int, directory: str) -> None:
+    for peers in (False, True):
+        torch.manual_seed(0)
+        model = _Model()
+        recipe = replace(_recipe(3, accumulate=False, prefetch=1, low=False), peer_copies=peers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _ = zeroshard.shard(model, optimizer, plan=recipe, peer_memory=shared_files(f"{directory}/{peers}"))
+        outer = [model.inp.weight, model.inp.bias, model.out.weight, model.out.bias]
+        names = {"inp.weight", "inp.bias", "out.weight", "out.bias"}
+        before = {name: value.clone() for name, value in zeroshard.iterate_full_parameters(model)}
+        model(torch.ones(4, 6))  # leaves what is outside of the blocks in use, for a backward
+        with pytest.raises(UsageError, match="without modifier_rank"), torch.no_grad():
+            with zeroshard.GatheredParameters(outer):
+                torch._foreach_mul_(outer, 0.5)
+        for name, value in zeroshard.iterate_full_parameters(model):
+            assert torch.equal(value, before[name]), (name, "a change that was refused was kept")
+        with torch.no_grad(), zeroshard.GatheredParameters(outer, modifier_rank=0):
+            torch._foreach_mul_(outer, 0.5 + rank)
+        for name, value in zeroshard.iterate_full_parameters(model):
+            assert torch.equal(value, before[name] * (0.5 if name in names else 1.0)), (name, peers)
+        zeroshard.close(model)
+
+
+def test_what_a_forward_left_in_use_can_be_changed_inside_gathered_parameters(tmp_path: Path) -> None:
+    run_ranks(2, _changed_in_use, str(tmp_path))
 
 
 def _several_ranks(rank: int, world_size: int, directory: str) -> list[list[float]]:

@@ -111,25 +111,28 @@ class GatheredParameters:
         for member in self._held:
             vars(member)[_HELD] = True
         self._versions = {id(member): member._version for member in self._held}
-        self._before = [self._copy_before(parameter, group) for parameter, (_, _, group, _) in self._places]
+        self._before = [self._copy_before(*place) for place in self._places]
         return self
 
     def _gather(self) -> None:
         wholes: dict[int, torch.Tensor] = {}
         for parameter, (handle, unit, group, index) in self._places:
             segment = group.plan.layout.segments[index]
-            if group.plan.param.axis is None or (tuple(parameter.shape) == segment.shape and segment.numel):
-                continue  # whole already: resident, or in use
+            in_use = tuple(parameter.shape) == segment.shape and segment.numel > 0
+            if group.plan.param.axis is None or (in_use and self._modifier is None):
+                continue  # whole already; what is in use is released before changes are kept
             if id(group) not in wholes:
                 wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
             parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
             self._gathered.append((parameter, unit, group, index))
             group.lent.add(index)
 
-    def _copy_before(self, parameter: torch.Tensor, group: Group) -> torch.Tensor | None:
+    def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
         """A change of a parameter that rests whole overwrites what its master weights, or the old values, are."""
+        _, unit, group, index = place
         if group.plan.param.axis is not None:
-            return None
+            in_shard = unit.in_use and index in group.in_shard and index not in group.lent
+            return parameter.detach().clone() if in_shard else None
         kept = self._modifier is not None and group.master is not None
         return parameter.detach().clone() if kept or self._drops else None
 
@@ -147,6 +150,7 @@ class GatheredParameters:
             elif self._drops:
                 self._restore()
             elif kind is None and changed:
+                self._restore()
                 raise UsageError(
                     f"{_called(changed[0])} was changed inside GatheredParameters without modifier_rank, so the change "
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
