@@ -16,7 +16,7 @@ dependency: give the interpreter of an environment that has it (installed with D
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import os
 import pydoc_data.topics
@@ -136,7 +136,17 @@ def zeroshard_trainer(model: nn.Module, stage: int) -> Trainer:
     return engine_trainer(engine)
 
 
+def has_deepspeed() -> bool:
+    """Whether this interpreter has DeepSpeed itself; zeroshard's package of that name would be measured twice."""
+    try:
+        return "+zeroshard" not in importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def deepspeed_trainer(model: nn.Module, stage: int) -> Trainer:
+    if not has_deepspeed():
+        raise SystemExit(f"{sys.executable} has no deepspeed but zeroshard's; give one that has to --deepspeed-python")
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY)
@@ -251,7 +261,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--tail", type=int, default=15, help="lines of a failed contender's log to show")
-    here = sys.executable if importlib.util.find_spec("deepspeed") else None
+    here = sys.executable if has_deepspeed() else None
     parser.add_argument("--deepspeed-python", default=here, help="interpreter that has deepspeed 0.19.8")
     parser.add_argument(
         "--only", choices=CONTENDERS, action="append", help="besides fp32 and autocast; may be repeated"

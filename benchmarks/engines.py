@@ -132,17 +132,19 @@ def load(engine: str) -> None:
     torch's own compiler front end is loaded for all of them: who touches it first would pay seconds for everybody.
 
     Raises:
-        NotInstalled: its package is missing.
+        NotInstalled: its package is missing, or zeroshard's own answers to the name of DeepSpeed.
     """
     importlib.import_module("torch._dynamo")
     package = engine.rstrip("123")
     for module in PACKAGES.get(package, ()):
         try:
-            importlib.import_module(module)
+            found = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name != package:
                 raise
             raise NotInstalled(f"{package} is not installed") from error
+        if module == "deepspeed" and "+zeroshard" in found.__version__:
+            raise NotInstalled("deepspeed is not installed, only zeroshard's own")
 
 
 def build(setting: Setting) -> Trainer:
@@ -182,7 +184,9 @@ def build_floor(setting: Setting) -> Trainer:
         model.zero_grad(set_to_none=True)
         return _backward(model, micro_batches)
 
-    return Trainer(_graphed_floor(step, setting) if setting.graph else step, _numel(model))
+    # Without a GPU a graph is the step as it is, as for GraphedStep: presets are tried there.
+    graphed = setting.graph and setting.device.type == "cuda"
+    return Trainer(_graphed_floor(step, setting) if graphed else step, _numel(model))
 
 
 def _graphed_floor(step: Callable[[Sequence[MicroBatch]], torch.Tensor], setting: Setting) -> Any:

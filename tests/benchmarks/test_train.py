@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -126,6 +127,20 @@ def test_a_missing_engine_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(NotInstalled, match="deepspeed is not installed"):
         build(Setting("deepspeed3", CPU, size="tiny"))
+
+
+def test_zeroshards_package_is_not_measured_under_the_name_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = ModuleType("deepspeed")
+    monkeypatch.setattr(ours, "__version__", "0.19.6+zeroshard", raising=False)
+    monkeypatch.setitem(sys.modules, "deepspeed", ours)
+    with pytest.raises(NotInstalled, match="only zeroshard's own"):
+        build(Setting("deepspeed3", CPU, size="tiny"))
+
+
+def test_the_floor_as_a_graph_can_be_tried_without_a_gpu() -> None:
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    trainer = build(Setting("floor", CPU, size="tiny", batch=1, length=16, graph=True))
+    assert math.isfinite(trainer.step([(ids, ids)]).item())
 
 
 def test_the_package_lists_its_benchmarks_and_refuses_what_is_none() -> None:
