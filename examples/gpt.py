@@ -33,7 +33,7 @@ EVALUATE_EVERY = 50
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder with corpus.json; everything is written there")
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "zero3.json")
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "gpt.json")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in the whole run")
     parser.add_argument("--stop-at", type=int, help="save a checkpoint after this step and stop")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")

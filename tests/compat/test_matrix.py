@@ -269,6 +269,7 @@ def test_trl_trains_as_under_ddp(tmp_path: Path) -> None:
     run_ranks(2, _trl, str(tmp_path), timeout=400.0)
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 USUAL = (
     *("--bf16", "true", "--num_train_epochs", "1", "--per_device_train_batch_size", "1", "--learning_rate", "2e-5"),
     *("--warmup_ratio", "0.03", "--lr_scheduler_type", "cosine", "--logging_steps", "2"),
@@ -276,11 +277,23 @@ USUAL = (
 )
 
 
-def test_the_example_takes_the_usual_command_line_and_its_checkpoint_becomes_fp32_weights(tmp_path: Path) -> None:
-    tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+def _run_example(folder: Path, config: Path, *arguments: str) -> None:
+    tiny.model().save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
     rows = [{"instruction": text, "input": "", "output": text[::-1]} for text in tiny.SENTENCES]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (folder / "rows.json").write_text(json.dumps(rows))
+    command = [sys.executable, "-m", "deepspeed.launcher", "--num_gpus=2", str(EXAMPLES / "sft.py")]
+    command += ["--deepspeed", str(config), "--model_name_or_path", "./model", "--dataset_name", "rows.json"]
+    command += ["--output_dir", "out", *USUAL, *arguments]
+    subprocess.run(command, cwd=folder, env=tiny.environment(), check=True)
+    assert (folder / "out" / "model.safetensors").is_file()
+
+
+def test_the_example_runs_with_the_config_beside_it(tmp_path: Path) -> None:
+    _run_example(tmp_path, EXAMPLES / "configs" / "zero3.json", "--max_steps", "2")
+
+
+def test_the_example_takes_the_usual_command_line_and_its_checkpoint_becomes_fp32_weights(tmp_path: Path) -> None:
     config = {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
@@ -290,12 +303,7 @@ def test_the_example_takes_the_usual_command_line_and_its_checkpoint_becomes_fp3
         "wall_clock_breakdown": False,
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "deepspeed.launcher", "--num_gpus=2", str(root / "examples" / "sft.py")]
-    command += ["--deepspeed", "ds.json", "--model_name_or_path", "./model", "--dataset_name", "rows.json"]
-    environment = tiny.environment()
-    subprocess.run([*command, "--output_dir", "out", *USUAL], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    _run_example(tmp_path, tmp_path / "ds.json")
     folder = tmp_path / "out" / "checkpoint-8"
-    subprocess.run([sys.executable, "zero_to_fp32.py", ".", "fp32"], cwd=folder, env=environment, check=True)
+    subprocess.run([sys.executable, "zero_to_fp32.py", ".", "fp32"], cwd=folder, env=tiny.environment(), check=True)
     assert list((folder / "fp32").glob("*.safetensors"))
