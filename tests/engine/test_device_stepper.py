@@ -13,7 +13,7 @@ from tests.support.distributed import run_ranks
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.device_stepper import DeviceStepper
 from zeroshard.engine.gathered import mark_parameters
-from zeroshard.engine.native import make_plan, make_regions
+from zeroshard.engine.native import attach_optimizer, make_plan, make_regions
 from zeroshard.errors import NonFiniteError
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam
@@ -68,7 +68,7 @@ def _on_device(model: nn.Module, recipe: Recipe, scaler: LossScaler | None) -> S
     handle = build_handle(model, make_plan(model, recipe, source, CPU), device=CPU)
     mark_parameters(handle)
     stepper = DeviceStepper(handle, DeviceAdam(ADAMW, make_regions(handle, source.groups), CPU), scaler)
-    return ShardedOptimizer(source.groups, source.defaults, stepper, "AdamW")
+    return attach_optimizer(model, source, stepper)
 
 
 def _losses(model: nn.Module, optimizer: ShardedOptimizer, rank: int, dtype: torch.dtype, steps: int) -> list[float]:
@@ -104,6 +104,30 @@ def _compare(rank: int, world_size: int, make: Callable[[], nn.Module], masters:
             assert got == pytest.approx(expected, rel=tolerance), (stage, master)
             zeroshard.close(host)
             zeroshard.close(device)
+
+
+def _norms_between(rank: int, world_size: int) -> None:
+    recipe = Recipe(sharding=STAGES[3], policy=ExecutionPolicy(accumulate=True))
+    for on_device in (False, True):
+        losses = []
+        for ask in (False, True):
+            model = _model()
+            optimizer = _on_device(model, recipe, None) if on_device else None
+            if optimizer is None:
+                model, optimizer = zeroshard.shard(model, torch.optim.AdamW(_groups(model), lr=1e-2), plan=recipe)
+            for scale in (0.01, 1.0):
+                (model(torch.full((8, 6), 1.0 + rank)).square().mean() * scale).backward()
+                if ask or scale == 1.0:
+                    zeroshard.clip_grad_norm_(model, 1e-3)
+            optimizer.step()
+            losses.append(zeroshard.get_global_grad_norm(model))
+            losses.append(model(torch.ones(8, 6)).square().mean().item())
+            zeroshard.close(model)
+        assert losses[:2] == losses[2:], on_device
+
+
+def test_a_norm_that_was_asked_for_between_two_backwards_is_not_that_of_the_step() -> None:
+    run_ranks(2, _norms_between)
 
 
 def test_it_trains_as_the_host_does_at_every_stage_and_kind_of_master_weights() -> None:

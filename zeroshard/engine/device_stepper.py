@@ -51,7 +51,7 @@ class DeviceStepper(StepperBase):
         self._stats = torch.zeros(stats_numel(handle.plan), dtype=torch.float64, device=device)
         self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
         self._norm_of: SquaredNorm | None = None
-        self._measured = False
+        self._measured: int | None = None
         self._on_gpu = device.type == "cuda"
         self._outcome = torch.zeros(3, dtype=torch.float64, device=device)
         self._landing_places = [torch.zeros(3, dtype=torch.float64, pin_memory=self._on_gpu) for _ in range(IN_FLIGHT)]
@@ -79,7 +79,7 @@ class DeviceStepper(StepperBase):
         self._update_units(torch.where(ok, coefficient, 0.0), active, optimizer.param_groups)
         if self.scaler is not None:
             self.scaler.update(~ok)
-        self._clip_once, self._measured = None, False
+        self._clip_once = self._measured = None
         self._learn_order()
         runtime.after_step(changed=False, captured=self.capturing)
 
@@ -90,12 +90,12 @@ class DeviceStepper(StepperBase):
 
     def zero_grad(self) -> None:
         """Forget the gradients of the backwards since the last step."""
-        self._measured = False
+        self._measured = None
         self.handle.runtime.clear_gradients()
 
     def gradients_changed(self) -> None:
         """See StepperBase."""
-        self._measured = False
+        self._measured = None
         self._norm_of = None
         self.handle.runtime.gradients.square_into(None, ())
 
@@ -137,10 +137,10 @@ class DeviceStepper(StepperBase):
         return self._norm_of
 
     def _measure(self) -> None:
-        """Finish the gradients and sum their statistics over the ranks, once per step."""
-        if self._measured:
-            return
+        """Finish the gradients and sum their statistics over the ranks, once for what there is."""
         runtime, comm = self.handle.runtime, self.handle.comm
+        if self._measured == runtime.gradients.collected:
+            return
         runtime.finish_gradients()
         self._record_groups()
         owned = [group for group in self._counted_groups() if not group.plan.grad_on_host]
@@ -163,7 +163,7 @@ class DeviceStepper(StepperBase):
             self._stats[2].fill_(digest * digest)
         self._stats[STATS_FIXED:].copy_(self._flags())
         comm.control.wait(comm.control.all_reduce(self._stats, "(step)"))
-        self._measured = True
+        self._measured = runtime.gradients.collected
 
     def _flags(self) -> torch.Tensor:
         runtime = self.handle.runtime

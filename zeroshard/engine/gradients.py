@@ -79,6 +79,8 @@ class Gradients:
         self._log = log
         self._streams = streams
         self._reduces = reduces
+        self.collected = 0
+        """Counts units whose gradients came: what was measured at another count is out of date."""
         self.square_into(None, ())
         self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
@@ -169,6 +171,7 @@ class Gradients:
 
     def finish_unit(self, unit: Unit, *, reduce_whole: bool, reduce_sharded: bool) -> None:
         """Collect a unit whose gradients are complete, and reduce it where the flag for its placement says so."""
+        self.collected += 1
         self._wait_for_update(unit)
         for group, fired in zip(unit.trainable, self._fired[unit.index], strict=True):
             assert group.plan.grad is not None

@@ -22,6 +22,7 @@ class HostStepper(StepperBase):
     def __init__(self, handle: Handle, update: UpdateMethod, scaler: LossScaler | None) -> None:
         super().__init__(handle, update, scaler)
         self._update_method = update
+        self._measured = 0
 
     @property
     def settled(self) -> bool:
@@ -53,9 +54,11 @@ class HostStepper(StepperBase):
         runtime.after_step(changed=True)
 
     def measure(self) -> Statistics:
-        """Finish the gradients and exchange their statistics; once per step."""
+        """Finish the gradients and exchange their statistics; once for what there is."""
         handle, comm = self.handle, self.handle.comm
-        if handle.last is None:
+        collected = handle.runtime.gradients.collected
+        if handle.last is None or self._measured != collected:
+            self._measured = collected
             handle.runtime.finish_gradients()
             self._record_groups()
             first_replica = comm.mesh.axis("replicate").rank == 0
