@@ -71,7 +71,7 @@ def rows_of(size: str, gpus: Sequence[int], engines: Sequence[str]) -> list[str]
                 continue
             alone = engine == "zeroshard3" and numel <= LARGE  # on one GPU all stages are the same
             plan = " --plan" if engine.startswith("zeroshard") else ""
-            counts = [count for count in sorted(gpus, reverse=True) if count > 1 or alone]
+            counts = [count for count in sorted(set(gpus), reverse=True) if count > 1 or alone]
             found += [f"{engine}{setting}{compiled}{plan} --nproc {count}" for count in counts]
     return found
 

@@ -23,6 +23,7 @@ def test_every_size_is_measured_beside_the_floor_of_one_gpu_the_most_gpus_first(
         *(f"{engine} --size 1b --nproc {count}" for engine in ("fsdp2", "deepspeed3") for count in (4, 2)),
     ]
     assert [row.split()[0] for row in compiled] == ["floor", *["zeroshard3"] * 3, *["fsdp2"] * 2]
+    assert scaling.rows_of("1b", [2, 2], ["fsdp2"]) == scaling.rows_of("1b", [2], ["fsdp2"])
 
 
 def test_what_one_gpu_cannot_hold_is_not_asked_of_it() -> None:
