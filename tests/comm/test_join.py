@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
 from datetime import timedelta
+from logging.handlers import QueueHandler
 
 import pytest
 import torch
@@ -149,13 +151,11 @@ def _unmet(rank: int, world: int, port: int) -> str:
 def _unknown(rank: int, world: int, port: int) -> list[str]:
     _clear()
     os.environ.update(_environment("env", 1, 2, port), MASTER_ADDR="no-such-host.invalid")
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroshard").addHandler(handler)
+    heard: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    logging.getLogger("zeroshard").addHandler(QueueHandler(heard))
     with pytest.raises(UsageError, match="did not meet the others"):
         init_distributed(timeout=1)
-    return said
+    return [heard.get().getMessage() for _ in range(heard.qsize())]
 
 
 def test_a_host_without_an_address_is_named_before_it_is_waited_for() -> None:
