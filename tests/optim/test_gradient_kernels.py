@@ -13,7 +13,7 @@ import torch
 from zeroshard.optim.kernels import rows as rows_module
 from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.optim.kernels.rows import SOURCES, OwnPiece, RowSum
-from zeroshard.optim.kernels.tiles import GRADIENT_TILE, TILE, tile_table
+from zeroshard.optim.kernels.tiles import BORDER, GRADIENT_TILE, TILE, tile_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = (GRADIENT_TILE * 2 + 100, 7, GRADIENT_TILE, 64, *(32 * n for n in range(1, 9)))
@@ -81,6 +81,17 @@ def test_squares_made_by_the_sum_have_the_bits_of_those_made_later() -> None:
     assert torch.equal(*sums)
     assert torch.equal(beside.partial(0), later.partial(0))
     assert float(sums[0]) == pytest.approx(float(sum(out[p.low : p.high].double().square().sum() for p in pieces)))
+
+
+@pytest.mark.parametrize("start", [0, 7, BORDER - 1, 5 * BORDER, 1_000_003])
+def test_whole_tiles_begin_where_a_kernel_may_move_16_bytes(start: int) -> None:
+    end = start + 3 * TILE + 11
+    tiles = tile_table([(4, start, end), (5, end, end + 3)], torch.device("cpu")).tolist()
+    assert [low for low, _, _ in tiles] == [start, *(high for _, high, _ in tiles[:-1])]
+    assert tiles[-1][1:] == [end + 3, 5]
+    whole = [low for low, high, _ in tiles if high - low == TILE]
+    assert len(whole) >= 2
+    assert not any(low % BORDER for low in whole)
 
 
 def test_tiles_reach_past_the_range_of_32_bits() -> None:

@@ -23,6 +23,8 @@ from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 CHUNK = 1 << 16
 DIGEST_MASK = (1 << 24) - 1
 """Digests are compared by 24 bits, so that sums of their squares are exact in float64."""
+Norms = dict[tuple[int, bool], SquaredNorm]
+"""By the id of a group, and whether its whole gradients are squared."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,18 @@ class Statistics:
 
 
 def exchange(
-    runtime: Runtime, control: Collectives, *, digest: int, first_replica: bool, whole: bool = False
+    runtime: Runtime,
+    control: Collectives,
+    norms: Norms,
+    *,
+    digest: int,
+    first_replica: bool,
+    whole: bool = False,
 ) -> Statistics:
     """Sum this rank's statistics over all data-parallel ranks; gradients must be reduced.
 
     Args:
+        norms: what squares gradients on a GPU; made when first needed and kept there, for its tables are copied over.
         whole: gradients are each rank's own, so all of them are squared; the sum only tells whether they are finite.
         first_replica: whether this rank counts for units that are divided within a subgroup, each copy counting once.
     """
@@ -57,7 +66,7 @@ def exchange(
             flags += fired
             if unit.plan.axis == "dp" or first_replica:
                 on_host = group.plan.grad_on_host
-                values[0] += runtime.gradients.squares(group) if on_host else _squared_norm(group, whole=whole)
+                values[0] += runtime.gradients.squares(group) if on_host else _squared_norm(group, norms, whole=whole)
     short = digest & DIGEST_MASK
     values[1], values[2] = short, short * short
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
@@ -67,7 +76,7 @@ def exchange(
     return Statistics(squared, agree, tuple(count > 0 for count in counts))
 
 
-def _squared_norm(group: Group, *, whole: bool) -> torch.Tensor:
+def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
     """Sum of squares in float64, in tiles or chunks so that no float64 copy of the whole is made.
 
     Of what lies between parameters nothing is read: copies between peers leave there what the memory held before.
@@ -77,7 +86,9 @@ def _squared_norm(group: Group, *, whole: bool) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
         # Chunks would be a hundred thousand launches for a rank's part of a model of 7e9 parameters.
-        norm = SquaredNorm([pieces], values.device)
+        norm = norms.get((id(group), whole))
+        if norm is None:
+            norm = norms[id(group), whole] = SquaredNorm([pieces], values.device)
         norm.square(0, values)
         norm.into(total)
         return total

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroshard.engine.handle import Handle
-from zeroshard.engine.statistics import Statistics, exchange, first_nonfinite
+from zeroshard.engine.statistics import Norms, Statistics, exchange, first_nonfinite
 from zeroshard.engine.step_base import StepperBase
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -23,6 +23,7 @@ class HostStepper(StepperBase):
         super().__init__(handle, update, scaler)
         self._update_method = update
         self._measured = 0
+        self._norms: Norms = {}
 
     @property
     def settled(self) -> bool:
@@ -65,6 +66,7 @@ class HostStepper(StepperBase):
             handle.last = exchange(
                 handle.runtime,
                 comm.control,
+                self._norms,
                 digest=comm.log.digest(),
                 first_replica=first_replica,
                 whole=handle.runtime.keeps_local,

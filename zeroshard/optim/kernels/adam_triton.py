@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeroshard.optim.kernels.whole_triton import put, take
+from zeroshard.optim.kernels.whole_triton import BORDER, put, take
 
 
 @triton.jit
@@ -24,14 +24,14 @@ def adam_step(
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    start = tl.multiple_of(tl.load(tiles + tile * 3), 64)
+    start = tl.load(tiles + tile * 3)
     count = tl.load(tiles + tile * 3 + 1) - start
     row = rows + tl.load(tiles + tile * 3 + 2) * COLUMNS
-    master, param, grad, first, second = master + start, param + start, grad + start, first + start, second + start
     if count == TILE:
-        adam_tile(master, param, grad, first, second, row, count, DECOUPLED, COPY, SPLIT, TILE, True)
+        start = tl.multiple_of(start, BORDER)
+        adam_tile(master, param, grad, first, second, start, row, count, DECOUPLED, COPY, SPLIT, TILE, True)
     else:
-        adam_tile(master, param, grad, first, second, row, count, DECOUPLED, COPY, SPLIT, TILE, False)
+        adam_tile(master, param, grad, first, second, start, row, count, DECOUPLED, COPY, SPLIT, TILE, False)
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def adam_tile(
     grad,
     first,
     second,
+    start,
     row,
     count,
     DECOUPLED: tl.constexpr,
@@ -49,8 +50,9 @@ def adam_tile(
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The update of one tile of `count` elements."""
+    """The update of one tile of `count` elements from `start` on."""
     index = tl.arange(0, TILE)
+    master, param, grad, first, second = master + start, param + start, grad + start, first + start, second + start
     # All loads go out before any of them is waited for: whether the row is on is known later than where it lies, and a
     # step that is left out is rare. One wait less for each tile is 2 to 20 percent of the time.
     g = take(grad, index, count, WHOLE).to(tl.float32)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeroshard.optim.kernels.whole_triton import take
+from zeroshard.optim.kernels.whole_triton import BORDER, take
 
 
 @triton.jit
 def tile_squares(values, partial, tiles, TILE: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
-    start = tl.multiple_of(tl.load(tiles + tile * 3), 64)
+    start = tl.load(tiles + tile * 3)
     count = tl.load(tiles + tile * 3 + 1) - start
     if count == TILE:
-        store_squares(take(values + start, tl.arange(0, TILE), count, True), partial + tile)
+        store_squares(take(values + tl.multiple_of(start, BORDER), tl.arange(0, TILE), count, True), partial + tile)
     else:
         store_squares(take(values + start, tl.arange(0, TILE), count, False), partial + tile)
 

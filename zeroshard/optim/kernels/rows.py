@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.optim.kernels.tiles import GRADIENT_TILE, tile_table
+from zeroshard.optim.kernels.tiles import BORDER, GRADIENT_TILE, tile_table
 
 SOURCES = 8
 """Gradients that one launch can read."""
@@ -55,6 +55,7 @@ class RowSum:
     """
 
     def __init__(self, pieces: Sequence[OwnPiece], rank: int, device: torch.device) -> None:
+        assert not any((piece.first - piece.low) % BORDER for piece in pieces)
         self._rank = rank
         self._launches: list[_Launch] = []
         first = 0

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from zeroshard.optim.kernels.norm_triton import store_squares
-from zeroshard.optim.kernels.whole_triton import put, take
+from zeroshard.optim.kernels.whole_triton import BORDER, put, take
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def row_sum(
     TILE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    low = tl.multiple_of(tl.load(tiles + tile * 4), 64)
+    low = tl.load(tiles + tile * 4)
     count = tl.load(tiles + tile * 4 + 1) - low
     number = tl.load(tiles + tile * 4 + 2)
     source = s0
@@ -42,12 +42,13 @@ def row_sum(
     source = tl.where(number == 5, s5, source)
     source = tl.where(number == 6, s6, source)
     source = tl.where(number == 7, s7, source)
-    source += tl.multiple_of(tl.load(tiles + tile * 4 + 3), 64)
-    rows, out, partial = rows + low, out + low, partial + tile
+    first = tl.load(tiles + tile * 4 + 3)
+    partial += tile
     if count == TILE:
-        sum_tile(source, rows, out, partial, numel, count, RANKS, OWN, ADD, SQUARE, TILE, True)
+        low, first = tl.multiple_of(low, BORDER), tl.multiple_of(first, BORDER)
+        sum_tile(source + first, rows + low, out + low, partial, numel, count, RANKS, OWN, ADD, SQUARE, TILE, True)
     else:
-        sum_tile(source, rows, out, partial, numel, count, RANKS, OWN, ADD, SQUARE, TILE, False)
+        sum_tile(source + first, rows + low, out + low, partial, numel, count, RANKS, OWN, ADD, SQUARE, TILE, False)
 
 
 @triton.jit

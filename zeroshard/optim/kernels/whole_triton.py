@@ -5,6 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeroshard.optim.kernels import tiles
+
+BORDER = tl.constexpr(tiles.BORDER)
+"""What whole tiles begin at multiples of; promised to the compiler for them alone."""
+
 
 @triton.jit
 def take(pointer, index, count, WHOLE: tl.constexpr):
