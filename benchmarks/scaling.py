@@ -69,7 +69,7 @@ def rows_of(size: str, gpus: Sequence[int], engines: Sequence[str]) -> list[str]
         for engine in engines:
             if compiled and engine not in COMPILED:
                 continue
-            alone = engine == "zeroshard3" and numel <= LARGE  # on one GPU all stages are the same
+            alone = engine not in ("zeroshard1", "zeroshard2") and numel <= LARGE  # one GPU has but one stage
             plan = " --plan" if engine.startswith("zeroshard") else ""
             counts = [count for count in sorted(set(gpus), reverse=True) if count > 1 or alone]
             found += [f"{engine}{setting}{compiled}{plan} --nproc {count}" for count in counts]
