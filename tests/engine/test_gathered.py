@@ -148,6 +148,27 @@ def test_changes_of_the_modifier_rank_reach_all_ranks_and_the_training() -> None
     run_ranks(3, _modify)
 
 
+def _modify_whole(rank: int, world: int) -> None:
+    for stage in (1, 2):
+        model, optimizer = shard_task(TASK, Setting(plan=stage))
+        _train(model, optimizer, rank)
+        sent, weight = handle_of(model).comm.sent, dict(model.named_parameters())["outer.weight"]
+        with zeroshard.GatheredParameters(model, modifier_rank=0), torch.no_grad():
+            weight.fill_(1.0 + rank)
+        zeroshard.safe_set_full_fp32_param(dict(model.named_parameters())["outer.bias"], torch.zeros(WIDTH))
+        with torch.no_grad():
+            weight.mul_(3.0)
+        sent.reset_totals()
+        square_loss(model, Batch(0, 0, rank))
+        assert not sent.totals(), f"stage {stage}: all ranks had written the whole, and yet gather it"
+        assert bool((weight == 3.0).all()), f"stage {stage}"
+
+
+def test_what_rests_whole_is_not_gathered_after_all_ranks_have_written_it() -> None:
+    """A gather would undo what is changed in place before it has landed."""
+    run_ranks(2, _modify_whole)
+
+
 def _modify_bf16(rank: int, world: int) -> None:
     """A master keeps its precision where nothing was changed."""
     task = Task(lambda: Stack().bfloat16(), lambda m, b: m(b.normal(3, WIDTH).bfloat16()).float().square().mean())

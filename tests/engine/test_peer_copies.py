@@ -206,7 +206,7 @@ class _Slow(VirtualStreams):
         super().launch(stream, late if stream is Stream.GATHER else fn, reads, writes)
 
 
-def _changed_in_place(rank: int, world_size: int, directory: str) -> list[list[float]]:
+def _changed_in_place(rank: int, world_size: int, directory: str, evaluate: bool) -> list[list[float]]:
     seen = []
     for overlap in (False, True):
         torch.manual_seed(0)
@@ -221,6 +221,12 @@ def _changed_in_place(rank: int, world_size: int, directory: str) -> list[list[f
             model(torch.full((4, 6), 1.0 + rank)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if evaluate:
+                with torch.no_grad(), zeroshard.GatheredParameters(model, modifier_rank=0):
+                    for parameter in model.parameters():
+                        parameter.add_(1.0)
+                with torch.no_grad():
+                    model(torch.ones(1, 6))
             if overlap:
                 zeroshard.drain(model)
             with torch.no_grad():
@@ -232,7 +238,12 @@ def _changed_in_place(rank: int, world_size: int, directory: str) -> list[list[f
 
 
 def test_a_parameter_changed_in_place_after_a_step_is_not_changed_under_a_slower_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _changed_in_place, str(tmp_path))
+    first, second = run_ranks(2, _changed_in_place, str(tmp_path), False)
+    assert first == second
+
+
+def test_a_parameter_changed_in_place_after_an_evaluation_is_not_changed_under_a_slower_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _changed_in_place, str(tmp_path), True)
     assert first == second
 
 

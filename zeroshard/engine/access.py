@@ -66,7 +66,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     spot.handle.runtime.parameters.before_write()
     with torch.no_grad():
         spot.group.write(spot.index, whole)
-    spot.handle.runtime.parameters.written()
+    spot.handle.runtime.parameters.written(())
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -82,8 +82,9 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     runtime.parameters.before_write()
     with torch.no_grad():
         spot.group.write_part(spot.own, part)
-    runtime.parameters.written()
-    if spot.group.plan.param.axis is None and spot.divided:
+    in_parts = spot.group.plan.param.axis is None and spot.divided
+    runtime.parameters.written((spot.unit.index,) if in_parts else ())
+    if in_parts:
         runtime.parameters.gather(spot.unit.index)  # it rests whole: let the ranks see each other's parts
         runtime.parameters.meet_peers()
         runtime.parameters.settle()

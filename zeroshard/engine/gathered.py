@@ -183,7 +183,7 @@ class GatheredParameters:
             handle.comm.control.wait(handle.comm.control.broadcast(value, source, name_of(parameter)))
             group.write_changed(index, value, before)
         for handle in handles.values():
-            handle.runtime.parameters.written()
+            handle.runtime.parameters.written(())
         for parameter, loose in self._loose:
             value = parameter.detach().contiguous()
             if loose.ranks > 1:

@@ -10,7 +10,7 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
 import torch
@@ -68,6 +68,7 @@ class Parameters:
         # Units whose updates run beside compute are never all written by the time that the last one is.
         beside = plan.policy.host_update is not None
         self._early, self._first = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
+        self._unmet: list[int] = []
         self._met: Event | None = None
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
@@ -106,6 +107,8 @@ class Parameters:
         self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
             self._versions[index] = _versions(self._storage.units[index])
+            if self._peers is not None:
+                self._unmet.append(index)
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
@@ -183,12 +186,16 @@ class Parameters:
             # Write after read: the shards belong to the peers' gathers until all ranks have come here.
             self._gathers["dp"].wait(self._peers.barrier(Channel.WRITE))
 
-    def written(self) -> None:
-        """All shards were written on the compute stream: what was gathered before is stale."""
+    def written(self, in_parts: Iterable[int] | None = None) -> None:
+        """Shards were written on the compute stream: what was gathered before is stale.
+
+        Args:
+            in_parts: units that rest whole, of which each rank wrote only its part; None is all that a step leaves so.
+        """
         for unit in self._storage.units:
             if not self._updates.begun(unit.index):
                 self.unit_written(unit.index)
-        self.invalidate()
+        self.invalidate(in_parts)
 
     def unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
         """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""
@@ -204,8 +211,8 @@ class Parameters:
             self._streams.wait(Stream.COMPUTE, event)
             self._written[index] = event
 
-    def invalidate(self) -> None:
-        """What was gathered before is stale."""
+    def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
+        """What was gathered before is stale; `in_parts` as `written` has it."""
         self._early = 0
         for unit in self._storage.units:
             slot = self._slots[unit.index]
@@ -213,7 +220,7 @@ class Parameters:
                 self._streams.touch(writes=(self._buffer(unit.index),))
                 self._poison(unit.index)
                 self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
-        self._ledger.invalidate()
+        self._ledger.invalidate(in_parts)
 
     def settle(self, *, resting_only: bool = False) -> None:
         """Compute waits for every gather in flight, or for those of units that rest whole.
@@ -230,12 +237,11 @@ class Parameters:
 
     def meet_peers(self) -> None:
         """Gathers after a write have been issued: what rests whole may be changed in place by whoever settles."""
-        resting = [index for index in self._gathered if self._slots[index] is None]
-        if self._peers is not None and resting:
+        if self._unmet:
             # Write after read: it belongs to the peers' gathers, which copy from it, until all ranks have come here.
-            buffers = tuple(self._buffer(index) for index in resting)
-            self._streams.launch(Stream.GATHER, self._all_here, buffers)
+            self._streams.launch(Stream.GATHER, self._all_here, tuple(self._buffer(index) for index in self._unmet))
             self._met = self._streams.record(Stream.GATHER, "met")
+            self._unmet.clear()
 
     def _land(self, index: int) -> None:
         """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""

@@ -91,7 +91,7 @@ class Runtime:
         self._end = 0
         self._set_plan(plan)
         if peers is not None:
-            self.parameters.written()  # a peer may gather before this rank has its first values
+            self.parameters.written(())  # a peer may gather before this rank has its first values
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -192,6 +192,7 @@ class Runtime:
         if self._part is None:
             self._forward.run_to_end()  # of a part: the rest of the model is not gathered for its sake
         self._forward.rewind()
+        self._settle_resting()  # of gathers that a write outside of a step left to this pass
         if torch.is_grad_enabled():
             # The forwards of further micro-batches are the same again.
             self._saw_forward = self._saw_forward or self._part is None
@@ -332,8 +333,12 @@ class Runtime:
             self.parameters.written()
         for op in self._programs.after_step:
             self._execute(op)
-        self.parameters.meet_peers()
+        self._settle_resting()
         self.parameters.each_by_itself = False
+
+    def _settle_resting(self) -> None:
+        """Gathers after a write have been issued: unless these overlap, what rests whole is the caller's from here."""
+        self.parameters.meet_peers()
         if not self.plan.policy.overlap_step:
             self.parameters.settle(resting_only=True)
 

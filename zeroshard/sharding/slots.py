@@ -117,7 +117,11 @@ class SlotLedger:
         if slot is not None and not self._reuse and self._holder[slot] == unit:
             self._holder[slot] = None
 
-    def invalidate(self) -> None:
-        """The parameters changed: no slot holds anything current, and what was updated in parts is stale."""
+    def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
+        """The parameters changed: no slot holds anything current, and what was written in parts is stale.
+
+        Args:
+            in_parts: units without a slot of which each rank wrote only its part; None is those of a step.
+        """
         self._holder = [None] * len(self._holder)
-        self._stale = set(self._stale_after_step)
+        self._stale.update(self._stale_after_step if in_parts is None else in_parts)
