@@ -288,6 +288,11 @@ def _refusals(rank: int, world: int) -> None:
     words = "got shape" if rank == 0 else "what rank 0 gave can't be taken"
     with pytest.raises(UsageError, match=rf"'outer\.weight' .*{words}"):
         zeroshard.safe_set_full_fp32_param(parameter, torch.ones(3) if rank == 0 else torch.ones(WIDTH, WIDTH))
+    before = zeroshard.safe_get_local_fp32_param(parameter)
+    words = "got shape" if rank == 1 else "what another rank gave can't be taken"
+    with pytest.raises(UsageError, match=rf"'outer\.weight' .*{words}"):
+        zeroshard.safe_set_local_fp32_param(parameter, torch.ones(3) if rank == 1 else before + 1.0)
+    assert torch.equal(zeroshard.safe_get_local_fp32_param(parameter), before), "refused on all ranks, written on none"
     with pytest.raises(UsageError, match=r"leaf modules: this Linear is sharded already"):
         zeroshard.set_z3_leaf_module(model.get_submodule("outer"), True)
     with pytest.raises(UsageError, match="no gradient to set"):

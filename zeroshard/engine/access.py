@@ -247,6 +247,9 @@ class _Spot:
             return self.from_rank_0(value, call)
         count = self.own.stop - self.own.start
         problem = _problem(value, count, f"({count},) on this rank")
+        # A rank that raised alone would leave the others waiting in what follows.
+        if self.agree(int(problem is not None)) and problem is None:
+            problem = "what another rank gave can't be taken: its own error says why"
         if problem is not None:
             raise UsageError(f"{call}: {self.segment.name!r} {problem}")
         part = value.detach().to(self.handle.device, torch.float32, copy=True).reshape(-1).contiguous()
