@@ -95,10 +95,13 @@ def without_autos(document: Document, gpu: Gpu) -> Document:
 
 
 def with_batch(document: Document, micro: int | None, accumulation: int | None) -> Document:
-    """The document with the batch of the command line, where it gives one."""
+    """The document with the batch of the command line, where it gives one; the global batch of a config stays."""
     changed = copy.deepcopy(document)
     given = any(key in changed for key in BATCH_KEYS)
-    if micro is not None or not given:
+    if micro is not None and accumulation is None and _number(changed.get("train_batch_size")) is not None:
+        changed["train_micro_batch_size_per_gpu"] = micro
+        changed.pop("gradient_accumulation_steps", None)
+    elif micro is not None or not given:
         changed["train_micro_batch_size_per_gpu"] = 1 if micro is None else micro
         given_steps = _number(changed.get(BATCH_KEYS[2])) or 1
         changed["gradient_accumulation_steps"] = given_steps if accumulation is None else accumulation
