@@ -1,6 +1,7 @@
 """Weak scaling: the same micro-batch for each GPU on one GPU, two, four and so on, beside the floor of one GPU.
 
     python -m benchmarks.scaling [--sizes 1b 7b 13b] [--gpus 1 2 4 8] [--engines zeroshard3 fsdp2 ...] [--output FOLDER]
+    python -m benchmarks.scaling --predict H200-141GB --gpus 1 2 4 8    what the planner says of such cards; needs none
 
 Every row is a measurement of benchmarks.train in processes of its own. What an engine keeps is its tokens per second
 and GPU over those of forward and backward alone on one GPU, which has no optimizer and no communication. Rows of
@@ -34,6 +35,9 @@ from benchmarks.report import (
     save,
     unmeasured,
 )
+from benchmarks.scaling_predicted import COLUMNS as PREDICTED
+from benchmarks.scaling_predicted import predicted
+from zeroshard.errors import PlanError
 
 ENGINES = ("zeroshard3", "fsdp2", "deepspeed3", "zeroshard2", "zeroshard1")
 COMPILED = ("zeroshard3", "fsdp2")
@@ -116,6 +120,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--only", help="only rows whose text contains this, and the floors")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
+    parser.add_argument("--predict", metavar="CARD", help="print what the planner says of so many GPUs, and end")
     add_limits(parser, "scaling", budget=1500.0, timeout=240.0, least=15.0)
     args, args.options = parser.parse_known_args(argv)
     if any(count < 1 for count in args.gpus or ()):
@@ -129,8 +134,21 @@ def requests_of(args: argparse.Namespace) -> list[str]:
     return [row for row in rows if args.only is None or args.only in row or row.startswith("floor")]
 
 
+def predict(args: argparse.Namespace) -> int:
+    """Print the planner's table. Exit status 2 where it does not know the card."""
+    try:
+        rows = list(predicted(args.sizes, args.gpus or [1, 2, 4, 8], args.predict, CHECKPOINTED, LARGE))
+    except PlanError as error:
+        print(f"--predict: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(markdown_table(PREDICTED, rows)))
+    return 0
+
+
 def main() -> int:
     args = parse()
+    if args.predict is not None:
+        return predict(args)
     devices = device_count()
     args.gpus = powers(devices) if args.gpus is None else args.gpus
     args.nproc = max(args.gpus)

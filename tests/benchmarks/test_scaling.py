@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks import compare, scaling
 from benchmarks.report import Outcome
 
@@ -63,3 +65,13 @@ def test_a_row_says_what_it_keeps_of_the_floor_and_what_was_predicted() -> None:
 
 def test_gpus_are_the_powers_of_two_that_there_are() -> None:
     assert [scaling.powers(count) for count in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8]]
+
+
+def test_cards_that_are_not_here_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    args = scaling.parse(["--predict", "H200-141GB", "--sizes", "1b", "--gpus", "1", "8"])
+    assert scaling.predict(args) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    eager = {(row[0].strip("| "), int(row[2])): row for row in rows if row[1].endswith("eager")}
+    assert set(eager) == {("floor", 1), ("zeroshard3", 8), ("zeroshard3", 1), ("zeroshard2", 8), ("zeroshard1", 8)}
+    assert float(eager["zeroshard3", 8][6].rstrip(" |")) < float(eager["zeroshard3", 1][6].rstrip(" |")), "GiB"
+    assert scaling.predict(scaling.parse(["--predict", "nothing"])) == 2
