@@ -75,7 +75,7 @@ def test_five_engines_in_one_process_leave_nothing(close: bool) -> None:
 
 
 def _closed(rank: int, world: int) -> None:
-    model, _ = shard_task(TASK, Setting())
+    model, _ = shard_task(TASK, Setting(plan=2))
     square_loss(model, Batch(0, 0, rank)).backward()
     zeroshard.close(model)
     zeroshard.close(model)

@@ -22,6 +22,7 @@ from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWei
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.loose import hang, shard_loosely
+from zeroshard.sharding.loose_guard import guard_loose
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -99,6 +100,7 @@ def from_pretrained(
             weight = stored[name]
             if weight is not None and first[id(tensor)] == name:
                 _fill(name, tensor, weight, files, dtype, target)
+        guard_loose(model)
         used = {weight.name for weight in stored.values() if weight is not None}
         return Pretrained(model, made, tuple(sorted(files.weights.keys() - used)))
 

@@ -13,6 +13,7 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.waiting import Waiter
 from zeroshard.comm.watchdog import Watchdog
+from zeroshard.engine.closed_state import unguard_closed_state
 from zeroshard.engine.gathered import place_of
 from zeroshard.engine.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.hooks import install_hooks
@@ -25,6 +26,7 @@ from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.loose import whole_shape
+from zeroshard.sharding.loose_guard import guard_loose
 
 AXES = ("dp", "shard", "replicate")
 
@@ -67,6 +69,8 @@ def build_handle(
     storage = Storage(plan, parameters, ranks, device, allocator, open_host_memory(plan, device))
     if is_deferred(model):
         _materialize(model, plan, storage, device)
+    guard_loose(model)
+    unguard_closed_state(model)
     if streams is None:
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
     runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers)

@@ -7,10 +7,12 @@ that closes alone, in an error say, does not wait for others.
 
 from __future__ import annotations
 
+from zeroshard.engine.closed_state import guard_closed_state
 from zeroshard.engine.gathered import unmark_parameters
 from zeroshard.engine.handle import Handle
 from zeroshard.engine.storage import Group
 from zeroshard.sharding.loose import hang
+from zeroshard.sharding.loose_guard import guard_loose
 
 
 def close_handle(handle: Handle) -> None:
@@ -26,6 +28,8 @@ def close_handle(handle: Handle) -> None:
                     parameter.data = empty
             if group.plan.param.axis == "dp":
                 _hang(group)
+    guard_loose(handle.runtime.model)
+    guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
 
 
 def _hang(group: Group) -> None:

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.deferred_calls import active_tape
 from zeroshard.sharding.loose import shard_loosely
+from zeroshard.sharding.loose_guard import guard_loose
 
 
 class ShardedInit(Init):
@@ -63,6 +64,9 @@ class ShardedInit(Init):
         modules, self._modules = list(self._modules.values()), {}
         if self._outermost and kind is None:
             materialize(nn.ModuleList(modules), None, self._keep)
+            inner = {id(part) for module in modules for part in module.modules() if part is not module}
+            for root in (module for module in modules if id(module) not in inner):
+                guard_loose(root)
 
     def _note(self, module: nn.Module, _name: str, _member: object) -> None:
         self._modules[id(module)] = module
