@@ -256,6 +256,33 @@ def test_a_disk_without_space_is_an_error_that_names_the_file_and_leaves_nothing
     zeroshard.close(model)
 
 
+def test_a_save_in_the_background_ends_where_it_began_though_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 4)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    folder = zeroshard.save(model, "saved", "one", background=True)
+    monkeypatch.chdir(tmp_path / "other")
+    zeroshard.wait_for_checkpoint(model)
+    assert folder == find(tmp_path / "saved")
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "loop"])
+def test_a_directory_that_is_none_is_said_to_be_none(tmp_path: Path, kind: str) -> None:
+    base = tmp_path / "base"
+    if kind == "file":
+        base.write_text("mine")
+    else:
+        base.symlink_to("nowhere" if kind == "dangling link" else "base")
+    model = nn.Linear(4, 4)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=0)
+    with pytest.raises(CheckpointError, match=r"base: it is no directory \(but a file, or a link that leads to none\)"):
+        zeroshard.save(model, base, "one")
+
+
 def test_two_exports_to_one_folder_never_mix(tmp_path: Path) -> None:
     def both() -> None:
         with new_folder(tmp_path / "out") as one:

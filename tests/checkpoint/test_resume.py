@@ -396,6 +396,12 @@ def test_tags_that_are_no_plain_names_are_refused(tag: str) -> None:
         check_tag(tag)
 
 
+def test_a_tag_that_is_too_long_or_begins_wrongly_is_told_so() -> None:
+    for tag in ("-rf", "a" * 300):
+        with pytest.raises(CheckpointError, match="a letter or digit first, at most 201"):
+            check_tag(tag)
+
+
 @pytest.mark.parametrize("tag", ["global_step10", "a", "1", "epoch-3.final", "a.b"])
 def test_plain_names_are_tags(tag: str) -> None:
     check_tag(tag)

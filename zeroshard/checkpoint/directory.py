@@ -30,7 +30,8 @@ LATEST = "latest"
 _ORDER = re.compile(rb'"order": ([0-9]{1,19}),')
 _HEAD_NBYTES = 512
 _LOOKS = 50
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_LONGEST_TAG = 201
+_TAG = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST_TAG - 1}}}")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,11 @@ class Found:
 def check_tag(tag: str) -> None:
     """A tag becomes a folder's name, so it must be a plain one. Raises CheckpointError."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
-        raise CheckpointError(f"checkpoint tag {tag!r}: use letters, digits, '.', '_' and '-' only")
+        shown = repr(tag) if len(str(tag)) <= _LONGEST_TAG else f"{str(tag)[:40]!r}... of {len(str(tag))} characters"
+        raise CheckpointError(
+            f"checkpoint tag {shown}: use letters, digits, '.', '_' and '-' only, a letter or digit first, at most "
+            f"{_LONGEST_TAG} of them, and not {LATEST!r}"
+        )
 
 
 def check_place(folder: Path) -> None:

@@ -126,6 +126,7 @@ def save(
 
     def prepare() -> tuple[Request, dict[str, int]]:
         base = checked_directory(save_dir)
+        base = _from_anywhere(base) if background else base
         directory.check_tag(tag)
         if keep is not None and keep < 1:
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
@@ -256,6 +257,14 @@ def checked_directory(path: str | os.PathLike[str]) -> Path:
         return Path(path)
     except TypeError as error:
         raise UsageError(f"a checkpoint's directory is a {type(path).__name__}; give text or a pathlib.Path") from error
+
+
+def _from_anywhere(directory: Path) -> Path:
+    """The directory for a save that comes later: programs change theirs meanwhile, and the text would mean another."""
+    try:
+        return directory.absolute()
+    except OSError:  # there is no working directory any more; the save says so
+        return directory
 
 
 def _state(
