@@ -76,6 +76,29 @@ class SharedAcrossBlocks(Stack):
         last.up = first.up
 
 
+class DropsBlocks(Stack):
+    """Blocks that are dropped inside of their own forward: they return their input, and change with the step."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.blocks = nn.ModuleList([Dropped() for _ in range(6)])
+
+    def forward(self, x: torch.Tensor, select: tuple[int, ...] | None = None) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Dropped)
+            block.drops = select is not None and index not in select
+        return self.outer(self.run_blocks(self.inner(x)))
+
+
+class Dropped(Mlp):
+    """Returns its input when it is dropped."""
+
+    drops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.drops else super().forward(x)
+
+
 class Rounds(Stack):
     """ALBERT's idea: the same blocks several times over."""
 
@@ -231,6 +254,12 @@ def _skips(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch.normal(3, WIDTH), select).square().mean()
 
 
+def _drops(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """All drop three blocks in a row, other ones in each step, rank 1 one more."""
+    dropped = {(batch.step + index) % 6 for index in range(4 if batch.rank == 1 else 3)}
+    return model(batch.normal(3, WIDTH), tuple(index for index in range(6) if index not in dropped)).square().mean()
+
+
 def _structured_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch.normal(3, WIDTH))["result"].hidden.square().mean()
 
@@ -271,6 +300,7 @@ STRUCTURES: dict[str, Task] = {
     "nested repeated blocks": Task(Swin, square_loss),
     "parameters that nobody uses": Task(UnusedHead, square_loss),
     "a block skipped on one rank, and on all": Task(Stack, _skips),
+    "blocks that return their input, more of them on one rank": Task(DropsBlocks, _drops),
     "structured outputs": Task(Structured, _structured_loss),
     "a single Linear": Task(lambda: nn.Linear(WIDTH, 1), square_loss),
     "functional use of own weight": Task(lambda: _Functional(), square_loss),

@@ -89,6 +89,7 @@ class Runtime:
         self._collects = True
         self._owed: deque[int] = deque()
         self._end = 0
+        self._begun: dict[int, int] = {}  # by unit, where autograd's count of nodes was when its last call began
         self._set_plan(plan)
         if peers is not None:
             self.parameters.written(())  # a peer may gather before this rank has its first values
@@ -107,6 +108,7 @@ class Runtime:
 
     def pre_forward(self, index: int) -> None:
         """A unit's module is about to run: make its parameters whole."""
+        self._begun[index] = torch.autograd._get_sequence_nr()
         if in_backward():  # recomputation: its post-hook may never come, so nothing is paired with it
             self.parameters.use(index)
             return
@@ -216,8 +218,13 @@ class Runtime:
     # Backward.
 
     def _watch(self, index: int, output: object, graph: ForwardPass | None, end: int) -> None:
-        """Call `pre_backward` when the gradient of any of the output's tensors is ready."""
+        """Call `pre_backward` when the gradient of any of the output's tensors is ready.
+
+        What a unit hands on as it came (a block that is dropped inside of its own forward) is left out: that gradient
+        is ready when its maker is due, and gathering this unit then would take the maker's slot.
+        """
         seen_task = -1
+        begun = -1 if index == self._root else self._begun[index]
 
         def ready(_: torch.Tensor) -> None:
             nonlocal seen_task
@@ -228,7 +235,7 @@ class Runtime:
                 self._pre_backward(index, end, graph)
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and _node_number(tensor) >= begun:
                 tensor.register_hook(ready)
 
     def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
@@ -453,6 +460,11 @@ def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
             except RuntimeError:  # torch's answer for a leaf that autograd.grad was asked for
                 return False
     return False
+
+
+def _node_number(tensor: torch.Tensor) -> int:
+    """When the tensor was made, by autograd's count of nodes; nobody made a leaf."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
 def _graph_task() -> int:
