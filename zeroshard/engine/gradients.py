@@ -229,6 +229,13 @@ class Gradients:
         """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
         return self._squares[id(group)].total
 
+    def square_again(self, group: Group) -> None:
+        """A group's gradients were changed where they rest, with no reduce in flight: square those in host memory."""
+        squares = self._squares.get(id(group))
+        if squares is not None:
+            squares.norm.square(0, group.own_grad.to(squares.total.device))
+            squares.norm.into(squares.total)
+
     def first_bad(self, group: Group) -> torch.Tensor:
         """Int64 scalar on the device: the first tile of such gradients that is not finite; see SquaredNorm."""
         return self._squares[id(group)].norm.first_bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -151,8 +152,8 @@ def test_every_reader_between_a_step_and_the_next_forward_finds_the_step_done(tm
 
 
 def _setters(rank: int, world: int) -> None:
-    for param in (False, True):
-        model, optimizer = shard_task(TASK, Setting(plan=offloaded(recipe(3, "bf16"), param=param)))
+    for update, param in itertools.product(HostUpdate, (False, True)):
+        model, optimizer = shard_task(TASK, Setting(plan=offloaded(recipe(3, "bf16"), update, param=param)))
         _step(model, optimizer, rank, 0)
         parameter = _first(model)
         wanted = torch.full(zeroshard.safe_get_full_fp32_param(parameter).shape, 0.25)
@@ -169,7 +170,10 @@ def _setters(rank: int, world: int) -> None:
         TASK.loss(model, Batch(1, 0, rank)).backward()
         gradient = zeroshard.safe_get_full_grad(parameter)
         assert gradient is not None
+        norm = zeroshard.clip_grad_norm_(model, 1e9)
         zeroshard.safe_set_full_grad(parameter, gradient * 0)
+        left = float(norm**2 - gradient.square().sum())
+        assert float(zeroshard.clip_grad_norm_(model, 1e9)) ** 2 == pytest.approx(left, rel=1e-4)
         optimizer.step()
         optimizer.zero_grad()
         zeroshard.close(model)
