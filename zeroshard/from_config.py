@@ -145,6 +145,7 @@ def build_engine(
         resolved = read(chosen_document(model, document, resolved, read, source, device, example)).config
     scaler = _scaler(resolved, device)
     sharded = _shard(model, resolved, source, scaler, device)
+    _cast_buffers(model, resolved.precision.buffer)
     scheduler = _scheduler(resolved, sharded, lr_scheduler)
     sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
     options = _engine_options(resolved)
@@ -222,6 +223,19 @@ def _shard(
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 
 
+def _cast_buffers(model: nn.Module, wanted: str | None) -> None:
+    """Give floating-point buffers the dtype of the config; those of a deferred model have values only once sharded."""
+    if wanted is None:
+        return
+    dtype = torch_dtype(dtype_name(wanted))
+    cast: dict[int, torch.Tensor] = {}  # a buffer that two modules share stays one
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                cast.setdefault(id(buffer), buffer.to(dtype))
+                module._buffers[name] = cast[id(buffer)]
+
+
 def _source(
     config: Config, model: nn.Module, client: ClientOptimizer | None, parameters: list[Any] | None
 ) -> Source | None:
@@ -259,4 +273,5 @@ def _engine_options(config: Config) -> EngineOptions:
         autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
         loader=LoaderOptions(drop_last=config.drop_last),
         saving=Saving(config.checkpoint.background, config.checkpoint.keep, config.checkpoint.directory),
+        steps_per_print=config.steps_per_print,
     )

@@ -9,6 +9,7 @@ engine.step()                        at the last micro-batch: update, zero the g
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
 
+_LOGGER = logging.getLogger("zeroshard")
+
 
 @dataclass(frozen=True)
 class Saving:
@@ -48,12 +51,14 @@ class EngineOptions:
         autocast: dtype in which the forward runs under torch.autocast; None leaves autocast alone.
         loader: how loaders are made.
         saving: how checkpoints are saved.
+        steps_per_print: optimizer steps between two lines of progress in rank 0's log; None is none.
     """
 
     accumulate_dtype: str | None = None
     autocast: torch.dtype | None = None
     loader: LoaderOptions = field(default_factory=LoaderOptions)
     saving: Saving = Saving()
+    steps_per_print: int | None = None
 
 
 class TrainingEngine(nn.Module):
@@ -142,8 +147,23 @@ class TrainingEngine(nn.Module):
         self._uncounted = arguments
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if stepper.settled:
+        every = self._options.steps_per_print
+        due = every is not None and self.global_steps % every == 0
+        if stepper.settled or due:
             self._close_outcome(stepper)
+        if due:
+            self._log_progress(stepper)
+
+    def _log_progress(self, stepper: StepperBase) -> None:
+        """One line on rank 0; a step that is logged waits for the device."""
+        if self._handle.comm.mesh.rank != 0:
+            return
+        assert self.optimizer is not None
+        rates = ", ".join(f"{float(group['lr']):g}" for group in self.optimizer.param_groups if "lr" in group)
+        norm = stepper.report.norm
+        told = [f"rate {rates}"] if rates else []
+        told += [] if norm is None else [f"gradient norm {norm:g}"]
+        _LOGGER.info("step %d: %s", self.global_steps, ", ".join([*told, f"{self.skipped_steps} skipped"]))
 
     def _close_outcome(self, stepper: StepperBase) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
