@@ -65,6 +65,17 @@ def test_verify_finds_damage_and_ends_with_status_1(base: Path) -> None:
     assert "missing" in _run("verify", str(base), status=1)
 
 
+def test_verify_says_each_damage_on_a_line_of_its_own_however_long_it_is(tmp_path: Path) -> None:
+    base = tmp_path / ("long" * 40)
+    save_tensors(base, "step0", {"w": torch.ones(7, 3)}, 1, {})
+    assert _run("verify", str(base)).count("\n") == 1
+    file = base / "step0" / "model-00000-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert re.fullmatch(
+        r".* is damaged: tensor 'w' does not match its checksum .*\n", _run("verify", str(base), status=1)
+    )
+
+
 def test_prune_removes_the_oldest_and_only_says_so_on_a_dry_run(base: Path) -> None:
     assert json.loads(_run("prune", str(base), "--keep", "3", "--dry-run", "--json"))["found"] == ["step0"]
     assert (base / "step0").exists()

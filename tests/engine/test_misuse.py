@@ -17,6 +17,7 @@ from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_same, full_parameters, shard_task, shared_reference
 from tests.support.zoo import Stack
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.sharding.units import find_units
 
 TASK = Task(Stack, square_loss)
 CONFIG = {
@@ -141,6 +142,21 @@ def _checks(rank: int, world: int) -> None:
 
 def test_what_no_hook_can_see_and_what_comes_after_the_end_is_refused_and_input_gradients_are_right() -> None:
     run_ranks(2, _checks)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_for_other_ranks_is_refused_by_their_number(stage: int) -> None:
+    plan = zeroshard.build_plan(find_units(Stack()), zeroshard.Recipe(zeroshard.STAGES[stage]), dp=8)
+    with pytest.raises(PlanError, match=r"the plan is for 8 .* ranks, but 1 is running; make it with .*dp=1"):
+        zeroshard.shard(Stack(), torch.optim.AdamW, plan=plan)
+
+
+def test_an_engine_in_place_of_its_model_is_told_where_that_is() -> None:
+    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    for call in (zeroshard.full_state_dict, zeroshard.drain, lambda given: zeroshard.GraphedStep(given, square_loss)):
+        with pytest.raises(UsageError, match=r"Engine is not sharded: .* or engine\.module"):
+            call(engine)
+    assert zeroshard.full_state_dict(engine.module)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ def verify(path: _Path, as_json: _Json = False) -> None:
     else:
         console = Console()
         for problem in problems:
-            console.print(problem, style="red", markup=False, highlight=False)
+            console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
         if not problems:
-            console.print(f"{folder} is whole: {_size(nbytes)} match their checksums", markup=False, highlight=False)
+            whole = f"{folder} is whole: {_size(nbytes)} match their checksums"
+            console.print(whole, markup=False, highlight=False, soft_wrap=True)
     if problems:
         raise typer.Exit(1)
 

@@ -36,7 +36,7 @@ def advice(table: KeyTable, section: str, name: str) -> str:
         return f"did you mean {far[close[0]]}?"
     if section and 0 < len(here) <= _MOST_NAMES:
         return f"{section} knows {', '.join(sorted(here))}; remove the key or write one of these"
-    names = {inner: _join(section, inner) for inner in here} if section and here else far
+    names = {inner: _join(section, inner) for inner in here} if here else far
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     return f"the nearest known key is {names[nearest]}; remove the key or see docs/config.md for every key"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeroshard.comm.collectives import Collectives
@@ -55,8 +56,8 @@ def build_handle(
     if find_handle(model) is not None:
         raise UsageError(f"this {type(model).__name__} is sharded already; build a new model for another engine")
     _check_model(model)
+    _check_plan(model, plan)
     mesh = build_mesh(plan.shard)
-    _check_plan(model, plan, mesh)
     device = default_device() if device is None else device
     comm = _communicators(mesh)
     parameters = dict(model.named_parameters())
@@ -110,9 +111,14 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _check_plan(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    if plan.dp != mesh.world_size:
-        raise PlanError(f"the plan is for {plan.dp} data-parallel ranks, but {mesh.world_size} are running")
+def _check_plan(model: nn.Module, plan: Plan) -> None:
+    """Before any communicator is made: the mesh of a plan for other ranks would be an error of another kind."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if plan.dp != world:
+        running = "1 is" if world == 1 else f"{world} are"
+        raise PlanError(
+            f"the plan is for {plan.dp} data-parallel ranks, but {running} running; make it with build_plan(dp={world})"
+        )
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     planned = {segment.name: segment.shape for _, group in plan.groups() for segment in group.layout.segments}
     for name in [*shapes, *planned]:

@@ -159,7 +159,9 @@ def handle_of(model: nn.Module) -> Handle:
     if found is None and _CLOSED in model.__dict__:
         raise _closed(model)
     if found is None:
-        raise UsageError(f"{type(model).__name__} is not sharded: pass the module that zeroshard.shard() returned")
+        raise UsageError(
+            f"{type(model).__name__} is not sharded: pass the module that zeroshard.shard() returned, or engine.module"
+        )
     return found
 
 
