@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, plain
-from zeroshard.checkpoint.foreign.deepspeed import Common, Files, mapping, scaler_of
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of
 from zeroshard.checkpoint.foreign.inert import Inert, Name
 from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
-from zeroshard.checkpoint.foreign.deepspeed import Common, Files, mapping, scaler_of
+from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of
 from zeroshard.checkpoint.foreign.deepspeed_flat import WEIGHT, RankState, frozen_3, groups_of
 from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
