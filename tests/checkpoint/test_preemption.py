@@ -19,6 +19,7 @@ import zeroshard
 from tests.launch.launcher import script, start
 from tests.launch.launcher import zeroshard as command
 from tests.support.distributed import run_ranks
+from zeroshard.checkpoint.saver import SAVING_THREAD
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.preemption import LINE_VARIABLE, PREEMPTED
 from zeroshard.errors import UsageError
@@ -229,6 +230,7 @@ def test_a_job_whose_rank_is_killed_restarts_and_goes_on_with_the_same_losses(tm
     assert all(float(loss) == pytest.approx(float(expected[step]), abs=2e-6) for step, loss in losses[0])
 
 
-def test_the_launcher_and_the_engine_mean_the_same_by_status_and_variable() -> None:
+def test_the_launcher_and_the_engine_mean_the_same_by_status_variable_and_thread() -> None:
     assert (runner.PREEMPTED, runner.LINE_VARIABLE) == (PREEMPTED, LINE_VARIABLE)
+    assert runner.SAVING_THREAD == SAVING_THREAD
     assert "torch" in sys.modules

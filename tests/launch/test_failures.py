@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.launch.launcher import script, zeroshard
+from tests.launch.launcher import environment, script, zeroshard
 
 
 def _failing(directory: Path, text: str, *options: str) -> tuple[int, list[str]]:
@@ -112,13 +115,55 @@ def test_a_rank_that_ends_well_before_the_others_is_not_called_dead(tmp_path: Pa
         elif rank == 2:
             sys.exit()
         elif rank == 3:
-            sys.exit(0)
+            os._exit(0)
         """,
         "--nproc",
         "4",
     )
     assert status == 0
     assert said == []
+
+
+def test_a_rank_that_alone_is_interrupted_is_named_and_not_those_that_are_ended_for_it(tmp_path: Path) -> None:
+    status, said = _failing(
+        tmp_path,
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(100)
+        """,
+    )
+    assert status == 128 + signal.SIGINT
+    assert re.match(r"zeroshard: rank 1 \(.*\) failed first: KeyboardInterrupt$", said[0])
+    assert said[-1] == "zeroshard: ended 1 other rank"
+
+
+def test_threads_of_a_script_do_not_keep_a_rank_that_has_failed_for_good_but_a_save_may_end(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        """
+        import sys, threading, time
+        from zeroshard.launch import runner
+
+        runner._THREADS_SECONDS = 0.3
+        threading.Thread(target=lambda: time.sleep(2) or print("saved", flush=True), name="checkpoint one").start()
+        threading.Thread(target=time.sleep, args=(1000,), name="forever").start()
+        runner._end_in_time(3)
+        sys.exit(3)
+        """,
+    )
+    ended = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment({"RANK": "1"}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (3, "saved\n")
+    assert "rank 1 has failed and is ended now: 'forever' kept it" in ended.stderr
 
 
 def test_a_restart_reports_the_failure_it_follows_and_may_end_well(tmp_path: Path) -> None:

@@ -168,3 +168,30 @@ def test_a_rank_that_closes_what_it_does_not_know_is_not_dead(tmp_path: Path) ->
         _until(lambda: any(what == "told" for what, *_ in ranks.heard))
     ranks.end()
     assert ranks.heard == [("died", 0, False), ("told", 0, False)]
+
+
+def test_a_rank_that_left_with_status_0_is_not_to_blame_for_what_fails_later(tmp_path: Path) -> None:
+    ranks = _Ranks(tmp_path / "watch", 2)
+    with ranks.watch:
+        ranks.processes.append(subprocess.Popen(("sh", "-c", "exit 0")))
+        ranks.greet()
+        ranks.processes[2].wait()
+        ranks.lines[2].close()
+        _until(lambda: ranks.processes[2].pid in ranks.watch._ended)
+        ranks.say(1, "failed")
+        _until(lambda: any(what == "told" for what, *_ in ranks.heard))
+    ranks.end()
+    assert ranks.heard == [("died", 1, False), ("told", 1, False)]
+
+
+def test_a_rank_that_is_interrupted_has_failed_unless_all_are(tmp_path: Path) -> None:
+    for number, stops in enumerate((False, True)):
+        ranks = _Ranks(tmp_path / f"watch{number}", 2)
+        with ranks.watch:
+            ranks.greet()
+            if stops:
+                ranks.watch.stop_ranks()
+            ranks.say(1, "interrupted")
+        ranks.end()
+        first = ranks.watch.conclude({})
+        assert first is None if stops else first is not None and first.process.rank == 1

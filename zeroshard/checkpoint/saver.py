@@ -32,6 +32,8 @@ from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 _LOGGER = logging.getLogger("zeroshard")
+SAVING_THREAD = "checkpoint "
+"""How the name of a thread begins that writes one: the launcher waits for it, also when the rank has failed."""
 _MAX_STATE_NBYTES = jsonfile.MAX_BYTES // 4
 _UNCHANGED = "; the checkpoints that were there are unchanged"
 
@@ -132,7 +134,7 @@ class Saver:
             self._count += 1
             staged, meeting = together(self._here, lambda: self._staged(writing), final, _UNCHANGED)
             thread = threading.Thread(
-                target=self._in_thread, args=(staged, meeting), name=f"checkpoint {tag}", daemon=False
+                target=self._in_thread, args=(staged, meeting), name=f"{SAVING_THREAD}{tag}", daemon=False
             )
             try:
                 thread.start()

@@ -1,7 +1,7 @@
 """What runs in each rank: the user's script, with its end reported to the launcher.
 
     launcher --- agent --> python runner.py script train.py --lr 1
-        ^                      | hello, then "failed", "done" or "preempted", then end of file when the process dies
+        ^                      | hello, then how it ended, then end of file when the process dies
         +------ unix socket ---+
 
 Plain torchrun shows a rank's traceback only if the script is decorated with `record`; here every script is covered.
@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -38,6 +39,9 @@ LINE_VARIABLE = "ZEROSHARD_LINE"
 RESTART_VARIABLE = "ZEROSHARD_RESTART"
 PREEMPTED = 75
 FATAL_STACKS = "fatal.txt"
+SAVING_THREAD = "checkpoint "
+"""How the names of threads begin that write a checkpoint."""
+_THREADS_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,8 +56,11 @@ def main() -> None:
     launcher = _greet(error_file)
     try:
         _run(kind, sys.argv[0])
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)  # the launcher passes Ctrl-C on; it is nobody's failure
+    except KeyboardInterrupt as error:
+        _record(error, error_file)
+        _tell(launcher, "interrupted")  # the launcher passes Ctrl-C on, and knows whether it did
+        _end_in_time(128 + signal.SIGINT)
+        sys.exit(128 + signal.SIGINT)
     except SystemExit as stop:
         if stop.code == PREEMPTED and _tell(launcher, "preempted"):
             sys.exit(0)
@@ -62,6 +69,7 @@ def main() -> None:
         else:
             _record(stop, error_file)
             _tell(launcher, "failed")
+            _end_in_time(stop.code if isinstance(stop.code, int) else 1)
         raise
     except _ProgramError as error:
         _write_error(str(error), "", error_file)
@@ -73,6 +81,7 @@ def main() -> None:
             _print_traceback(error)
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, _user_frames(error))  # the script's own, such as a crash reporter
+        _end_in_time()
         sys.exit(1)
     _tell(launcher, "done")
 
@@ -164,10 +173,38 @@ class _ProgramError(Exception):
         self.code = code
 
 
+def _end_in_time(code: int = 1) -> None:
+    """Of a process that failed, don't let threads of the script keep it for good: its peers would wait for it.
+
+    Python waits for all threads that are no daemons before it ends. One that writes a checkpoint is waited for.
+    """
+
+    def watch() -> None:
+        end = time.monotonic() + _THREADS_SECONDS
+        while time.monotonic() < end or any(name.startswith(SAVING_THREAD) for name in _keepers()):
+            time.sleep(0.1)
+        names = ", ".join(repr(name) for name in _keepers()) or "what runs at exit"
+        print(
+            f"zeroshard: rank {os.environ['RANK']} has failed and is ended now: {names} kept it for "
+            f"{_THREADS_SECONDS:.0f} s longer. Make such threads daemons",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(code)
+
+    threading.Thread(target=watch, name="end-in-time", daemon=True).start()
+
+
+def _keepers() -> list[str]:
+    """Names of the threads for which Python waits."""
+    main_thread = threading.main_thread()
+    return [thread.name for thread in threading.enumerate() if not (thread.daemon or thread is main_thread)]
+
+
 def _record(error: BaseException, error_file: Path) -> None:
     """Write the error file of torch.distributed.elastic; its own writer would import torch before the script does."""
     stack = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
-    _write_error(f"{type(error).__name__}: {error}", stack, error_file)
+    _write_error(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, stack, error_file)
 
 
 def _write_error(summary: str, stack: str, error_file: Path) -> None:

@@ -113,6 +113,11 @@ class _Trouble:
         """Whether the death of that process was heard."""
         return any(death.process.pid == pid for death in self.deaths)
 
+    def drop(self, pid: int) -> None:
+        """What was taken for the death of that process was none."""
+        self.deaths = [death for death in self.deaths if death.process.pid != pid]
+        self.began_at = self.began_at if self.deaths else None
+
     def add(self, death: Death) -> None:
         """A death, or what is now known of one."""
         for place, known in enumerate(self.deaths):
@@ -309,13 +314,19 @@ class RankWatch:
             return
         peer.ended = True
         self._ended.add(peer.process.pid)
-        if line == b"failed":
+        if line == b"interrupted":
+            self._hear_signals()  # Ctrl-C, which is nobody's failure, was heard before it was passed on
+        if line in (b"failed", b"interrupted"):
             self._died(Death(peer.process, recorded=True))
         elif line == b"preempted":
             self.preempted = True
 
     def _hear_signals(self) -> None:
-        for number in self._signalled.recv(64):
+        try:
+            numbers = self._signalled.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        for number in numbers:
             if number in _STOPS:
                 # The agent passes it on to the ranks at the same time: who is on the way out has not failed.
                 self._stop(signal.Signals(number))
@@ -325,6 +336,8 @@ class RankWatch:
             return  # a script may close descriptors that it does not know
         self._ended.add(process.pid)
         status = self._ends.status(process.pid)
+        if status == 0:
+            return  # os._exit(0)
         if isinstance(status, Unknown):
             if self._told_to_stop or (self._trouble.deaths and process.pid not in self._trouble.unexplained):
                 return  # a consequence, or it is waited for already
@@ -369,6 +382,9 @@ class RankWatch:
             if isinstance(status, Unknown):
                 continue
             del trouble.unexplained[pid]
+            if status == 0:
+                trouble.drop(pid)
+                continue
             death = Death(process, recorded=False, signal=_killer(status))
             if trouble.announced or not (death.violent or trouble.knows(pid)):
                 continue  # one that left by itself says so on its socket, and in which order
