@@ -14,9 +14,18 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.guard import sharded_value
 from zeroshard.engine.runtime import Runtime
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.marks import external_parameters
+
+_SIZE_0 = re.compile(
+    r"""[(\[,][ ]?0[)\],]                                         # (0), [0], [32, 0]
+    | \b0x\d+\b | \b\d+x0\b                                    # 0x32, 32x0
+    | \bsize[ ]0\b | \b0[ ]elements | \bnon-zero[ ]size
+    | \b(?:got|has|not|numel\(\)[ ]==|numbers[ ]=)[ ]0\b""",
+    re.VERBOSE,
+)
+"""A size of 0 in a message of torch. A bare 0 is also in what it says of GPU 0 (out of memory), rank 0, dimension 0."""
 
 
 def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
@@ -211,6 +220,8 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
         error = sys.exc_info()[1]
         if output is not None or not isinstance(error, (RuntimeError, IndexError)) or "zeroshard" in str(error):
             return
+        if isinstance(error, ZeroShardError):  # it says itself what to do
+            return
         if _mentions_nothing(str(error)):
             error.args = (
                 f"{error}\nzeroshard: a parameter that is read outside of its unit's forward is empty. Name the module "
@@ -228,7 +239,7 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
 
 def _mentions_nothing(message: str) -> bool:
     """Whether a message of torch speaks of a dim of size 0."""
-    return re.search(r"(?<![\d.])0(?![\d.])", message) is not None
+    return _SIZE_0.search(message) is not None
 
 
 def _has_several_dtypes(runtime: Runtime) -> bool:
