@@ -28,13 +28,14 @@ def _zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more}}
 
 
+LOW = ("bf16", "fp16")
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], float]] = {
     "stage 1": (1, {}, {}, 1e-4),
     "stage 2, accumulated": (2, {}, {"gradient_accumulation_steps": 2}, 1e-4),
     "stage 3": (3, {}, {}, 1e-4),
     "stage 3, overlapped": (3, _zero(3, overlap_comm=True), {}, 1e-4),
-    "bf16": (3, {}, {"bf16": True}, 5e-2),
-    "fp16": (2, {"fp16": {"enabled": "auto", "initial_scale_power": 8}}, {"fp16": True}, 5e-2),
+    "bf16": (3, {}, {"bf16": True}, 1e-1),
+    "fp16": (2, {"fp16": {"enabled": "auto", "initial_scale_power": 8}}, {"fp16": True}, 1e-1),
     "checkpointed blocks": (3, {}, {"gradient_checkpointing": True}, 1e-4),
     "state on the host": (2, _zero(2, offload_optimizer=HOST), {}, 1e-4),
     "all on the host": (3, _zero(3, offload_optimizer=HOST, offload_param=HOST), {}, 1e-4),
@@ -62,7 +63,9 @@ def _run(folder: Path, stage: int | None, config: Mapping[str, Any], settings: M
 def _trains(rank: int, world: int, base: str) -> None:
     on_gpu(rank)
     for number, (name, (stage, config, settings, far)) in enumerate(CASES.items()):
-        expected = _run(tiny.shared_folder(base, f"plain-{number}"), None, {}, settings)
+        # In float32: of low precisions torch's autocast trains something else, and its first scale may overflow.
+        plain = {key: value for key, value in settings.items() if key not in LOW}
+        expected = _run(tiny.shared_folder(base, f"plain-{number}"), None, {}, plain)
         gap = _run(tiny.shared_folder(base, f"zero-{number}"), stage, config, settings).largest_gap(expected)
         assert gap < far, f"{name}: {gap}"
 
