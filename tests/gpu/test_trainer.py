@@ -39,12 +39,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], float]] = {
     "checkpointed blocks": (3, {}, {"gradient_checkpointing": True}, 1e-4),
     "state on the host": (2, _zero(2, offload_optimizer=HOST), {}, 1e-4),
     "all on the host": (3, _zero(3, offload_optimizer=HOST, offload_param=HOST), {}, 1e-4),
-    "the config's own optimizer": (
-        3,
-        {"optimizer": tiny.AUTO_OPTIMIZER, "scheduler": tiny.AUTO_SCHEDULER},
-        {"lr_scheduler_type": "linear"},
-        1e-4,
-    ),
+    "the config's own optimizer": (3, {"optimizer": tiny.AUTO_OPTIMIZER}, {}, 1e-4),
 }
 
 
