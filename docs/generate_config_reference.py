@@ -69,9 +69,9 @@ shows the numbers and where each comes from.
 ## "auto" and the script's arguments
 
 `load_config(..., overrides={...})` takes the values of the script's arguments, nested or keyed by JSON path. They fill
-keys that are absent or `"auto"`. A different value written in the config is an error that shows both. On the command line
-`--set PATH=VALUE` is such an argument: `zeroshard config check ds.json --set bf16.enabled=true`. Without an override,
-`"auto"` is resolved so:
+keys that are absent or `"auto"`. A different value written in the config is an error that shows both. On the command
+line `--set PATH=VALUE` is such an argument: `zeroshard config check ds.json --set bf16.enabled=true`. Without an
+override, `"auto"` is resolved so:
 
 - the batch numbers are derived from each other;
 - sizes, thresholds, dtypes, `gradient_clipping`, `overlap_comm`, `steps_per_print` and keys without effect take their

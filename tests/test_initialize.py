@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zeroshard
+from zeroshard.config import load_config
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.recipes import recipe_of
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-6}}
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "gradient_clipping": 0.0}
@@ -284,6 +286,19 @@ def test_the_engine_tells_norm_rate_and_whether_the_step_was_applied() -> None:
     assert engine.was_step_applied()
     assert (engine.get_lr(), engine.loss_scale) == ([1e-2], 1.0)
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("keys", "divided_by"),
+    [
+        ({}, 1.0),
+        ({"gradient_predivide_factor": 2}, 2.0),
+        ({"prescale_gradients": True}, 4.0),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 4.0),
+    ],
+)
+def test_gradients_are_divided_before_the_reduction_as_the_config_says(keys: Any, divided_by: float) -> None:
+    assert recipe_of(load_config({**CONFIG, **keys}, world_size=4), ()).policy.predivide == divided_by
 
 
 def test_progress_is_logged_as_often_as_the_config_says(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         reuse=zero.max_reuse_distance > 0,
         accumulate=config.batch.accumulation > 1,
         overlap_step=zero.overlap_comm,
-        predivide=reduction.predivide_factor if reduction.prescale else 1.0,
+        predivide=float(config.world_size) if reduction.prescale else reduction.predivide_factor,
         mean=reduction.op == "mean",
         clip_norm=config.gradient_clipping,
         on_nonfinite=OnNonFinite.SKIP if low or precision.autocast else OnNonFinite.RAISE,
