@@ -15,7 +15,16 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task, square_loss
-from tests.support.training import Setting, adamw, assert_close, build, full_parameters, shard_task, train_reference
+from tests.support.training import (
+    Setting,
+    adamw,
+    assert_close,
+    assert_same,
+    build,
+    full_parameters,
+    shard_task,
+    train_reference,
+)
 from tests.support.zoo import Checkpointed, Stack
 from zeroshard.engine.guard import sharded_gradient
 from zeroshard.engine.handle import handle_of
@@ -102,12 +111,21 @@ def test_close_after_the_process_group_is_gone() -> None:
 
 def _twice(rank: int, world: int) -> None:
     model, _ = shard_task(TASK, Setting())
-    with pytest.raises(UsageError, match="sharded already"):
+    with pytest.raises(UsageError, match="sharded already; for another engine close it first"):
         zeroshard.shard(model, adamw(model))
     square_loss(model, Batch(0, 0, rank)).backward()
+    before = full_parameters(model)
+    zeroshard.close(model)
+    with pytest.raises(UsageError, match="or shard it again to train on"):
+        zeroshard.full_state_dict(model)
+    model, optimizer = zeroshard.shard(model, adamw(model))
+    assert optimizer is not None
+    assert_same(full_parameters(model), before, "sharded again")
+    square_loss(model, Batch(0, 0, rank)).backward()
+    optimizer.step()
 
 
-def test_sharding_twice_is_refused() -> None:
+def test_a_model_has_one_engine_at_a_time() -> None:
     run_ranks(2, _twice)
 
 

@@ -54,7 +54,10 @@ def build_handle(
         UsageError: the model is sharded already.
     """
     if find_handle(model) is not None:
-        raise UsageError(f"this {type(model).__name__} is sharded already; build a new model for another engine")
+        raise UsageError(
+            f"this {type(model).__name__} is sharded already; for another engine close it first (zeroshard.close), or "
+            "build a new model"
+        )
     _check_model(model)
     _check_plan(model, plan)
     mesh = build_mesh(plan.shard)

@@ -168,5 +168,5 @@ def handle_of(model: nn.Module) -> Handle:
 def _closed(model: nn.Module) -> UsageError:
     return UsageError(
         f"{type(model).__name__} was closed (zeroshard.close(), engine.destroy()) and is not sharded by a running "
-        "engine any more: read, save and step before that, and build a new model to train on"
+        "engine any more: read, save and step before that, or shard it again to train on"
     )
