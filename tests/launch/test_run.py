@@ -84,6 +84,17 @@ def test_several_nodes_make_one_job(tmp_path: Path) -> None:
     assert [(seen["env"]["RANK"], seen["env"]["WORLD_SIZE"]) for seen in _seen(tmp_path, 2)] == [("0", "2"), ("1", "2")]
 
 
+def test_a_node_that_waits_for_the_others_in_vain_says_so(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    words = ["--nproc", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost", "--master-port", port]
+    done = zeroshard(tmp_path, "run", *words, "--rendezvous-timeout", "1", script(tmp_path, ""))
+    assert done.returncode == 2, done.stderr
+    assert f"zeroshard: the nodes did not meet at localhost:{port}: " in done.stderr
+    assert "killed" not in done.stderr
+
+
 def test_a_script_may_start_processes_of_its_own(tmp_path: Path) -> None:
     name = script(
         tmp_path,

@@ -283,6 +283,10 @@ class Line:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
 
+    def through(self) -> None:
+        """The agent has ended, whatever came of it: what is heard from now on, as the judge's own end, ends nothing."""
+        self._left = True
+
     def listen(self, judge: Judge | None) -> None:
         """The thread: find the judge through the store of the rendezvous, then hear it until the end."""
         job = self.job
@@ -344,5 +348,6 @@ def joined(job: Job) -> Iterator[Line]:
     try:
         yield line
     finally:
+        line.through()
         if judge is not None:
             judge.close(line.well)
