@@ -105,6 +105,7 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path:
     text = """
         import os, signal, time
         signal.signal(signal.SIGINT, lambda number, frame: os.write(1, b"ignored\\n"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.write(1, b"%d\\n" % os.getpid())
         while True:
             time.sleep(1)
@@ -119,6 +120,42 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path:
 
     assert launcher.returncode == 128 + signal.SIGINT
     assert _left_running([pid]) == []
+
+
+def test_a_second_ctrl_c_while_what_ranks_left_is_ended_changes_nothing(tmp_path: Path) -> None:
+    text = """
+        import os, subprocess, sys, time
+        child = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
+        left = subprocess.Popen([sys.executable, "-c", child], start_new_session=True, stdout=subprocess.PIPE)
+        left.stdout.readline()
+        print(left.pid, flush=True)
+        time.sleep(1000)
+    """
+    launcher = start(tmp_path, "run", "--nproc", "1", script(tmp_path, text), stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stderr is not None
+    pid = int(launcher.stdout.readline())
+    launcher.send_signal(signal.SIGINT)
+    while "all ranks ended" not in launcher.stderr.readline():
+        pass
+    launcher.send_signal(signal.SIGINT)
+    _, said = launcher.communicate(timeout=30)
+    assert (launcher.returncode, said) == (128 + signal.SIGINT, "")
+    assert _left_running([pid]) == []
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for the agent in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_launcher_is_starting_is_named(tmp_path: Path, number: signal.Signals) -> None:
+    name = script(tmp_path, "import time; time.sleep(1000)")
+    launcher = start(tmp_path, "run", "--nproc", "1", name, stderr=subprocess.PIPE)
+    while not Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text():
+        time.sleep(0.005)
+    time.sleep(0.2)  # the guard has a child, the agent to be, and takes over the signals
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + number
+    assert said.splitlines()[-1] == f"zeroshard: {number.name} received, all ranks ended"
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the kernel ends orphaned ranks on Linux only")

@@ -34,7 +34,7 @@ from zeroshard.errors import ZeroShardError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _JOB_VARIABLE = "ZEROSHARD_JOB"
 # How long what is left may take to end by itself; as long again, it is waited for after SIGKILL.
 _LEFT_SECONDS = 2.0
@@ -65,6 +65,8 @@ def guarded(work: Work, killed: Callable[[signal.Signals], None], control: Contr
 def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     # Ctrl-C at a terminal goes to its foreground group: to the guard alone, which passes it on once.
     os.setpgid(0, 0)
+    # Until torch's agent has its handlers; an exception amid an import comes out as whatever the import makes of it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -75,10 +77,10 @@ def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     except ZeroShardError as error:
         print(f"zeroshard: {error}", file=sys.stderr)
         status = 2
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()  # a fault of ours: it must not run on into the guard's code
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_IGN)  # it ends within seconds anyway, and a handler of torch's would raise
     if status != 0:
         _end_what_is_left(job)
     sys.stdout.flush()
@@ -97,7 +99,7 @@ def _wait(child: int, killed: Callable[[signal.Signals], None], control: Control
 
     ended: list[int] = []
     reaping = threading.RLock()  # a handler may run while this thread holds it
-    for number in _FORWARDED:
+    for number in FORWARDED:
         signal.signal(number, forward)
     if control is not None:
         threading.Thread(target=control, args=(tell,), daemon=True).start()

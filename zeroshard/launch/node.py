@@ -21,7 +21,7 @@ import zeroshard
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.launch import frames
 from zeroshard.launch.binding import bind_ranks
-from zeroshard.launch.guard import guarded
+from zeroshard.launch.guard import FORWARDED, guarded
 from zeroshard.launch.job import Job
 from zeroshard.launch.network import choose_interface
 from zeroshard.launch.resources import gpu_count, resolve_nproc, set_threads
@@ -35,9 +35,16 @@ def run_node(job: Job) -> int:
     """Run this node's ranks under a guard; the exit status."""
     return guarded(
         lambda directory: start(job, directory),
-        lambda number: say(f"zeroshard: the agent was killed by {number.name}; ending all ranks"),
+        _say_killed,
         _await_end_of_input if job.ends_with_input else None,
     )
+
+
+def _say_killed(number: signal.Signals) -> None:
+    if number in FORWARDED:  # it was meant for all of us, and came before the agent could hear it
+        say(f"zeroshard: {number.name} received, all ranks ended")
+    else:
+        say(f"zeroshard: the agent was killed by {number.name}; ending all ranks")
 
 
 def _await_end_of_input(tell: Callable[[signal.Signals], None]) -> None:

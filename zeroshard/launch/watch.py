@@ -328,6 +328,8 @@ class RankWatch:
             return
         for number in numbers:
             if number in _STOPS:
+                if self._told_to_stop and number == signal.SIGINT:
+                    self.end_leftovers()  # a second Ctrl-C; the agent would wait for them once more
                 # The agent passes it on to the ranks at the same time: who is on the way out has not failed.
                 self._stop(signal.Signals(number))
 
