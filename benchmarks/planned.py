@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.engines import Setting
 from benchmarks.planner_cases import workload
-from zeroshard.engine.host_memory import available_bytes
+from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import reordered
 from zeroshard.plan.placement import StateKind, Tier

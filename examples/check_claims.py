@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.traffic import step_traffic
 

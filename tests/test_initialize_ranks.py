@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.test_initialize import CONFIG, Model, build, loss_of, parameters, same, start, train
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 from zeroshard.plan.memory import state_bytes
 

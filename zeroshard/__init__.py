@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.checkpoint.pretrained import Pretrained, from_pretrained
     from zeroshard.comm.join import init_distributed
-    from zeroshard.engine.access import (
+    from zeroshard.engine.automatic import AutoPlan
+    from zeroshard.engine.between.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
-    from zeroshard.engine.automatic import AutoPlan
-    from zeroshard.engine.checkpoints import load, save, wait_for_checkpoint
-    from zeroshard.engine.external import register_external_parameter, unregister_external_parameter
-    from zeroshard.engine.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
+    from zeroshard.engine.between.external import register_external_parameter, unregister_external_parameter
+    from zeroshard.engine.between.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
+    from zeroshard.engine.between.memory_use import memory_status, see_memory_usage
+    from zeroshard.engine.between.offload_states import offload_states, reload_states
     from zeroshard.engine.graphed import GraphedStep
-    from zeroshard.engine.memory_use import memory_status, see_memory_usage
     from zeroshard.engine.native import (
         clip_grad_norm_,
         close,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
         plan_of,
         shard,
     )
-    from zeroshard.engine.offload_states import offload_states, reload_states
-    from zeroshard.engine.preemption import PREEMPTED, Preemption
+    from zeroshard.engine.saving.checkpoints import load, save, wait_for_checkpoint
+    from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.optim.cpu_adam import CPUAdam
     from zeroshard.optim.named import (
@@ -86,7 +86,7 @@ _HOME = {
     "AutoPlan": "zeroshard.engine.automatic",
     "CPUAdam": "zeroshard.optim.cpu_adam",
     "ExecutionPolicy": "zeroshard.plan.plan",
-    "GatheredParameters": "zeroshard.engine.gathered",
+    "GatheredParameters": "zeroshard.engine.between.gathered",
     "GraphedStep": "zeroshard.engine.graphed",
     "Init": "zeroshard.sharding.deferred",
     "Lamb": "zeroshard.optim.named",
@@ -109,38 +109,38 @@ _HOME = {
     "close": "zeroshard.engine.native",
     "drain": "zeroshard.engine.native",
     "from_pretrained": "zeroshard.checkpoint.pretrained",
-    "full_state_dict": "zeroshard.engine.gathered",
+    "full_state_dict": "zeroshard.engine.between.gathered",
     "get_global_grad_norm": "zeroshard.engine.native",
     "init_distributed": "zeroshard.comm.join",
     "initialize": "zeroshard.from_config",
-    "iterate_full_parameters": "zeroshard.engine.gathered",
-    "load": "zeroshard.engine.checkpoints",
+    "iterate_full_parameters": "zeroshard.engine.between.gathered",
+    "load": "zeroshard.engine.saving.checkpoints",
     "no_sync": "zeroshard.engine.native",
-    "offload_states": "zeroshard.engine.offload_states",
+    "offload_states": "zeroshard.engine.between.offload_states",
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
-    "save": "zeroshard.engine.checkpoints",
-    "safe_get_full_fp32_param": "zeroshard.engine.access",
-    "safe_get_full_grad": "zeroshard.engine.access",
-    "safe_get_full_optimizer_state": "zeroshard.engine.access",
-    "safe_get_local_fp32_param": "zeroshard.engine.access",
-    "safe_get_local_grad": "zeroshard.engine.access",
-    "safe_get_local_optimizer_state": "zeroshard.engine.access",
-    "safe_set_full_fp32_param": "zeroshard.engine.access",
-    "safe_set_full_grad": "zeroshard.engine.access",
-    "safe_set_full_optimizer_state": "zeroshard.engine.access",
-    "safe_set_local_fp32_param": "zeroshard.engine.access",
-    "safe_set_local_grad": "zeroshard.engine.access",
-    "safe_set_local_optimizer_state": "zeroshard.engine.access",
-    "reload_states": "zeroshard.engine.offload_states",
-    "register_external_parameter": "zeroshard.engine.external",
-    "unregister_external_parameter": "zeroshard.engine.external",
-    "see_memory_usage": "zeroshard.engine.memory_use",
-    "memory_status": "zeroshard.engine.memory_use",
+    "save": "zeroshard.engine.saving.checkpoints",
+    "safe_get_full_fp32_param": "zeroshard.engine.between.access",
+    "safe_get_full_grad": "zeroshard.engine.between.access",
+    "safe_get_full_optimizer_state": "zeroshard.engine.between.access",
+    "safe_get_local_fp32_param": "zeroshard.engine.between.access",
+    "safe_get_local_grad": "zeroshard.engine.between.access",
+    "safe_get_local_optimizer_state": "zeroshard.engine.between.access",
+    "safe_set_full_fp32_param": "zeroshard.engine.between.access",
+    "safe_set_full_grad": "zeroshard.engine.between.access",
+    "safe_set_full_optimizer_state": "zeroshard.engine.between.access",
+    "safe_set_local_fp32_param": "zeroshard.engine.between.access",
+    "safe_set_local_grad": "zeroshard.engine.between.access",
+    "safe_set_local_optimizer_state": "zeroshard.engine.between.access",
+    "reload_states": "zeroshard.engine.between.offload_states",
+    "register_external_parameter": "zeroshard.engine.between.external",
+    "unregister_external_parameter": "zeroshard.engine.between.external",
+    "see_memory_usage": "zeroshard.engine.between.memory_use",
+    "memory_status": "zeroshard.engine.between.memory_use",
     "TiledLinear": "zeroshard.sharding.tiled",
     "OnDevice": "zeroshard.sharding.on_device",
-    "PREEMPTED": "zeroshard.engine.preemption",
-    "Preemption": "zeroshard.engine.preemption",
+    "PREEMPTED": "zeroshard.engine.saving.preemption",
+    "Preemption": "zeroshard.engine.saving.preemption",
     "set_z3_leaf_modules": "zeroshard.sharding.marks",
     "unset_z3_leaf_modules": "zeroshard.sharding.marks",
     "set_z3_leaf_module": "zeroshard.sharding.marks",
@@ -149,7 +149,7 @@ _HOME = {
     "set_z3_leaf_modules_by_name": "zeroshard.sharding.marks",
     "set_z3_leaf_modules_by_suffix": "zeroshard.sharding.marks",
     "shard": "zeroshard.engine.native",
-    "wait_for_checkpoint": "zeroshard.engine.checkpoints",
+    "wait_for_checkpoint": "zeroshard.engine.saving.checkpoints",
 }
 
 __all__ = [

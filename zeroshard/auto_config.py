@@ -22,7 +22,7 @@ from zeroshard.config.document import read_document
 from zeroshard.config.problems import Problems
 from zeroshard.config.resolve import Resolution
 from zeroshard.engine.automatic import OFFLOADS, assumed_example, choose, example_of, reachable
-from zeroshard.engine.native import check_update, make_plan
+from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, with_peer_copies

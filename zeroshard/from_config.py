@@ -25,8 +25,9 @@ from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.loader import LoaderOptions
-from zeroshard.engine.native import build_optimized, make_plan
-from zeroshard.engine.schedule import Schedule, check_schedule
+from zeroshard.engine.native import build_optimized
+from zeroshard.engine.planning import make_plan
+from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.clients import client_source

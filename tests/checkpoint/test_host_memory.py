@@ -13,8 +13,8 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.engine.checkpoints import saver_of
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.saving.checkpoints import saver_of
 from zeroshard.plan.memory import checkpoint_copy_nbytes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks of memory")

@@ -21,7 +21,7 @@ from tests.launch.launcher import zeroshard as command
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.saver import SAVING_THREAD
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.preemption import LINE_VARIABLE, PREEMPTED
+from zeroshard.engine.saving.preemption import LINE_VARIABLE, PREEMPTED
 from zeroshard.errors import UsageError
 from zeroshard.launch import runner
 

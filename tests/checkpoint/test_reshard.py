@@ -17,8 +17,8 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.directory import find, whole
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.engine.checkpoints import saver_of
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.saving.checkpoints import saver_of
 from zeroshard.errors import CheckpointError, ZeroShardError
 
 

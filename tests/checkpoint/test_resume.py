@@ -21,7 +21,7 @@ from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.directory import check_tag
 from zeroshard.checkpoint.jsonfile import decode, encode
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.native import stepper_of
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import CheckpointError, UsageError
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -340,7 +340,7 @@ def _unforeseen(directory: str, rank: int) -> None:
 
         return raising
 
-    here = "zeroshard.engine.checkpoints"
+    here = "zeroshard.engine.saving.checkpoints"
     cases: list[tuple[Callable[[], object], str, Exception, str]] = [
         (save, "zeroshard.checkpoint.saver.write_pieces", zlib.error("odd"), "error: odd"),
         (partial(save, True), "zeroshard.checkpoint.saver.write_pieces", OSError(5, "bad disk", "f"), "f: bad disk"),

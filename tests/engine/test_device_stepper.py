@@ -10,10 +10,12 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
-from zeroshard.engine.device_stepper import DeviceStepper
-from zeroshard.engine.gathered import mark_parameters
-from zeroshard.engine.native import attach_optimizer, make_plan, make_regions
+from zeroshard.engine.planning import make_plan
+from zeroshard.engine.step.attached import attach_optimizer
+from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.engine.step.sites import make_regions
 from zeroshard.errors import NonFiniteError
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam

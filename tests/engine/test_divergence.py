@@ -17,7 +17,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_same, shard_task, train_reference, train_sharded
 from tests.support.zoo import Stack
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import DivergenceError, ZeroShardError
 
 STAGES = (0, 1, 2, 3)

@@ -20,7 +20,7 @@ from tests.support.training import (
     train_reference,
 )
 from tests.support.zoo import STRUCTURES, Stack
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 
 STAGES = (0, 1, 2, 3)

@@ -9,7 +9,7 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.comm.oplog import OperationLog
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 

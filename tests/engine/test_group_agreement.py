@@ -12,10 +12,11 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, square_loss
 from tests.support.zoo import Stack
+from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
-from zeroshard.engine.device_stepper import DeviceStepper
-from zeroshard.engine.gathered import mark_parameters
-from zeroshard.engine.native import make_plan, make_regions
+from zeroshard.engine.planning import make_plan
+from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.engine.step.sites import make_regions
 from zeroshard.errors import DivergenceError
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam

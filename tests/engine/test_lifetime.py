@@ -26,8 +26,8 @@ from tests.support.training import (
     train_reference,
 )
 from tests.support.zoo import Checkpointed, Stack
-from zeroshard.engine.guard import sharded_gradient
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.memory.guard import sharded_gradient
 from zeroshard.errors import UsageError
 
 TASK = Task(Stack, square_loss)

@@ -36,7 +36,7 @@ from tests.support.training import (
 from zeroshard.config import load_config
 from zeroshard.config.optimizers import LOW_BIT, ONE_BIT, OPTIMIZERS
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.native import make_plan
+from zeroshard.engine.planning import make_plan
 from zeroshard.errors import CheckpointError, PlanError
 from zeroshard.optim.blocks import require_torchao
 from zeroshard.optim.configured import configured_source

@@ -174,7 +174,7 @@ def loaded(*names):
     return [m for m in sys.modules if m.startswith("zeroshard.") and m.split(".")[1] in names]
 import zeroshard.plan.report, zeroshard.plan.builder, zeroshard.sharding.units
 assert not loaded("config", "engine", "comm", "optim", "checkpoint", "from_config"), loaded
-import zeroshard.engine.engine, zeroshard.engine.native, zeroshard.engine.checkpoints
+import zeroshard.engine.engine, zeroshard.engine.native, zeroshard.engine.saving.checkpoints
 assert loaded("engine")
 assert not loaded("config", "from_config"), loaded("config", "from_config")
 assert "pydantic" not in sys.modules

@@ -13,8 +13,8 @@ from tests.support.models import Batch, Task, square_loss
 from tests.support.offload import offloaded, recipe
 from tests.support.training import Setting, assert_same, full_parameters, shard_task
 from tests.support.zoo import Stack
-from zeroshard.engine.handle import handle_of
-from zeroshard.engine.native import stepper_of
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
 
 TASK = Task(Stack, square_loss)

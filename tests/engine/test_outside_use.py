@@ -18,7 +18,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import VOCABULARY, WIDTH, Batch, Task, language_loss, square_loss
 from tests.support.training import Setting, assert_close, assert_same, sgd, shard_task, train_reference, train_sharded
 from tests.support.zoo import Mlp, Stack
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import DivergenceError, PlanError
 
 STAGES = (0, 1, 2, 3)

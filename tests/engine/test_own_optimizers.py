@@ -32,14 +32,15 @@ from tests.support.training import (
     train_sharded,
 )
 from zeroshard.config import load_config
+from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
-from zeroshard.engine.device_stepper import DeviceStepper
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.gathered import mark_parameters
-from zeroshard.engine.handle import handle_of
-from zeroshard.engine.native import make_plan, make_site
-from zeroshard.engine.step_base import StepperBase
-from zeroshard.engine.stepper import HostStepper
+from zeroshard.engine.planning import make_plan
+from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.engine.step.sites import make_site
+from zeroshard.engine.step.step_base import StepperBase
+from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.errors import PlanError
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source

@@ -16,9 +16,9 @@ from tests.support.distributed import run_ranks
 from tests.support.patience import Patience
 from tests.support.shared_memory import shared_files
 from zeroshard.comm.collectives import Pending
-from zeroshard.engine.handle import handle_of
-from zeroshard.engine.streams import Buffers, Launch, Stream
-from zeroshard.engine.virtual_streams import Pace, VirtualStreams
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.core.streams import Buffers, Launch, Stream
+from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.placement import STAGES

@@ -12,8 +12,8 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.patience import Patience
-from zeroshard.engine.streams import Event, Stream
-from zeroshard.engine.virtual_streams import HazardError, Pace, VirtualStreams
+from zeroshard.engine.core.streams import Event, Stream
+from zeroshard.engine.core.virtual_streams import HazardError, Pace, VirtualStreams
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import ExecutionPolicy

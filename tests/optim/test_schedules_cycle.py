@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zeroshard
-from zeroshard.engine.native import stepper_of
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.schedules import build_scheduler
@@ -244,7 +244,7 @@ def test_the_table_of_the_gpu_step_takes_the_cycled_betas() -> None:
     engine, optimizer, *_ = zeroshard.initialize(model=model, config=CONFIG)
     assert optimizer is not None
     handle = stepper_of(model).handle
-    from zeroshard.engine.native import make_regions
+    from zeroshard.engine.step.sites import make_regions
     from zeroshard.optim.rules import ADAMW
 
     table = DeviceAdam(ADAMW, make_regions(handle, optimizer.param_groups), torch.device("cpu"))

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.engine.handle import handle_of
-from zeroshard.engine.native import stepper_of
-from zeroshard.engine.storage import Group
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.memory.storage import Group
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.plan.memory import StateBytes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.traffic import Traffic

@@ -10,11 +10,14 @@ from torch import nn
 import zeroshard
 from tests.support.models import Batch, Task
 from tests.support.training import Outcome, Setting, adamw, build, full_parameters
+from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
-from zeroshard.engine.device_stepper import DeviceStepper
-from zeroshard.engine.gathered import mark_parameters
-from zeroshard.engine.native import attach_optimizer, close, make_plan, make_regions
-from zeroshard.engine.streams import Streams
+from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.native import close
+from zeroshard.engine.planning import make_plan
+from zeroshard.engine.step.attached import attach_optimizer
+from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.engine.step.sites import make_regions
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.optimizer import ShardedOptimizer

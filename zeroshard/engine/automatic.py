@@ -22,7 +22,7 @@ from torch import nn
 
 from zeroshard.arguments import need_kind
 from zeroshard.comm.reach import gpus_reachable
-from zeroshard.engine.host_memory import available_bytes
+from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
 from zeroshard.plan.builder import Recipe
 from zeroshard.planner.hardware import Cluster, find_gpu, parse_cluster

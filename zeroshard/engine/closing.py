@@ -7,10 +7,10 @@ that closes alone, in an error say, does not wait for others.
 
 from __future__ import annotations
 
-from zeroshard.engine.closed_state import guard_closed_state
-from zeroshard.engine.gathered import unmark_parameters
-from zeroshard.engine.handle import Handle
-from zeroshard.engine.storage import Group
+from zeroshard.engine.between.closed_state import guard_closed_state
+from zeroshard.engine.between.gathered import unmark_parameters
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.memory.storage import Group
 from zeroshard.sharding.loose import hang
 from zeroshard.sharding.loose_guard import guard_loose
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zeroshard.engine import checkpoints
 from zeroshard.engine.native import close
-from zeroshard.engine.preemption import PREEMPTED, Preemption
+from zeroshard.engine.saving import checkpoints
+from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
+from zeroshard.engine.saving.weights_file import save_16bit_model
 from zeroshard.engine.training_engine import TrainingEngine
-from zeroshard.engine.weights_file import save_16bit_model
 from zeroshard.errors import UsageError, ZeroShardWarning
 
 

@@ -29,11 +29,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from zeroshard.arguments import need_function
 from zeroshard.comm.collectives import Pending
 from zeroshard.comm.oplog import Recording
-from zeroshard.engine.device_stepper import DeviceStepper
-from zeroshard.engine.handle import handle_of
-from zeroshard.engine.native import find_optimizer, stepper_of
-from zeroshard.engine.runtime import Resting
-from zeroshard.engine.streams import CudaStreams
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.core.runtime import Resting
+from zeroshard.engine.core.streams import CudaStreams
+from zeroshard.engine.step.attached import find_optimizer, stepper_of
+from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
 from zeroshard.optim.device_adam import DeviceAdam
 

@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine.batching import Batching, BatchSizes
-from zeroshard.engine.handle import Handle, handle_of
+from zeroshard.engine.between.offload_states import offload_states, reload_states
+from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
-from zeroshard.engine.native import stepper_of
-from zeroshard.engine.offload_states import offload_states, reload_states
-from zeroshard.engine.schedule import advance, step_arguments
-from zeroshard.engine.step_base import StepperBase
+from zeroshard.engine.step.attached import stepper_of
+from zeroshard.engine.step.schedule import advance, step_arguments
+from zeroshard.engine.step.step_base import StepperBase
 from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan

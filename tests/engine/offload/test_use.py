@@ -21,11 +21,11 @@ from tests.support.models import Batch, Task, square_loss
 from tests.support.offload import offloaded, on_device, recipe, train
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
 from tests.support.zoo import Stack
-from zeroshard.engine.handle import handle_of
-from zeroshard.engine.host_memory import check_host_memory
-from zeroshard.engine.host_state_stepper import HostStateStepper
-from zeroshard.engine.native import stepper_of
-from zeroshard.engine.stepper import HostStepper
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.memory.host_memory import check_host_memory
+from zeroshard.engine.step.attached import stepper_of
+from zeroshard.engine.step.host_state_stepper import HostStateStepper
+from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import FlatUpdate

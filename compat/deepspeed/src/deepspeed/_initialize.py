@@ -18,7 +18,7 @@ from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
-from zeroshard.engine.handle import handle_of
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import build_engine
 

@@ -21,9 +21,9 @@ import zeroshard
 from deepspeed._exports import lazy
 from deepspeed._parameters import ZeroParamStatus, describe
 from zeroshard.cluster import rank_place
+from zeroshard.engine.between.gathered import GatheredParameters as _Gathered
+from zeroshard.engine.between.gathered import Unkept
 from zeroshard.engine.build import default_device
-from zeroshard.engine.gathered import GatheredParameters as _Gathered
-from zeroshard.engine.gathered import Unkept
 from zeroshard.sharding.early import ShardedInit
 from zeroshard.sharding.loose import shard_loosely
 

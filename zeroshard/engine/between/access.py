@@ -1,0 +1,412 @@
+"""Reads and writes of single parameters, gradients and optimizer states while they are sharded: DeepSpeed's `safe_*`.
+
+              rank 0              rank 1
+    master    [ a a a a b b | b b b c c . ]        full:   the parameter in its shape, equal on all ranks
+    local b         [ b b ]   [ b b b ]            local:  the elements that this rank updates, flat, in order
+
+A full value is put together in memory of its own, bit by bit: each rank lays its elements into zeros, and the ranks
+sum them as integers. So a parameter is never gathered for it, nothing is rounded, and no more than one parameter is
+whole at a time; gathering the flat group would cost the memory of a whole unit. All calls but those that say otherwise
+are made by all ranks in the same order; a rank that calls alone ends in a DivergenceError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.engine.between.gathered import place_of
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.core.runtime import in_backward
+from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.engine.step.attached import stepper_of
+from zeroshard.errors import UsageError
+from zeroshard.optim.saved_state import PackedState, StatePart
+from zeroshard.optim.split import join
+from zeroshard.sharding.layout import Segment
+
+_NONE, _HERE, _UNKNOWN = 0, 1, 2
+"""What a rank knows of an optimizer state: there is none (yet), it has it, the optimizer has no state of the name."""
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
+    """The whole parameter in float32, from its master weights where there are some; called by all ranks.
+
+    Returns:
+        A copy in the parameter's full shape, on the device of the state.
+
+    Raises:
+        UsageError: the tensor is not a parameter of a sharded model. So do all functions of this file.
+    """
+    spot = _spot(param)
+    return spot.assemble(_fp32_part(spot)).view(spot.segment.shape)
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
+    """The elements of the parameter that this rank updates, flat, float32, as a copy; may be called on one rank."""
+    return _fp32_part(_spot(param)).clone()
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Give the parameter rank 0's `value`; called by all ranks, between steps.
+
+    Master weights take it in float32, the parameter in its dtype, and the next forward and step see it.
+
+    Args:
+        value: a tensor of the parameter's full shape, any dtype and device.
+
+    Raises:
+        UsageError: another shape, during a backward, or inside GatheredParameters of this parameter.
+    """
+    spot = _spot(param)
+    spot.check_writable("safe_set_full_fp32_param")
+    whole = spot.from_rank_0(value, "safe_set_full_fp32_param")
+    spot.handle.runtime.parameters.before_write()
+    with torch.no_grad():
+        spot.group.write(spot.index, whole)
+    spot.handle.runtime.parameters.written(())
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Give this rank's elements of the parameter a value of their own; called by all ranks, between steps.
+
+    Args:
+        value: as many elements as `safe_get_local_fp32_param` returns, any dtype and device.
+    """
+    spot = _spot(param)
+    spot.check_writable("safe_set_local_fp32_param")
+    part = spot.local_value(value, "safe_set_local_fp32_param")
+    runtime = spot.handle.runtime
+    runtime.parameters.before_write()
+    with torch.no_grad():
+        spot.group.write_part(spot.own, part)
+    in_parts = spot.group.plan.param.axis is None and spot.divided
+    runtime.parameters.written((spot.unit.index,) if in_parts else ())
+    if in_parts:
+        runtime.parameters.gather(spot.unit.index)  # it rests whole: let the ranks see each other's parts
+        runtime.parameters.meet_peers()
+        runtime.parameters.settle()
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of the backwards since the last step; called by all ranks, between backward and step.
+
+    Returns:
+        A float32 copy in the parameter's full shape: averaged over the ranks, without the loss scale, before clipping.
+        None where no rank has a gradient for it.
+    """
+    spot = _spot(param)
+    part = _grad(spot)
+    return None if part is None else spot.assemble(part).view(spot.segment.shape)
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of the elements that this rank updates, flat, float32; otherwise as `safe_get_full_grad`."""
+    return _grad(_spot(param))
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Give the parameter's gradient rank 0's `value`; called by all ranks, between backward and step.
+
+    Args:
+        value: of the parameter's full shape, in the unit of `safe_get_full_grad`. The next step clips and uses it;
+            later micro-batches are added to it.
+
+    Raises:
+        UsageError: there are no gradients to set, or the parameter is frozen.
+    """
+    spot = _spot(param)
+    _check_gradients(spot, "safe_set_full_grad")
+    _put_grad(spot, spot.from_rank_0(value, "safe_set_full_grad"))
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Give the gradient of this rank's elements a value of their own; as `safe_set_full_grad` otherwise."""
+    spot = _spot(param)
+    _check_gradients(spot, "safe_set_local_grad")
+    _put_grad(spot, spot.assemble(spot.local_value(value, "safe_set_local_grad")))
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """One state of the optimizer for the whole parameter (`exp_avg`, say); called by all ranks.
+
+    Returns:
+        A copy in the parameter's full shape; None where there is none: for a frozen parameter, for one that the
+        optimizer does not have, and before the first step of an optimizer that makes its state then.
+
+    Raises:
+        UsageError: the optimizer has no state of that name, or none by element.
+    """
+    spot = _spot(param)
+    part = _state(spot, optim_state_key)
+    return None if part is None else spot.assemble(part.read()).view(spot.segment.shape)
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """One state of the optimizer for the elements that this rank updates, flat; called by all ranks."""
+    part = _state(_spot(param), optim_state_key)
+    return None if part is None else part.read().clone()
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Give one state of the optimizer rank 0's `value`, of the parameter's full shape; called by all ranks.
+
+    Raises:
+        UsageError: the parameter has no such state (yet).
+    """
+    spot = _spot(param)
+    part = _existing_state(spot, optim_state_key)
+    whole = spot.from_rank_0(value, "safe_set_full_optimizer_state")
+    with torch.no_grad():
+        part.write(whole.reshape(-1)[spot.of_whole])
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Give one state of this rank's elements of the parameter a value of their own; called by all ranks."""
+    spot = _spot(param)
+    part = _existing_state(spot, optim_state_key)
+    with torch.no_grad():
+        part.write(spot.local_value(value, "safe_set_local_optimizer_state"))
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A parameter's place in the sharded state of this rank.
+
+    Attributes:
+        own: its elements that this rank updates, within the flat tensor that this rank updates.
+        of_whole: the same elements, within the parameter.
+        divided: whether ranks update different elements.
+    """
+
+    handle: Handle
+    unit: Unit
+    group: Group
+    index: int
+    param: torch.Tensor
+    own: slice
+    of_whole: slice
+    divided: bool
+
+    @property
+    def segment(self) -> Segment:
+        return self.group.plan.layout.segments[self.index]
+
+    @property
+    def number(self) -> int:
+        """The group's number among the trainable ones of its unit."""
+        return next(number for number, group in enumerate(self.unit.trainable) if group is self.group)
+
+    def assemble(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole, flat, of every rank's `part`, exactly; a copy on the device."""
+        part = part.to(self.handle.device)
+        if not self.divided:
+            return part.clone()
+        wide = part if part.dtype.itemsize in (4, 8) else part.float()
+        whole = wide.new_zeros(self.segment.numel)
+        whole[self.of_whole] = wide
+        self._sum(whole.view(torch.int32 if wide.dtype.itemsize == 4 else torch.int64))
+        return whole.to(part.dtype)
+
+    def _sum(self, whole: torch.Tensor) -> None:
+        comm = self.handle.comm
+        comm.log.record("get", self.segment.name, whole.nbytes)
+        gathers = comm.gathers[self.unit.plan.axis]
+        gathers.wait(gathers.all_reduce(whole, self.segment.name))
+
+    def agree(self, code: int) -> int:
+        """The largest of the ranks' codes."""
+        codes = torch.tensor([code], dtype=torch.int64, device=self.handle.device)
+        control = self.handle.comm.control
+        control.wait(control.all_reduce(codes, self.segment.name, op=dist.ReduceOp.MAX))
+        return int(codes)
+
+    def from_rank_0(self, value: torch.Tensor, call: str) -> torch.Tensor:
+        """Rank 0's value as a flat float32 copy on the state's device.
+
+        Whether it could be taken travels with it: a rank that raised alone would leave the others waiting.
+        """
+        control, name = self.handle.comm.control, self.segment.name
+        problem = _problem(value, self.segment.numel, f"{tuple(self.segment.shape)}")
+        sent = torch.zeros(self.segment.numel + 1, dtype=torch.float32, device=self.handle.device)
+        if control.rank == 0 and problem is None:
+            sent[:-1] = value.detach().reshape(-1)
+            sent[-1] = 1
+        control.wait(control.broadcast(sent, 0, name))
+        if problem is None and not bool(sent[-1]):
+            problem = "what rank 0 gave can't be taken: its own error says why"
+        if problem is not None:
+            raise UsageError(f"{call}: {name!r} {problem}")
+        return sent[:-1]
+
+    def local_value(self, value: torch.Tensor, call: str) -> torch.Tensor:
+        """This rank's value, flat float32; where several ranks update the same elements, that of the first of them."""
+        if not self.divided:
+            return self.from_rank_0(value, call)
+        count = self.own.stop - self.own.start
+        problem = _problem(value, count, f"({count},) on this rank")
+        # A rank that raised alone would leave the others waiting in what follows.
+        if self.agree(int(problem is not None)) and problem is None:
+            problem = "what another rank gave can't be taken: its own error says why"
+        if problem is not None:
+            raise UsageError(f"{call}: {self.segment.name!r} {problem}")
+        part = value.detach().to(self.handle.device, torch.float32, copy=True).reshape(-1).contiguous()
+        comm = self.handle.comm
+        comm.log.record("set", self.segment.name, 0)
+        if self.unit.plan.axis == "shard":
+            replicas = comm.gathers["replicate"]
+            replicas.wait(replicas.broadcast(part, 0, self.segment.name))
+        return part
+
+    def check_writable(self, call: str) -> None:
+        sharded = self.group.plan.param.axis is not None
+        if in_backward():
+            raise UsageError(f"{call} during a backward: call it after the step, before the next forward")
+        if sharded and self.param.numel() and not self.unit.in_use:
+            raise UsageError(
+                f"{call} inside GatheredParameters of {self.segment.name!r}: change the parameter itself there, or "
+                "call this outside"
+            )
+
+
+def _spot(param: torch.Tensor) -> _Spot:
+    place = place_of(param) if isinstance(param, torch.Tensor) else None
+    if place is None:
+        raise UsageError(
+            "the tensor is not a parameter of a sharded model; take it from model.parameters() after shard() or "
+            "initialize()"
+        )
+    handle, unit, group, index = place
+    handle.runtime.drain()
+    own, of_whole = group.own_part(index)
+    divided = group.held_range != (0, group.plan.layout.numel)
+    return _Spot(handle, unit, group, index, param, own, of_whole, divided)
+
+
+def _problem(value: object, numel: int, shape: str) -> str | None:
+    """Why a value can't be taken."""
+    if not isinstance(value, torch.Tensor) or value.numel() != numel:
+        given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        return f"needs a tensor of shape {shape}, got {given}"
+    if value.is_meta:
+        return "needs a tensor of real numbers, got one on the meta device, which has no values"
+    if value.is_complex():
+        return f"needs a tensor of real numbers, got {value.dtype}"
+    return None if value.layout is torch.strided else f"needs a dense tensor, got one of layout {value.layout}"
+
+
+def _fp32_part(spot: _Spot) -> torch.Tensor:
+    group, own = spot.group, spot.own
+    if group.master is None:
+        return group.held_param[own].float()
+    device = spot.handle.device
+    part = group.master[own].to(device)
+    return join(group.update_param[own].to(device), part) if group.split else part
+
+
+def _grad(spot: _Spot) -> torch.Tensor | None:
+    """The gradient of this rank's elements: what has been reduced already, and what waits on each rank for it."""
+    gradients = spot.handle.runtime.gradients
+    if not spot.group.plan.trainable or not gradients.present:
+        return None
+    if spot.agree(int(gradients.fired(spot.unit)[spot.number][spot.index])) == 0:
+        return None
+    part = torch.zeros(spot.own.stop - spot.own.start, dtype=torch.float32, device=spot.handle.device)
+    if gradients.reduced(spot.unit):
+        part += spot.group.update_grad[spot.own].to(part.device).float()
+    if gradients.pending(spot.unit):
+        part += _sum_of_pending(spot)[spot.of_whole]
+    return part * stepper_of(spot.handle.runtime.model).unscale()
+
+
+def _sum_of_pending(spot: _Spot) -> torch.Tensor:
+    """The sum over ranks of local gradients that the next reduce will take, (numel,) float32; they stay pending."""
+    comm, axis = spot.handle.comm, spot.unit.plan.axis
+    local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end].float()
+    summed = local / spot.handle.plan.policy.predivide
+    comm.log.record("get", spot.segment.name, summed.nbytes)
+    for name in (axis, "replicate") if axis == "shard" else (axis,):
+        comm.reduces[name].wait(comm.reduces[name].all_reduce(summed, spot.segment.name))
+    return summed
+
+
+def _check_gradients(spot: _Spot, call: str) -> None:
+    if not spot.group.plan.trainable:
+        raise UsageError(f"{call}: {spot.segment.name!r} is frozen, so it has no gradient")
+    if in_backward() or not spot.handle.runtime.gradients.present:
+        raise UsageError(f"{call}: there is no gradient to set; call it after the backward and before the step")
+
+
+def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
+    """Let the whole gradient be `whole` (averaged, unscaled), at whichever place the next step or reduce takes it."""
+    gradients, group = spot.handle.runtime.gradients, spot.group
+    stepper = stepper_of(spot.handle.runtime.model)
+    summed = whole / stepper.unscale()
+    if gradients.pending(spot.unit):
+        local = gradients.local(group)[spot.segment.offset : spot.segment.end]
+        first = spot.handle.comm.mesh.rank == 0
+        local.copy_(summed * spot.handle.plan.policy.predivide if first else torch.zeros_like(summed))
+        summed = torch.zeros_like(summed)
+    if gradients.reduced(spot.unit):
+        group.update_grad[spot.own].copy_(summed[spot.of_whole])
+        gradients.square_again(group)
+    gradients.fired(spot.unit)[spot.number][spot.index] = True
+    stepper.gradients_changed()
+
+
+def _state(spot: _Spot, key: str) -> PackedState | None:
+    """This rank's part of a state, agreed on by all ranks: those without an element of it can't know it."""
+    update = stepper_of(spot.handle.runtime.model).update
+    part: PackedState | None = None
+    names: tuple[str, ...] = ()
+    code = _NONE
+    if spot.group.plan.trainable:
+        region = _region_number(spot)
+        parts = list(update.state_parts())
+        known = update.value_keys(region)
+        names = known if known is not None else tuple(dict.fromkeys(name for one in parts for name in one.elements))
+        mine = (one for one in parts if (one.region, one.index) == (region, spot.index))
+        part = next((_values(one, key) for one in mine), None)
+        code = _HERE if part is not None else _UNKNOWN if names and key not in names else _NONE
+    code = spot.agree(code)
+    if code == _UNKNOWN:
+        raise UsageError(f"the optimizer has no state {key!r:.80}; it has {', '.join(names) or 'none here'}")
+    if code == _NONE:
+        return None
+    return part if part is not None else _plain(torch.empty(0, device=spot.handle.device))
+
+
+def _values(part: StatePart, key: str) -> PackedState | None:
+    """What a part has of a state."""
+    elements = part.elements.get(key)
+    return part.packed.get(key) if elements is None else _plain(elements)
+
+
+def _plain(elements: torch.Tensor) -> PackedState:
+    def write(values: torch.Tensor) -> None:
+        elements.copy_(values)
+
+    return PackedState(lambda: elements, write, {})
+
+
+def _existing_state(spot: _Spot, key: str) -> PackedState:
+    part = _state(spot, key)
+    if part is None:
+        raise UsageError(
+            f"{spot.segment.name!r} has no {key!r} to set: it is frozen, not one of the optimizer's parameters, or has "
+            "not been updated yet; call it after the first step"
+        )
+    return part
+
+
+def _region_number(spot: _Spot) -> int:
+    """The number of the group's region: regions are the trainable groups of all units in order."""
+    number = 0
+    for unit in spot.handle.runtime.units:
+        for group in unit.trainable:
+            if group is spot.group:
+                return number
+            number += 1
+    raise AssertionError(spot.segment.name)

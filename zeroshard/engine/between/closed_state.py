@@ -1,0 +1,56 @@
+"""`state_dict()` of a closed model: what is sharded is refused, or there by name and shape, as in the open model.
+
+Its parameters are empty then, and torch would save them so without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeroshard.engine.memory.guard import sharded_value
+from zeroshard.errors import UsageError
+from zeroshard.sharding.loose import loose_of
+
+
+@dataclass  # torch sets an attribute on it
+class _ClosedState:
+    """A hook of a module, called with its part of the state dict.
+
+    Attributes:
+        names: stand-ins with name and shape, instead of an error.
+    """
+
+    names: bool
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        """Raises UsageError, or puts a stand-in, where a parameter of the module itself is empty."""
+        for name, parameter in module.named_parameters(recurse=False):
+            loose = loose_of(parameter)
+            if loose is None or tuple(parameter.shape) == loose.shape or f"{prefix}{name}" not in state:
+                continue
+            if not self.names:
+                raise UsageError(
+                    f"state_dict(): parameter {f'{prefix}{name}'!r} is sharded and empty here, its engine was closed "
+                    "(engine.destroy(), zeroshard.close()). Call it on all ranks inside "
+                    "zeroshard.GatheredParameters(model.parameters()), or save before closing"
+                )
+            state[f"{prefix}{name}"] = sharded_value(parameter.dtype, loose.shape)
+
+
+def guard_closed_state(model: nn.Module, *, names: bool) -> None:
+    """Put the hook on modules that have sharded parameters of their own."""
+    unguard_closed_state(model)
+    for module in model.modules():
+        if any(loose_of(parameter) is not None for parameter in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(_ClosedState(names))
+
+
+def unguard_closed_state(model: nn.Module) -> None:
+    """Take the hook off all modules."""
+    for module in model.modules():
+        hooks = module._state_dict_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _ClosedState)]:
+            del hooks[key]

@@ -1,0 +1,271 @@
+"""Whole parameters for readers and writers outside of a forward: GatheredParameters and streaming over all parameters.
+
+Gathering goes unit by unit into memory of its own, never into the slots, so it can't disturb a forward in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.arguments import need_kind
+from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.memory.loose_values import gather_loose
+from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.errors import UsageError
+from zeroshard.sharding.loose import LooseShard, loose_of
+from zeroshard.sharding.marks import PARAMETER_OF
+
+_HELD = "_zeroshard_gathered"
+"""On a parameter while a GatheredParameters has it."""
+
+
+def mark_parameters(handle: Handle) -> None:
+    """Let each parameter know its handle, so that GatheredParameters works from parameters alone."""
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            for index, parameter in enumerate(group.parameters):
+                setattr(parameter, PARAMETER_OF, (handle, unit, group, index))
+
+
+def unmark_parameters(handle: Handle) -> None:
+    """Let the parameters forget their handle."""
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            for parameter in group.parameters:
+                vars(parameter).pop(PARAMETER_OF, None)
+
+
+Place = tuple[Handle, Unit, Group, int]
+
+
+def place_of(parameter: torch.Tensor) -> Place | None:
+    """Where a parameter lives, None for tensors that no model of ours owns."""
+    found: Place | None = parameter.__dict__.get(PARAMETER_OF)
+    return found
+
+
+class Unkept(Enum):
+    """What becomes of values that were changed without a modifier_rank."""
+
+    REFUSED = "an error"
+    DROPPED = "the old values again"
+
+
+class GatheredParameters:
+    """Inside the with-block the given parameters are whole; called by all ranks.
+
+    Of nested blocks the outermost decides about a parameter; inner ones leave it alone and send nothing for it, so one
+    rank may open them by itself. A forward inside uses what the block holds, changes included, and gathers only units
+    of which it does not hold all.
+
+    Args:
+        params: a parameter, any iterable of them, a module, or None. Tensors that are not sharded are left alone.
+        modifier_rank: the rank whose changes to the values are kept on all ranks; None: changes are refused.
+        fwd_module: accepted for DeepSpeed's signature; forward gathers units by itself.
+        enabled: False does nothing.
+
+    Raises:
+        UsageError: values were changed though modifier_rank is None; the rank does not exist.
+    """
+
+    unkept = Unkept.REFUSED
+
+    def __init__(
+        self,
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._members = list({id(member): member for member in (_tensors(params) if enabled else [])}.values())
+        self._modifier = modifier_rank
+        self._held: list[torch.Tensor] = []
+        self._places: list[tuple[torch.Tensor, Place]] = []
+        self._loose: list[tuple[torch.Tensor, LooseShard]] = []
+        self._gathered: list[tuple[torch.Tensor, Unit, Group, int]] = []
+        self._versions: dict[int, int] = {}
+        self._before: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> GatheredParameters:
+        free = [member for member in self._members if _HELD not in vars(member)]
+        self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
+        self._loose = [(member, loose) for member in free if (loose := loose_of(member)) is not None]
+        handles = {id(place[0]): place[0] for _, place in self._places}
+        sizes = {handle.comm.control.size for handle in handles.values()} | {loose.ranks for _, loose in self._loose}
+        for ranks in sizes:
+            if self._modifier is not None and not 0 <= self._modifier < ranks:
+                raise UsageError(f"GatheredParameters: modifier_rank {self._modifier} is not one of the {ranks} ranks")
+        for handle in handles.values():
+            handle.runtime.drain()
+        self._gather()
+        for parameter, loose in self._loose:
+            parameter.data = gather_loose(loose, parameter.device).to(parameter.dtype)
+        self._held = [member for member, _ in (*self._places, *self._loose)]
+        for member in self._held:
+            vars(member)[_HELD] = True
+        self._versions = {id(member): member._version for member in self._held}
+        self._before = [self._copy_before(*place) for place in self._places]
+        return self
+
+    def _gather(self) -> None:
+        wholes: dict[int, torch.Tensor] = {}
+        for parameter, (handle, unit, group, index) in self._places:
+            segment = group.plan.layout.segments[index]
+            in_use = tuple(parameter.shape) == segment.shape and segment.numel > 0
+            if group.plan.param.axis is None or (in_use and self._modifier is None):
+                continue  # whole already; what is in use is released before changes are kept
+            if id(group) not in wholes:
+                wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
+            parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
+            self._gathered.append((parameter, unit, group, index))
+            group.lent.add(index)
+
+    def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
+        """A change of a parameter that rests whole overwrites what its master weights, or the old values, are."""
+        _, unit, group, index = place
+        if group.plan.param.axis is not None:
+            in_shard = unit.in_use and index in group.in_shard and index not in group.lent
+            return parameter.detach().clone() if in_shard else None
+        kept = self._modifier is not None and group.master is not None
+        return parameter.detach().clone() if kept or self._drops else None
+
+    @property
+    def _drops(self) -> bool:
+        return self._modifier is None and self.unkept is Unkept.DROPPED
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        changed = [member for member in self._held if member._version != self._versions[id(member)]]
+        try:
+            if kind is None and self._modifier is not None:
+                self._keep_changes(self._modifier)
+            elif self._drops:
+                self._restore()
+            elif kind is None and changed:
+                self._restore()
+                raise UsageError(
+                    f"{_called(changed[0])} was changed inside GatheredParameters without modifier_rank, so the change "
+                    "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
+                )
+        finally:
+            for parameter, unit, group, index in self._gathered:
+                group.lent.discard(index)
+                parameter.data = (group.views if unit.in_use else group.empties)[index]
+            for parameter, _ in self._loose:
+                parameter.data = parameter.data.new_empty(0)
+            for parameter, (handle, *_) in self._places:
+                handle.runtime.inspection.accept(parameter)
+            for member in self._held:
+                del vars(member)[_HELD]
+            self._gathered.clear()
+            self._before.clear()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for (parameter, _), before in zip(self._places, self._before, strict=True):
+                if before is not None and parameter._version != self._versions[id(parameter)]:
+                    parameter.copy_(before)
+
+    def _keep_changes(self, source: int) -> None:
+        handles = {id(handle): handle for _, (handle, *_) in self._places}
+        for handle in handles.values():
+            handle.runtime.parameters.before_write()
+        for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
+            value = parameter.detach().contiguous()
+            handle.comm.control.wait(handle.comm.control.broadcast(value, source, name_of(parameter)))
+            group.write_changed(index, value, before)
+        for handle in handles.values():
+            handle.runtime.parameters.written(())
+        for parameter, loose in self._loose:
+            value = parameter.detach().contiguous()
+            if loose.ranks > 1:
+                dist.broadcast(value, source)
+            loose.write(value)
+
+
+def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[torch.Tensor]:
+    if params is None:
+        return []
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    call, needed = "GatheredParameters", "a parameter, a module or an iterable of parameters"
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        need_kind(params, (), call, needed)
+    items = [item for item in params if item is not None]
+    for item in items:
+        need_kind(item, torch.Tensor, call, needed)
+    return items
+
+
+def _called(parameter: torch.Tensor) -> str:
+    """The parameter, for a message."""
+    return "a parameter" if place_of(parameter) is None else f"parameter {name_of(parameter)!r}"
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """The name of a sharded model's parameter in its plan."""
+    place = place_of(parameter)
+    assert place is not None
+    return place[2].plan.layout.segments[place[3]].name
+
+
+def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -> torch.Tensor:
+    """All-gather this rank's `part` of a group (its shard in any dtype) into memory of its own."""
+    part = part.to(handle.device)
+    whole = torch.empty(group.plan.layout.numel, dtype=part.dtype, device=part.device)
+    gathers = handle.comm.gathers[unit.plan.axis]
+    handle.comm.log.record("all-gather", unit.label, whole.nbytes)
+    gathers.wait(gathers.all_gather(whole, part, unit.label))
+    return whole
+
+
+def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, whole, on the CPU, one flat group in memory at a time; every rank must iterate to the end.
+
+    Args:
+        master: float32 master weights where there are some, else the compute dtype.
+    """
+    handle = handle_of(model)
+    handle.runtime.drain()
+    handle.check_members()
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            part = group.master_values() if master else group.update_param
+            whole = part
+            if group.plan.trainable and group.plan.update_axis is not None:
+                whole = gather_whole(handle, unit, group, part)
+            elif group.plan.param.axis is not None:
+                whole = gather_whole(handle, unit, group, group.shard)
+            elif not group.plan.trainable:
+                whole = group.whole
+            for segment in group.plan.layout.segments:
+                yield segment.name, whole[segment.offset : segment.end].view(segment.shape).cpu()
+
+
+def full_state_dict(model: nn.Module, *, master: bool = True) -> dict[str, Any]:
+    """The model's whole state dict (parameters under all their names, and buffers) on rank 0; {} on other ranks."""
+    handle = handle_of(model)
+    keep = handle.comm.mesh.rank == 0
+    state: dict[str, Any] = {}
+    for name, tensor in iterate_full_parameters(model, master=master):
+        if keep:
+            state[name] = tensor.clone()
+    if not keep:
+        return {}
+    for alias, name in handle.plan.aliases.items():
+        state[alias] = state[name]
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                state[f"{path}.{name}" if path else name] = buffer.cpu()
+    return state

@@ -1,0 +1,132 @@
+"""`offload_states` and `reload_states`: give the device's memory to somebody else for a while, generation say.
+
+Between the two calls nothing trains and nothing reads state: who tries is told to reload first. What takes part is this
+rank's optimizer state, master weights, parameters in compute dtype, and accumulated gradients; slots stay, and so does
+what rests in host memory anyway. Parameters that ranks copy from each other stay too, for their peers know where they
+are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+from torch import nn
+
+from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.memory.parking import Parkable
+from zeroshard.engine.memory.storage import Group
+from zeroshard.engine.step.attached import find_stepper
+from zeroshard.errors import UsageError
+from zeroshard.plan.placement import Tier
+from zeroshard.plan.report import human_bytes
+
+_LOGGER = logging.getLogger("zeroshard")
+_ALIASES = {"contiguous_grad_buffer": Parkable.LP_GRADS.value}
+
+
+def offload_states(
+    model: nn.Module,
+    include: Iterable[str] | None = None,
+    device: str = "cpu",
+    *,
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> int:
+    """Move state out of the device's memory until `reload_states`; called by all ranks, between steps.
+
+    Args:
+        include: of optim_states, hp_params, lp_params, lp_grads (or DeepSpeed's members of these names); None for all
+            that can go.
+        device: "cpu".
+        pin_memory: take locked memory, from which it comes back faster.
+        non_blocking: taken, and without effect: the copies have been made when this returns.
+
+    Returns:
+        Bytes moved on this rank.
+
+    Raises:
+        UsageError: an unknown name or device, parameters that can't go, or a call while state is away already.
+    """
+    handle = handle_of(model)
+    runtime = handle.runtime
+    if str(getattr(device, "value", device)) != "cpu":
+        raise UsageError(f"offload_states(device={device!r}): state can go to 'cpu' only")
+    kinds = set(Parkable) if include is None else {_kind(name) for name in include}
+    if Parkable.LP_PARAMS in kinds and runtime.peers is not None:
+        if include is not None:
+            raise UsageError(
+                "offload_states: lp_params can't go where ranks copy parameters from each other's memory; leave them "
+                "out, or shard with Recipe(peer_copies=False)"
+            )
+        kinds.discard(Parkable.LP_PARAMS)
+        _LOGGER.info("offload_states: parameters in compute dtype stay, for the other ranks copy from them")
+    runtime.drain()
+    moved = 0
+    for kind in sorted(kinds):
+        moved += runtime.parking.park(kind, _tensors(handle, model, kind), pin_memory=pin_memory)
+    if Parkable.LP_PARAMS in kinds:
+        _show(handle, whole=False)
+    _LOGGER.info("offload_states: %s moved to host memory", human_bytes(moved))
+    return moved
+
+
+def reload_states(model: nn.Module, *, non_blocking: bool = False) -> int:
+    """Bring back what `offload_states` moved; nothing happens if nothing is away. Returns the bytes moved.
+
+    Args:
+        non_blocking: taken, and without effect.
+    """
+    handle = handle_of(model)
+    parked = handle.runtime.parking.kinds
+    moved = handle.runtime.parking.reload()
+    if Parkable.LP_PARAMS in parked:
+        _show(handle, whole=True)
+    handle.runtime.gradients.moved()
+    stepper = find_stepper(model)
+    if stepper is not None and parked:
+        stepper.gradients_changed()
+    return moved
+
+
+def _kind(name: str) -> Parkable:
+    text = str(name.value) if isinstance(name, Enum) else name
+    text = _ALIASES.get(text, text)
+    try:
+        return Parkable(text)
+    except ValueError as error:
+        known = ", ".join(kind.value for kind in Parkable)
+        raise UsageError(f"offload_states(include={text!r}): there are {known}") from error
+
+
+def _tensors(handle: Handle, model: nn.Module, kind: Parkable) -> list[torch.Tensor]:
+    """What of a kind rests on the device."""
+    groups = [group for unit in handle.runtime.units for group in unit.groups]
+    if kind is Parkable.OPTIM_STATES:
+        stepper = find_stepper(model)
+        tensors = stepper.update.tensors().values() if stepper is not None else ()
+        return [tensor for tensor in tensors if tensor.device == handle.device]
+    if kind is Parkable.HP_PARAMS:
+        return [
+            g.master for g in groups if g.master is not None and g.plan.master and g.plan.master.tier is Tier.DEVICE
+        ]
+    if kind is Parkable.LP_GRADS:
+        resting = [group.grad for group in groups if group.grad is not None and not group.plan.grad_on_host]
+        return resting + [group.local for group in groups if group.local is not None]
+    return [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param_on_host]
+
+
+def _rests_whole(group: Group) -> bool:
+    return group.plan.param.axis is None
+
+
+def _show(handle: Handle, *, whole: bool) -> None:
+    """Give parameters that rest whole their values, or empty ones: a view of memory that is gone must not be read."""
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            if _rests_whole(group):
+                shown = group.views if whole else group.empties
+                for parameter, value in zip(group.parameters, shown, strict=True):
+                    parameter.data = value

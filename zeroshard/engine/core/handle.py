@@ -1,0 +1,172 @@
+"""The handle: everything that belongs to one sharded model, and the way from the model to it.
+
+It is kept on the model itself, so several models live side by side in one process and nothing is global.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.arguments import need_kind
+from zeroshard.checkpoint.saver import Saver
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.engine.core.runtime import Runtime
+from zeroshard.engine.core.statistics import Statistics
+from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.plan.plan import Plan
+
+_ATTRIBUTE = "_zeroshard_handle"
+_CLOSED = "_zeroshard_closed"
+_LOGGER = logging.getLogger("zeroshard")
+
+
+@dataclass
+class Comm:
+    """The communicators, the logs of what was issued on them, and the watchdog.
+
+    `log` has the operations in the order of the lists, equal on all ranks; `sent` counts what the process groups were
+    given, when they were given it.
+    """
+
+    mesh: Mesh
+    log: OperationLog
+    sent: OperationLog
+    watchdog: Watchdog
+    control: Collectives
+    gathers: dict[str, Collectives]
+    reduces: dict[str, Collectives]
+
+
+@dataclass
+class Handle:
+    """A sharded model's runtime and communicators.
+
+    Attributes:
+        last: statistics of the last step, None before the first.
+        saver: what saves its checkpoints, None before the first save or load.
+        closers: what has to let go of the communicators before they are destroyed.
+        closed: whether `close` was called.
+    """
+
+    runtime: Runtime
+    comm: Comm
+    device: torch.device
+    hooks: list[RemovableHandle]
+    last: Statistics | None = None
+    saver: Saver | None = None
+    closers: list[Callable[[], object]] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return self.runtime.plan
+
+    @property
+    def place_of(self) -> dict[int, tuple[Unit, Group, int]]:
+        """Where each parameter lives: id(parameter) -> (unit, group, index in the group)."""
+        return {
+            id(parameter): (unit, group, index)
+            for unit in self.runtime.units
+            for group in unit.groups
+            for index, parameter in enumerate(group.parameters)
+        }
+
+    def check_members(self) -> None:
+        """Raises UsageError for parameters of the model that were added or replaced since it was sharded."""
+        places = self.place_of
+        for name, parameter in self.runtime.model.named_parameters():
+            if id(parameter) not in places:
+                raise UsageError(
+                    f"parameter {name!r} was added or replaced after the model was sharded: it is neither trained nor "
+                    "saved; build the model as it is to be before shard(), and change values inside "
+                    "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+                )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "a sharded model can't be copied: its shards and communicators belong to it alone. Load "
+            "zeroshard.full_state_dict(model) into a model that is not sharded"
+        )
+
+    def check_open(self) -> None:
+        """Raises UsageError after `close`."""
+        if self.closed:
+            raise _closed(self.runtime.model)
+
+    def close(self) -> None:
+        """Take the hooks off the model, stop the watchdog, destroy the communicators; the parameters stay sharded."""
+        if self.saver is not None:
+            self.saver.close()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.closed = True
+        self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
+        self.runtime.model.__dict__[_CLOSED] = True
+        idle = self._settle()
+        for closer in self.closers:
+            closer()
+        self.comm.watchdog.close()
+        if idle:
+            self.comm.mesh.destroy()
+
+    def _settle(self) -> bool:
+        """Finish what is in flight; False where that can't be, for a communicator in use must not be destroyed."""
+        if self.comm.watchdog.error is not None:
+            return False
+        try:
+            self.runtime.drain()
+        except ZeroShardError as error:
+            _LOGGER.warning("closing, what was in flight could not be finished: %s", error)
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return True
+
+
+def attach(model: nn.Module, handle: Handle) -> None:
+    """Remember the handle on the model. Raises UsageError when it is sharded already."""
+    if _ATTRIBUTE in model.__dict__:
+        raise UsageError("this model is sharded already; build a new one, or call zeroshard.close(model) first")
+    model.__dict__[_ATTRIBUTE] = handle
+    model.__dict__.pop(_CLOSED, None)
+    weakref.finalize(model, handle.comm.watchdog.close)
+
+
+def find_handle(model: nn.Module) -> Handle | None:
+    """The model's handle, None when it is not sharded. Raises UsageError for what is no module."""
+    need_kind(model, nn.Module, "the model", "the module that zeroshard.shard() returned")
+    found: Any = model.__dict__.get(_ATTRIBUTE)
+    assert found is None or isinstance(found, Handle)
+    return found
+
+
+def handle_of(model: nn.Module) -> Handle:
+    """The model's handle. Raises UsageError when the model is not sharded."""
+    found = find_handle(model)
+    if found is None and _CLOSED in model.__dict__:
+        raise _closed(model)
+    if found is None:
+        raise UsageError(
+            f"{type(model).__name__} is not sharded: pass the module that zeroshard.shard() returned, or engine.module"
+        )
+    return found
+
+
+def _closed(model: nn.Module) -> UsageError:
+    return UsageError(
+        f"{type(model).__name__} was closed (zeroshard.close(), engine.destroy()) and is not sharded by a running "
+        "engine any more: read, save and step before that, or shard it again to train on"
+    )

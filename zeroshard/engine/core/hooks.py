@@ -1,0 +1,266 @@
+"""Puts the runtime's hooks on the modules of a model. Hooks run outside of compiled code and before the user's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.engine.core.runtime import Runtime
+from zeroshard.engine.memory.guard import sharded_value
+from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.sharding.marks import external_parameters
+
+_SIZE_0 = re.compile(
+    r"""[(\[,][ ]?0[)\],]                                         # (0), [0], [32, 0]
+    | \b0x\d+\b | \b\d+x0\b                                    # 0x32, 32x0
+    | \bsize[ ]0\b | \b0[ ]elements | \bnon-zero[ ]size
+    | \b(?:got|has|not|numel\(\)[ ]==|numbers[ ]=)[ ]0\b""",
+    re.VERBOSE,
+)
+"""A size of 0 in a message of torch. A bare 0 is also in what it says of GPU 0 (out of memory), rank 0, dimension 0."""
+
+
+def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
+    """Hook every unit's module; returns the handles.
+
+    Code that torch.compile made before is dropped, since it would run without the hooks.
+    """
+    if _compiled(model):
+        torch.compiler.reset()
+    dtype = runtime.plan.policy.cast_inputs
+    handles: list[RemovableHandle] = []
+    for unit in runtime.units:
+        if unit.plan.name == "":
+            continue
+        module = model.get_submodule(unit.plan.name)
+        before = _outside_of_compiled_code(_entering(runtime.pre_forward, unit.index))
+        after = _outside_of_compiled_code(_after(runtime, unit.index))
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    for face, module in enumerate(_faces(model, runtime)):
+        if dtype is not None:
+            cast = partial(_cast_inputs, torch_dtype(dtype))
+            handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
+        enter = _outside_of_compiled_code(_entering(runtime.enter, face))
+        leave = _outside_of_compiled_code(_leaving(runtime.leave, face))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    for module in _parts(model, runtime):
+        enter = _not_in_compiled_code(_entering(runtime.enter_part, id(module)))
+        leave = _not_in_compiled_code(_leaving(runtime.leave_part, id(module)))
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            handles.append(module.register_state_dict_pre_hook(_Hook(_before_saving(runtime))))
+            handles.append(module.register_state_dict_post_hook(_Hook(_name_only(runtime))))
+            handles.append(module.register_load_state_dict_pre_hook(_Hook(_before_loading(runtime))))
+    return handles
+
+
+def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
+    """state_dict() sees whole and current parameters, or is refused: it would save empty tensors."""
+    cure = "use zeroshard.full_state_dict(model), or call it inside zeroshard.GatheredParameters(model.parameters())"
+
+    def hook(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        runtime.drain()
+        if not runtime.names_in_state_dict:
+            _refuse_empty(runtime, module, "state_dict()", cure)
+
+    return hook
+
+
+def _name_only(runtime: Runtime) -> Callable[..., None]:
+    """Where it is not refused, state_dict() has the names and shapes of sharded parameters: stand-ins, which no one can
+    save or load by mistake."""
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name, shape in _empty_members(runtime, module) if runtime.names_in_state_dict else ():
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}{name}"] = sharded_value(state[f"{prefix}{name}"].dtype, shape)
+
+    return hook
+
+
+def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and whole shape of the module's own parameters that are sharded and empty just now."""
+    own = dict(module.named_parameters(recurse=False))
+    names = {id(parameter): name for name, parameter in own.items()}
+    for unit in runtime.units:
+        for group in unit.groups:
+            for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
+                if id(parameter) in names and parameter.numel() != segment.numel:
+                    yield names[id(parameter)], segment.shape
+
+
+def _before_loading(runtime: Runtime) -> Callable[..., None]:
+    """load_state_dict() writes on whole parameters with nothing in flight, or is refused."""
+    cure = "load before shard(), or inside zeroshard.GatheredParameters(model.parameters(), modifier_rank=0)"
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        runtime.drain()
+        _refuse_empty(runtime, module, "load_state_dict()", cure)
+
+    return hook
+
+
+def _refuse_empty(runtime: Runtime, module: nn.Module, what: str, cure: str) -> None:
+    for name, _ in _empty_members(runtime, module):
+        path = next((path for path, member in runtime.model.named_modules() if member is module), "")
+        raise UsageError(f"{what}: parameter {f'{path}.{name}'.lstrip('.')!r} is sharded and empty here; {cure}")
+
+
+class _Hook:
+    """A hook that is not copied: a copy of a module, or of a part of it, would run on the shards of the original."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Pickle and copy come here. Raises UsageError."""
+        raise UsageError(
+            "a sharded model, or a part of one, can't be copied or pickled (copy.deepcopy, torch.save(model)): its "
+            "shards and communicators belong to it alone. Use zeroshard.full_state_dict(model) for its weights, which "
+            "a model that is not sharded loads, and zeroshard.save(model, directory) to go on training"
+        )
+
+
+def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
+    return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook)))
+
+
+def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
+    """Compiled code comes from a forward that began outside of it, and a hook there would cut it in two."""
+
+    def eager(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return _Hook(eager)
+
+
+def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
+    """The modules that may run as the model: itself, and those inside that hold all of its units.
+
+    A wrapper that calls `inner.forward`, or a `generate` that calls the wrapped model, passes the outer hooks by.
+    """
+    needed = _root_members(runtime)
+    names = [unit.plan.name for unit in runtime.units if unit.plan.name]
+    found = [model]
+    for path, module in model.named_modules():
+        holds_units = names and all(name.startswith(f"{path}.") for name in names)
+        if path and holds_units and needed <= {id(parameter) for parameter in module.parameters()}:
+            found.append(module)
+    return found
+
+
+def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
+    """The other modules outside of units that read parameters of the root unit, and may be called by themselves.
+
+    `generate` calls an encoder so, losses of one's own call the backbone, the head or the embedding.
+    """
+    needed, faces = _root_members(runtime), {id(face) for face in _faces(model, runtime)}
+    names = [unit.plan.name for unit in runtime.units if unit.plan.name]
+    found: dict[int, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(path == name or path.startswith(f"{name}.") for name in names):
+            faces.add(id(module))
+        elif any(id(parameter) in needed for parameter in (*module.parameters(), *external_parameters(module))):
+            found[id(module)] = module
+    return [module for key, module in found.items() if key not in faces]
+
+
+def _root_members(runtime: Runtime) -> set[int]:
+    root = next(unit for unit in runtime.units if unit.plan.name == "")
+    return {id(parameter) for group in root.groups for parameter in group.parameters}
+
+
+def _entering(enter: Callable[[int], None], number: int) -> Callable[[nn.Module, Any], None]:
+    def hook(_module: nn.Module, _args: Any) -> None:
+        enter(number)
+
+    return hook
+
+
+def _leaving(leave: Callable[..., None], number: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        # torch calls this while it handles the exception of a forward, too, with None for the output.
+        leave(number, output, failed=output is None and sys.exc_info()[1] is not None)
+
+    return hook
+
+
+def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        runtime.post_forward(index, output)
+
+    return hook
+
+
+def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], None]:
+    """Say in a size mismatch against an empty tensor that the parameter may be sharded just then, and in a mismatch of
+    dtypes that some modules were kept in float32.
+
+    torch calls the hook while it handles the exception of a forward; nothing else sees it before the user does.
+    """
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        error = sys.exc_info()[1]
+        if output is not None or not isinstance(error, (RuntimeError, IndexError)) or "zeroshard" in str(error):
+            return
+        if isinstance(error, ZeroShardError):  # it says itself what to do
+            return
+        if _mentions_nothing(str(error)):
+            error.args = (
+                f"{error}\nzeroshard: a parameter that is read outside of its unit's forward is empty. Name the module "
+                "that reads it as the unit (shard(..., units=[...])), or read it inside zeroshard.GatheredParameters",
+            )
+        elif several_dtypes and "dtype" in str(error):
+            error.args = (
+                f"{error}\nzeroshard: some modules were kept in float32 beside others in lower precision "
+                "(data_types.keep_in_fp32_modules in the config, keep_fp32 in the recipe, or the model's own list). "
+                "The model has to cast where one hands over to the other. Cast in its forward, or keep none",
+            )
+
+    return hook
+
+
+def _mentions_nothing(message: str) -> bool:
+    """Whether a message of torch speaks of a dim of size 0."""
+    return _SIZE_0.search(message) is not None
+
+
+def _has_several_dtypes(runtime: Runtime) -> bool:
+    return len({group.plan.param.dtype for unit in runtime.units for group in unit.groups}) > 1
+
+
+def _cast_inputs(
+    dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -1,0 +1,135 @@
+"""Looks at what was done to a model's parameters from outside between two steps, and refuses what would be lost.
+
+    in place (p.mul_, load_state_dict)          kept where the parameter rests whole, and master weights follow;
+                                                refused where it is sharded, and between backward and step
+    other data (p.data = ..., model.to(dtype))  refused: the step writes elsewhere
+    p.grad set to None or to another tensor     refused, unless it is None everywhere (zero_grad)
+    requires_grad switched on                   refused in a pass with gradients: the plan has none for it
+
+Reads version counters, addresses and types, never values, so it costs no kernel. Rejected: comparing values with their
+master weights in each step. In-place changes of `p.data` have no counter and are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from zeroshard.engine.memory.guard import ShardedGradient
+from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.errors import UsageError
+
+_CHANGE = (
+    "change parameters inside zeroshard.GatheredParameters(parameters, modifier_rank=0), which gathers them and keeps "
+    "the change on all ranks"
+)
+_LOST = f"was changed in place while it was sharded, so the change is lost or known to this rank alone; {_CHANGE}"
+_BETWEEN = (
+    "was changed between backward and step: in place, or by a gradient that did not come through any output of the "
+    f"model's forward. Use parameters in modules only; {_CHANGE}"
+)
+_ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
+_RESIZED = "has another shape than when the model was sharded; resize it before shard() or initialize()"
+_DTYPE = "choose the dtype before shard(), or a precision in the plan or config"
+_FROZEN = (
+    "was frozen when the model was sharded and requires a gradient now, which the plan has not; unfreeze it before "
+    "shard(), and freeze it afterwards with requires_grad_(False)"
+)
+_UNCOLLECTED = (
+    "has a gradient that the engine did not collect: it was assigned, or the backward did not pass through any output "
+    "of the model's forward (tensors, or tuples, lists, mappings, objects of them)"
+)
+_TAKEN = (
+    "had its gradient taken away between backward and step, but the engine still holds it; drop all with zero_grad(), "
+    "or leave a parameter out with requires_grad_(False) before the forward"
+)
+_EARLY = (
+    "got its gradient before that of any output of the model's forward, so it would be lost; return what the loss is "
+    "made of from forward() (tensors, or tuples, lists, mappings, objects of them), and use parameters in modules only"
+)
+
+
+class Inspection:
+    """The versions that a model's parameters had when they were last looked at."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        self._versions: dict[int, int] = {}
+        for _, group in self._groups():
+            for parameter in group.parameters:
+                self.accept(parameter)
+
+    def accept(self, parameter: torch.Tensor) -> None:
+        """The parameter's values, as they are now, are kept or given back."""
+        self._versions[id(parameter)] = parameter._version
+
+    def take_over(self) -> None:
+        """Let master weights follow what was changed in place. Raises UsageError for changes that would be lost."""
+        for unit, group in self._groups():
+            for index, parameter in enumerate(group.parameters):
+                if parameter._version != self._versions[id(parameter)]:
+                    self._changed(unit, group, index, parameter)
+
+    def _changed(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
+        sharded = group.plan.param.axis is not None
+        if sharded and parameter.numel() and (not unit.in_use or index in group.lent):
+            return  # inside a GatheredParameters, which looks itself
+        self.accept(parameter)
+        if sharded:
+            _refuse(group, index, _LOST)
+        if type(parameter.grad) is ShardedGradient:
+            # Autograd adds to the stand-in, which is the parameter's own memory, where it gets there before us.
+            _refuse(group, index, _BETWEEN)
+        if group.master is not None and parameter.shape == group.views[index].shape:
+            with torch.no_grad():
+                group.follow(index, parameter.detach())
+
+    def before_pass(self) -> None:
+        """Raises UsageError when parameters are not what was sharded."""
+        for _, group in self._groups():
+            dtype, trainable = group.whole.dtype, group.plan.trainable
+            for index, parameter in enumerate(group.parameters):
+                if parameter.numel() and parameter.shape != group.views[index].shape:
+                    _refuse(group, index, _RESIZED)
+                if parameter.dtype != dtype:
+                    _refuse(group, index, f"was sharded as {dtype} and is {parameter.dtype} now; {_DTYPE}")
+                if parameter.requires_grad and not trainable and torch.is_grad_enabled():
+                    _refuse(group, index, _FROZEN)
+
+    def before_step(self, *, present: bool) -> None:
+        """Raises UsageError for data and gradients that the step would not see.
+
+        Args:
+            present: whether the engine holds gradients.
+        """
+        self.take_over()
+        for unit, group in self._groups():
+            for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
+                elsewhere = parameter.data_ptr() != view.data_ptr() if unit.in_use else parameter.numel() > 0
+                if elsewhere and view.numel():
+                    _refuse(group, index, _ELSEWHERE)
+                if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
+                    continue
+                if parameter.grad is not None:
+                    _refuse(group, index, _UNCOLLECTED)
+                if present:
+                    _refuse(group, index, _TAKEN)
+
+    def _groups(self) -> Iterator[tuple[Unit, Group]]:
+        for unit in self._units:
+            for group in unit.groups:
+                yield unit, group
+
+
+def refuse_leftover(group: Group, index: int, parameter: nn.Parameter) -> None:
+    """Raises UsageError for a gradient that came before the engine noticed the backward: it would be lost."""
+    if parameter.grad is not None and type(parameter.grad) is not ShardedGradient:
+        parameter.grad = None
+        _refuse(group, index, _EARLY)
+
+
+def _refuse(group: Group, index: int, what: str) -> NoReturn:
+    raise UsageError(f"parameter {group.plan.layout.segments[index].name!r} {what}")

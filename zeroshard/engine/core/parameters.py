@@ -1,0 +1,298 @@
+"""Parameters: gathers units into their slots, gives parameters their shape, and takes both away again.
+
+Owns the memory of the gather slots. A slot is written on the gather stream and read on the compute stream:
+
+    read after write    compute waits for the unit's `gathered` event before its first use
+    write after read    a gather waits for the slot's `free` event: compute has passed the last use of its last unit
+    shard after step    a gather waits for `written`: the optimizer wrote the shards on the compute stream, or beside it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+
+import torch
+
+from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.core.pending_updates import PendingUpdates
+from zeroshard.engine.core.streams import Buffers, Event, Stream, Streams
+from zeroshard.engine.memory.storage import Group, Storage, Unit
+from zeroshard.errors import UsageError
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.traffic import new_ledger
+
+
+class Parameters:
+    """Who is gathered, and the hazards around it.
+
+    Args:
+        gathers: the gather communicator of each mesh axis.
+        log: what this rank issues, in the order of the lists (a queue may start it later).
+        peers: the peer memory in which the shards are, where ranks copy from each other instead.
+        updates: updates that are under way beside compute.
+
+    Attributes:
+        each_by_itself: all gathers wait for their own unit alone, not only the first ones.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        storage: Storage,
+        streams: Streams,
+        gathers: dict[str, Collectives],
+        log: OperationLog,
+        peers: Peers | None = None,
+        updates: PendingUpdates | None = None,
+    ) -> None:
+        self._peers = peers
+        self._updates = PendingUpdates() if updates is None else updates
+        self._streams = streams
+        self._log = log
+        self._storage = storage
+        self._gathers = gathers
+        self.each_by_itself = False
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Start anew under a plan (another order has other slots); nothing may be in use."""
+        self._slots = plan.gather_slots.of_unit
+        self._ledger = new_ledger(plan)
+        self._free: dict[int, Event] = {}
+        self._gathered: dict[int, Event] = {}
+        self._written: dict[int, Event] = {}
+        # Units whose updates run beside compute are never all written by the time that the last one is.
+        beside = plan.policy.host_update is not None
+        self._early, self._first = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
+        self._unmet: list[int] = []
+        self._met: Event | None = None
+        self._versions: dict[int, list[int]] = {}
+        self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
+        self._launches = [
+            [self._launch(unit, group) for group in unit.groups if group.plan.travels] for unit in self._storage.units
+        ]
+
+    def _launch(self, unit: Unit, group: Group) -> Callable[[], Pending]:
+        gathers, label = self._gathers[unit.plan.axis], unit.label
+        if self._peers is not None:
+            return self._peers.all_gather(group.whole, group.shard, label, group.copied)
+        if group.plan.param_on_host:
+            start, end = group.plan.layout.shard_range(group.rank)
+            return partial(_gather_from_host, gathers, group.whole, group.whole[start:end], group.shard, label)
+        return lambda: gathers.all_gather(group.whole, group.shard, label)
+
+    def gather(self, index: int) -> None:
+        """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
+        if self._ledger.holds(index) or _lent(self._storage.units[index]):
+            return
+        evicted, slot = self._ledger.take(index), self._slots[index]
+        if evicted is not None and slot is not None:
+            self._gathered.pop(evicted, None)
+            self._vacate(self._storage.units[evicted], slot)
+        if slot is not None and slot in self._free:
+            # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
+            self._streams.wait(Stream.GATHER, self._free[slot])
+        if index in self._written or self._updates.begun(index):
+            self._await_written(index)
+        if slot is not None and self._streams.poisons:
+            self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
+        reads, writes = (("shard", index),), (self._buffer(index),)
+        for launch in self._launches[index]:
+            self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
+            self._streams.launch(Stream.GATHER, launch, reads, writes)
+        self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
+        if slot is None:
+            self._versions[index] = _versions(self._storage.units[index])
+            if self._peers is not None:
+                self._unmet.append(index)
+
+    def use(self, index: int) -> None:
+        """Compute may read the unit from here on: its parameters are whole and have their shape."""
+        if _lent(self._storage.units[index]):
+            return
+        if not self._ledger.holds(index):
+            self.gather(index)
+        if index in self._gathered:
+            # Read after write: the slot belongs to the gather until it has landed.
+            self._land(index)
+        self._streams.touch(reads=self._used(index))
+        unit = self._storage.units[index]
+        if not unit.in_use:
+            unit.in_use = True
+            for group in unit.groups:
+                _show(group, group.views)
+                group.fit_stand_ins()
+
+    def release(self, index: int) -> None:
+        """Compute is done with the unit: a sharded one gets empty parameters and its slot may be written again."""
+        slot = self._slots[index]
+        if slot is None:
+            return
+        self._vacate(self._storage.units[index], slot)
+        self._ledger.release(index)
+
+    def resting(self) -> Hashable:
+        """What is gathered, on its way or waited for just now: equal values lead to the same operations."""
+        in_use = tuple(unit.index for unit in self._storage.units if unit.in_use)
+        return self._ledger.state(), in_use, tuple(self._gathered), tuple(self._written), self._early
+
+    def release_all(self) -> None:
+        """Release every sharded unit in use, as after a forward that an exception ended."""
+        for unit in self._storage.units:
+            if unit.in_use:
+                self.release(unit.index)
+
+    def _await_written(self, index: int) -> None:
+        """Read after write: shards belong to the optimizer until its step has run on the compute stream.
+
+        The first gathers wait for their own unit. Those behind come when compute has passed the whole step anyway, so
+        that one wait for the last unit does for all. In a graph none may be left for the next forward.
+        """
+        if self._updates.begun(index):
+            self._written[index] = self._updates.written(index)
+        self._early = min(self._early + 1, self._first + 1)
+        if self._early <= self._first or self.each_by_itself:
+            self._streams.wait(Stream.GATHER, self._written.pop(index))
+        else:
+            self._streams.wait(Stream.GATHER, self._written[next(reversed(self._written))])
+            self._written.clear()
+        if self._peers is not None:
+            # The same hazard on the peers: every rank's shards belong to its optimizer until all have come here.
+            self._streams.launch(Stream.GATHER, self._all_here, (), (self._buffer(index),))
+
+    def _all_here(self) -> Pending:
+        assert self._peers is not None
+        return self._peers.barrier(Channel.GATHER)
+
+    def _vacate(self, unit: Unit, slot: int) -> None:
+        if not unit.in_use:
+            return
+        unit.in_use = False
+        for group in unit.groups:
+            _show(group, group.empties)
+        self._streams.touch(reads=self._used(unit.index))
+        self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
+
+    def before_write(self) -> None:
+        """The shards are about to be written: nobody may be using or reading them."""
+        self.finish_updates()
+        self.release_all()
+        self.settle()
+        if self._peers is not None:
+            # Write after read: the shards belong to the peers' gathers until all ranks have come here.
+            self._gathers["dp"].wait(self._peers.barrier(Channel.WRITE))
+
+    def written(self, in_parts: Iterable[int] | None = None) -> None:
+        """Shards were written on the compute stream: what was gathered before is stale.
+
+        Args:
+            in_parts: units that rest whole, of which each rank wrote only its part; None is all that a step leaves so.
+        """
+        for unit in self._storage.units:
+            if not self._updates.begun(unit.index):
+                self.unit_written(unit.index)
+        self.invalidate(in_parts)
+
+    def unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
+        """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""
+        if stream is Stream.COMPUTE:
+            self._streams.touch(writes=written_buffers(index))
+        self._written.pop(index, None)  # so that the last one of the dict is the last one written
+        self._written[index] = self._streams.record(stream, ("written", index))
+
+    def finish_updates(self) -> None:
+        """Finish the updates that are under way: afterwards what compute does comes after them."""
+        for index in self._updates.units:
+            event = self._updates.written(index)
+            self._streams.wait(Stream.COMPUTE, event)
+            self._written[index] = event
+
+    def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
+        """What was gathered before is stale; `in_parts` as `written` has it."""
+        self._early = 0
+        for unit in self._storage.units:
+            slot = self._slots[unit.index]
+            if self._streams.poisons and slot is not None:
+                self._streams.touch(writes=(self._buffer(unit.index),))
+                self._poison(unit.index)
+                self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
+        self._ledger.invalidate(in_parts)
+
+    def settle(self, *, resting_only: bool = False) -> None:
+        """Compute waits for every gather in flight, or for those of units that rest whole.
+
+        Write after read: a shard belongs to its gather until that has landed. It is also what readers outside of a
+        forward need: afterwards resident parameters are whole and current.
+        """
+        for index in list(self._gathered):
+            if not resting_only or self._slots[index] is None:
+                self._land(index)
+        if self._met is not None:
+            self._streams.wait(Stream.COMPUTE, self._met)
+            self._met = None
+
+    def meet_peers(self) -> None:
+        """Gathers after a write have been issued: what rests whole may be changed in place by whoever settles."""
+        if self._unmet:
+            # Write after read: it belongs to the peers' gathers, which copy from it, until all ranks have come here.
+            self._streams.launch(Stream.GATHER, self._all_here, tuple(self._buffer(index) for index in self._unmet))
+            self._met = self._streams.record(Stream.GATHER, "met")
+            self._unmet.clear()
+
+    def _land(self, index: int) -> None:
+        """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""
+        self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
+        unit = self._storage.units[index]
+        if self._versions.pop(index, None) not in (None, _versions(unit)):
+            raise UsageError(
+                f"parameters of unit {unit.label!r} were changed while their all-gather after the step was in flight, "
+                "which undoes a part of the change; call zeroshard.drain(model) first, or change them inside "
+                "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+            )
+
+    def _poison(self, index: int) -> None:
+        for group in self._storage.units[index].groups:
+            group.whole.fill_(math.nan)
+
+    def _used(self, index: int) -> Buffers:
+        """What compute reads while it uses a unit."""
+        in_shard = any(group.in_shard for group in self._storage.units[index].groups)
+        return (self._buffer(index), ("shard", index)) if in_shard else (self._buffer(index),)
+
+    def _buffer(self, index: int) -> tuple[str, int]:
+        slot = self._slots[index]
+        return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _show(group: Group, values: list[torch.Tensor]) -> None:
+    """Let parameters be `values`; those that a GatheredParameters holds keep the memory that it gave them."""
+    for number, (parameter, value) in enumerate(zip(group.parameters, values, strict=True)):
+        if number not in group.lent:
+            parameter.data = value
+
+
+def _lent(unit: Unit) -> bool:
+    """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather."""
+    sent = [group for group in unit.groups if group.plan.travels]
+    return bool(sent) and all(len(group.lent) == len(group.parameters) for group in sent)
+
+
+def _gather_from_host(
+    gathers: Collectives, whole: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, label: str
+) -> Pending:
+    """Copy a shard from host memory into its place, and gather the others' around it."""
+    own.copy_(shard, non_blocking=True)
+    return gathers.all_gather(whole, own, label)
+
+
+def written_buffers(index: int) -> tuple[Hashable, ...]:
+    """What an update of a unit writes: its shards, which are a part of the whole where that rests."""
+    return (("shard", index), ("whole", index))
+
+
+def _versions(unit: Unit) -> list[int]:
+    return [parameter._version for group in unit.groups for parameter in group.parameters]

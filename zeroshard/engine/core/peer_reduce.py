@@ -1,0 +1,186 @@
+"""Reduce-scatter by copies: gradients go from where autograd left them straight into the inboxes of their owners.
+
+    p.grad --copy engine--> inbox of its owner, row of this rank --barrier--> owner sums its rows --> grad
+
+Nothing is collected into a buffer first, so a gradient is moved once. The owner adds what came to its own gradient
+where that lies, and its row stays empty; the same kernel squares the sums for the norm. A gradient stays alive until it
+was sent and added; that is checked one unit later, when it has long happened. Memory and hazards:
+
+    a gradient           belongs to the reduce stream until `done`; compute waits for that before giving it back
+    a row of an inbox    is written by its rank until the barrier, then read by the owner's sum. The next copies into it
+                         come after another barrier, which no rank reaches before its sum: that of the units between, or
+                         one of its own where the same slot is used twice in a row
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm.collectives import Pending
+from zeroshard.comm.copies import device_copies
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.core.streams import Event, Step, Stream, Streams
+from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.optim.kernels.rows import OwnPiece, RowSum
+
+HELD = ("sending", 0)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [low, high) of a gradient, and where they go; the same as bytes and addresses."""
+
+    segment: int
+    low: int
+    high: int
+    target: torch.Tensor
+    address: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `total` makes the sum.
+
+    `own` are the pieces for this rank itself.
+    """
+
+    pieces: list[_Piece]
+    own: list[_Piece]
+    rows: torch.Tensor
+    total: RowSum
+
+
+class PeerReduce:
+    """The way of gradients through peer memory.
+
+    Attributes:
+        last_slot: the inbox that was written last.
+    """
+
+    def __init__(self, peers: Peers, streams: Streams, log: OperationLog) -> None:
+        self._peers = peers
+        self._streams = streams
+        self._log = log
+        self._held: tuple[Event, Sequence[torch.Tensor | None]] | None = None
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Start anew with other slots; nothing may be in flight."""
+        self._routes: dict[int, _Route] = {}
+        self.last_slot: int | None = None
+
+    def let_go(self) -> None:
+        """Give back the gradients that were sent last."""
+        if self._held is not None:
+            # Write after read: the gradients belong to the reduce stream until they were sent.
+            self._streams.wait(Stream.COMPUTE, self._held[0])
+            self._streams.touch(writes=(HELD,))
+            self._held = None
+
+    def reduce(
+        self,
+        unit: Unit,
+        group: Group,
+        slot: int | None,
+        sources: Sequence[torch.Tensor | None],
+        landing: torch.Tensor,
+        *,
+        add: bool,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        """Reduce a group's gradients into `landing`, this rank's part.
+
+        Args:
+            sources: each parameter's gradient, in any shape; None where there is none.
+            add: add to what `landing` holds.
+            squares: float64, one for each tile of `landing`, which gets the squares of the sums; see `SquaredNorm`.
+        """
+        route = self._route(group)
+        wire, label, streams = ("wire", slot), unit.label, self._streams
+        self.let_go()
+        assert group.wire is not None
+        nbytes = group.wire.nbytes
+        self._log.record("reduce-scatter", label, nbytes)
+        # Read after write: the gradients belong to compute until the unit's backward has run.
+        streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
+        in_place = _in_place(route, sources)
+        own = sources if in_place else None
+        meet = Step(self._barrier, (), (wire,), sends=True)
+        send = Step(lambda: self._send(route, sources, label, nbytes, own=not in_place), (HELD,), (wire,))
+        total = Step(
+            lambda: route.total(route.rows, landing, own=own, add=add, squares=squares),
+            (wire, HELD) if in_place else (wire,),
+            (("grad", unit.index),),
+        )
+        steps = [meet, send] if slot == self.last_slot else [send]
+        self.last_slot = slot
+        if in_place:
+            streams.run(Stream.REDUCE, [*steps, meet, total])
+            self._held = streams.record(Stream.REDUCE, "done"), sources
+        else:
+            streams.run(Stream.REDUCE, steps)
+            self._held = streams.record(Stream.REDUCE, "done"), sources
+            streams.run(Stream.REDUCE, [meet, total])
+        if streams.poisons:
+            streams.follow(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
+
+    def _barrier(self) -> Pending:
+        return self._peers.barrier(Channel.REDUCE)
+
+    def _send(
+        self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int, *, own: bool
+    ) -> None:
+        self._peers.sent("reduce-scatter", label, nbytes)
+        raw = device_copies(route.rows.device)
+        pieces = [*route.pieces, *route.own] if own else route.pieces
+        if raw is None or any(source is None or source.dtype != route.rows.dtype for source in sources):
+            for piece in pieces:
+                source = sources[piece.segment]
+                if source is None:
+                    piece.target.zero_()
+                else:
+                    piece.target.copy_(source.view(-1)[piece.low : piece.high])
+            return
+        starts = [source.data_ptr() for source in sources if source is not None]
+        stream = torch._C._cuda_getCurrentRawStream(route.rows.device.index)
+        for piece in pieces:
+            raw(piece.address, starts[piece.segment] + piece.offset, piece.nbytes, stream)
+
+    def _route(self, group: Group) -> _Route:
+        """Where a group's gradients go; made once, for inboxes stay where they are."""
+        found = self._routes.get(id(group))
+        if found is None:
+            found = self._routes[id(group)] = self._make_route(group)
+        return found
+
+    def _make_route(self, group: Group) -> _Route:
+        assert group.wire is not None
+        layout, size, rank = group.plan.layout, self._peers.size, self._peers.rank
+        pieces: list[_Piece] = []
+        mine: list[_Piece] = []
+        summed: list[OwnPiece] = []
+        for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it has no way to go
+            row = self._peers.twin(group.wire, owner).view(size, -1)[rank]
+            start, end = layout.shard_range(owner)
+            for index, low, high in layout.pieces(start, end):
+                segment = layout.segments[index]
+                first, target = start + low - segment.offset, row[low:high]
+                offset = first * target.itemsize
+                piece = _Piece(index, first, first + high - low, target, target.data_ptr(), offset, target.nbytes)
+                (mine if owner == rank else pieces).append(piece)
+                if owner == rank:
+                    summed.append(OwnPiece(index, first, low, high))
+        return _Route(pieces, mine, group.wire.view(size, -1), RowSum(summed, rank, group.wire.device))
+
+
+def _in_place(route: _Route, sources: Sequence[torch.Tensor | None]) -> bool:
+    """Whether this rank's own gradients can be added where they are."""
+    own = (sources[piece.segment] for piece in route.own)
+    return all(source is not None and source.dtype == route.rows.dtype for source in own)

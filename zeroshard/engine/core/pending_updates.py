@@ -1,0 +1,48 @@
+"""Updates of units whose state rests in host memory, from the step that orders them to the forward that needs them.
+
+    step n       defer(unit, finish)           the update has begun, elsewhere
+    forward      written(unit)   -> event      finish() waits for it and starts the copy of the parameters
+    backward     read(unit)      -> event      gradients may come into the buffers that the update read
+
+Nothing is lost when a forward does not come: whoever reads parameters drains, and that finishes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zeroshard.engine.core.streams import Event
+
+
+class PendingUpdates:
+    """What is under way, by unit."""
+
+    def __init__(self) -> None:
+        self._finish: dict[int, Callable[[], Event]] = {}
+        self._read: dict[int, Event] = {}
+
+    def defer(self, unit: int, finish: Callable[[], Event]) -> None:
+        """An update has begun. `finish` waits for it and returns the point after which the shards are written."""
+        assert unit not in self._finish, "an update begins before the one before it was finished"
+        self._finish[unit] = finish
+
+    def begun(self, unit: int) -> bool:
+        """Whether an update is under way that nobody has finished."""
+        return unit in self._finish
+
+    def written(self, unit: int) -> Event:
+        """Finish an update that is under way; the point after which the unit's shards are written."""
+        return self._finish.pop(unit)()
+
+    def reads_until(self, unit: int, event: Event) -> None:
+        """The update reads the unit's gradients until `event`."""
+        self._read[unit] = event
+
+    def read(self, unit: int) -> Event | None:
+        """The point after which the unit's gradients may be written again, asked for once; None if that is now."""
+        return self._read.pop(unit, None)
+
+    @property
+    def units(self) -> list[int]:
+        """The units whose updates nobody has finished, in the order in which they began."""
+        return list(self._finish)

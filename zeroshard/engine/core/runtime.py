@@ -1,0 +1,490 @@
+"""The runtime: runs a plan's operation lists at the hooks of a model, one pass after the other.
+
+    model.forward    pre_forward(unit)  -> forward list up to USE unit      post_forward(unit) -> RELEASE unit
+    loss.backward    output gradient    -> backward list up to USE unit     end of graph       -> rest of the list
+    step             reduce what is pending, norms, update, gather for the next forward
+
+It decides nothing: what is gathered when, where gradients rest and what is summed stands in the plan. It knows plans
+only, never configs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Peers
+from zeroshard.engine.core.cursor import Cursor
+from zeroshard.engine.core.gradients import Gradients
+from zeroshard.engine.core.inspection import Inspection
+from zeroshard.engine.core.parameters import Parameters
+from zeroshard.engine.core.passes import CallTracker, ForwardPass
+from zeroshard.engine.core.pending_updates import PendingUpdates
+from zeroshard.engine.core.streams import Stream, Streams
+from zeroshard.engine.memory.parking import Parkable, Parking
+from zeroshard.engine.memory.storage import Storage, Unit
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.plan.accumulation import with_accumulation
+from zeroshard.plan.builder import reordered
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.program import Op, OpKind, build_programs
+
+
+@dataclass(frozen=True)
+class Resting:
+    """The engine between two steps: where its memory is, and what is gathered, on its way or waited for."""
+
+    memory: Hashable
+    gathered: Hashable
+
+
+class Runtime:
+    """Executes `plan` for `model`.
+
+    Args:
+        gathers, reduces: communicators of each mesh axis, for all-gathers and for reduces.
+        log: what this rank issues, in the order of the lists.
+        peers: peer memory with the shards and reduce slots, where ranks copy from each other; else they send.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        storage: Storage,
+        streams: Streams,
+        gathers: Mapping[str, Collectives],
+        reduces: Mapping[str, Collectives],
+        log: OperationLog,
+        peers: Peers | None = None,
+    ) -> None:
+        self.model = model
+        self.storage = storage
+        self.streams = streams
+        self.peers = peers
+        self.updates = PendingUpdates()
+        self.parking = Parking()
+        self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
+        self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
+        self.inspection = Inspection(storage.units)
+        self.names_in_state_dict = False
+        """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
+        self._tracker = CallTracker()
+        self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
+        self._inside: int | None = None
+        self._part: int | None = None
+        self._no_sync = False
+        self._keeps_local: Callable[[], bool] = lambda: False
+        self._boundary: bool | None = None
+        self._seen_order: list[int] | None = []
+        self._saw_forward = False
+        self._backward_running = False
+        self._collects = True
+        self._owed: deque[int] = deque()
+        self._end = 0
+        self._begun: dict[int, int] = {}  # by unit, where autograd's count of nodes was when its last call began
+        self._set_plan(plan)
+        if peers is not None:
+            self.parameters.written(())  # a peer may gather before this rank has its first values
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self._programs = build_programs(plan)
+        self._forward = Cursor(self._programs.forward, self._execute)
+        self._backward = Cursor(self._programs.backward, self._execute)
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.storage.units
+
+    # Forward.
+
+    def pre_forward(self, index: int) -> None:
+        """A unit's module is about to run: make its parameters whole."""
+        self._begun[index] = torch.autograd._get_sequence_nr()
+        if in_backward():  # recomputation: its post-hook may never come, so nothing is paired with it
+            self.parameters.use(index)
+            return
+        if index == self._root:
+            self._begin_pass()
+        elif self._tracker.current is None and torch.is_grad_enabled():
+            self.streams.follow_caller()
+            self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
+        self._tracker.start_call(index)
+        in_pass = self._tracker.current is not None and index != self._root and self._part is None
+        if self._seen_order is not None and in_pass and not self._saw_forward:
+            self._seen_order.append(index)
+        if not self._forward.run_to_use(index):
+            self.parameters.use(index)
+
+    def post_forward(self, index: int, output: object) -> None:
+        """A unit's module has run: watch its output's gradient and release the unit."""
+        if in_backward():
+            if torch.is_grad_enabled():
+                self._watch(index, output, None, self._tracker.recomputed_call(index))
+            return
+        call = self._tracker.end_call(index)
+        if call is not None and torch.is_grad_enabled():
+            self._refuse_no_tensor(index, output)
+            self._watch(index, output, *call)
+        if index == self._root:
+            self._end_pass()
+        elif not self._forward.run_release(index):
+            self.parameters.release(index)
+
+    def enter(self, face: int) -> None:
+        """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
+        if in_backward():
+            self.parameters.use(self._root)
+        elif self._inside is None:
+            self._inside = face
+            self.pre_forward(self._root)
+
+    def leave(self, face: int, output: object, *, failed: bool) -> None:
+        """Such a module has run, or ended in an exception."""
+        mine = in_backward() or self._inside == face
+        if self._inside == face:
+            self._inside = None
+        if mine and not failed:
+            self.post_forward(self._root, output)
+
+    def enter_part(self, part: int) -> None:
+        """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
+        if not in_backward() and self._inside is None:
+            self._inside = self._part = part
+            self.pre_forward(self._root)
+
+    def leave_part(self, part: int, output: object, *, failed: bool) -> None:
+        """Such a module has run, or ended in an exception."""
+        if self._part == part:
+            if not failed:
+                self.post_forward(self._root, output)
+            self._inside = self._part = None
+
+    def _refuse_no_tensor(self, index: int, output: object) -> None:
+        """Raises UsageError: nothing would tell when the backward needs the unit's parameters."""
+        unit = self.units[index]
+        needed = index != self._root and unit.plan.sharded and any(True for _ in unit.trainable)
+        if needed and next(tensors_in(output), None) is None:
+            raise UsageError(
+                f"unit {unit.label!r} returned no tensor (a {type(output).__name__}), so its backward can't be seen, "
+                "and its parameters would not be there: return what the loss is made of (tensors, or tuples, lists, "
+                "mappings, objects of them), or run the model under torch.no_grad()"
+            )
+
+    def _begin_pass(self) -> None:
+        self.parking.refuse("a forward", Parkable.LP_PARAMS)
+        self.streams.follow_caller()
+        if self._backward_running or self._forward.started:
+            self._recover()
+        self.inspection.before_pass()
+        if torch.is_autocast_enabled(self.storage.device.type):
+            torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
+        if torch.is_grad_enabled():
+            self._tracker.begin_pass()
+
+    def _end_pass(self) -> None:
+        if self._part is None:
+            self._forward.run_to_end()  # of a part: the rest of the model is not gathered for its sake
+        self._forward.rewind()
+        self._settle_resting()  # of gathers that a write outside of a step left to this pass
+        if torch.is_grad_enabled():
+            # The forwards of further micro-batches are the same again.
+            self._saw_forward = self._saw_forward or self._part is None
+        else:
+            self.parameters.release(self._root)
+        self._tracker.end_pass()
+
+    def _recover(self) -> None:
+        """A forward or backward was ended by an exception: drop what it left half-done."""
+        self._forward.rewind()
+        self._backward.rewind()
+        self.parameters.release_all()
+        if self._seen_order and not self._saw_forward:
+            self._seen_order.clear()
+        if self._backward_running:
+            self._backward_running = False
+            self._tracker.end_backward()
+            self._owed.clear()
+            self.clear_gradients()
+
+    # Backward.
+
+    def _watch(self, index: int, output: object, graph: ForwardPass | None, end: int) -> None:
+        """Call `pre_backward` when the gradient of any of the output's tensors is ready.
+
+        What a unit hands on as it came (a block that is dropped inside of its own forward) is left out: that gradient
+        is ready when its maker is due, and gathering this unit then would take the maker's slot.
+        """
+        seen_task = -1
+        begun = -1 if index == self._root else self._begun[index]
+
+        def ready(_: torch.Tensor) -> None:
+            nonlocal seen_task
+            task = _graph_task()
+            if task != seen_task:
+                seen_task = task
+                # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
+                self._pre_backward(index, end, graph)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and _node_number(tensor) >= begun:
+                tensor.register_hook(ready)
+
+    def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
+        if not self._backward_running:
+            self._begin_backward()
+        if graph is not None:
+            self._tracker.reach(graph)
+        self._end = end
+        self._pay()
+        if not self._backward.run_to_use(index):
+            self.parameters.use(index)
+
+    def _begin_backward(self) -> None:
+        if torch.is_grad_enabled() and any(unit.plan.sharded for unit in self.units):
+            # Nodes made by a backward run before any hook of the next one, on weights that nobody has gathered.
+            raise UsageError(
+                "create_graph=True (a backward through a backward) needs whole parameters, but this plan shards them: "
+                "use stage 2, or a recipe whose overrides keep the units concerned whole"
+            )
+        self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
+        self._backward_running = True
+        self._collects = accumulates(
+            parameter for unit in self.units for group in unit.trainable for parameter in group.parameters
+        )
+        self.streams.follow_caller()
+        self._tracker.end_pass()
+        self._backward.rewind()
+        self._owed.clear()
+        self.inspection.take_over()
+        self.gradients.notice_dropped()
+        if self._collects:
+            self.gradients.discard_leftovers()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _pay(self) -> None:
+        """Finish owed units, in the order of the list, as long as their gradients are complete."""
+        while self._owed and (self._end < 0 or self._tracker.complete(self._owed[0], self._end)):
+            unit = self.units[self._owed.popleft()]
+            whole = self._boundary if self._boundary is not None else not self.plan.policy.accumulate
+            reduce = not (self._no_sync or self.keeps_local)
+            if self._collects:
+                self.gradients.finish_unit(unit, reduce_whole=whole and reduce, reduce_sharded=reduce)
+            if unit.index != self._root:
+                self.parameters.release(unit.index)
+
+    def _end_backward(self) -> None:
+        self._end = -1
+        self._pay()
+        self._backward.run_to_end()
+        self._backward_running = False
+        self._tracker.end_backward()
+        for unit in self.units if self._collects else ():
+            for group in unit.trainable:
+                for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
+                    if parameter.grad is not None:
+                        name = group.plan.layout.segments[index].name
+                        raise PlanError(
+                            f"parameter {name!r} got a gradient after unit {unit.label!r} was reduced: it is "
+                            "used outside of its unit's forward. Name the module that uses it as the unit (units=...)"
+                        )
+                    parameter.grad = stand_in
+
+    # Both.
+
+    def _execute(self, op: Op) -> None:
+        if op.kind is OpKind.GATHER:
+            self.parameters.gather(op.unit)
+        elif op.kind is OpKind.USE:
+            self.parameters.use(op.unit)
+        elif op.kind is OpKind.REDUCE:
+            self._owed.append(op.unit)
+            self._pay()
+        elif op.unit not in self._owed:  # parameters keep their shape until their gradients are collected
+            self.parameters.release(op.unit)
+
+    # Step.
+
+    def inspect(self) -> None:
+        """Before a step. Raises UsageError when parameters or gradients are not what the step would work on."""
+        self.parking.refuse("a step")
+        self.gradients.notice_dropped()
+        self.inspection.before_step(present=self.gradients.present)
+
+    def finish_gradients(self) -> None:
+        """Reduce whatever no backward has reduced; compute then waits for all reduces."""
+        self.streams.follow_caller()
+        for index in () if self.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
+            self.gradients.reduce_pending(self.units[index])
+        # Read after write: gradients belong to the reduce stream until its last reduce has landed.
+        self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
+        self.streams.touch(reads=tuple(("grad", unit.index) for unit in self.units))
+
+    def after_step(self, *, changed: bool, captured: bool = False) -> None:
+        """The optimizer has run: drop the gradients and gather what the next forward needs first.
+
+        Args:
+            captured: the step goes into a graph, which ends when the last gather has landed.
+        """
+        self.parameters.each_by_itself = captured
+        self.clear_gradients()
+        if changed:
+            self.parameters.written()
+        for op in self._programs.after_step:
+            self._execute(op)
+        self._settle_resting()
+        self.parameters.each_by_itself = False
+
+    def _settle_resting(self) -> None:
+        """Gathers after a write have been issued: unless these overlap, what rests whole is the caller's from here."""
+        self.parameters.meet_peers()
+        if not self.plan.policy.overlap_step:
+            self.parameters.settle(resting_only=True)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, as optimizer.zero_grad() does."""
+        self.gradients.clear()
+        for unit in self.units:
+            for group in unit.trainable:
+                for parameter in group.parameters:
+                    parameter.grad = None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether gradients stay each rank's own, in the step too."""
+        return self._keeps_local()
+
+    def keep_local_while(self, condition: Callable[[], bool]) -> None:
+        """Reduce no gradients while `condition()`, which is equal on all ranks: the optimizer averages by itself."""
+        self._keeps_local = condition
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate locally; the next one outside, or the step, reduces."""
+        if not self.plan.policy.accumulate:
+            raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
+        previous, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = previous
+
+    def set_boundary(self, boundary: bool | None) -> None:
+        """Whether the next backward is the last before the step; None: not known, whole gradients wait for the step."""
+        self._boundary = boundary
+
+    @property
+    def seen_order(self) -> tuple[int, ...] | None:
+        """Units in the order of the first forward under grad, None once `adopt_order` was called."""
+        return None if self._seen_order is None else tuple(self._seen_order)
+
+    def adopt_order(self, order: tuple[int, ...] | None) -> None:
+        """Between steps: run the lists in `order` from now on (None keeps the plan's), and stop watching the order."""
+        self._seen_order = None
+        plan = self.plan if order is None else reordered(self.plan, (self._root, *order))
+        if plan.order != self.plan.order:
+            self._adopt(plan)
+
+    def start_accumulating(self, dtype: str | None) -> None:
+        """Between steps: take accumulators of `dtype` for several micro-batches per step, if there are none yet."""
+        plan = with_accumulation(self.plan, dtype)
+        if plan is not self.plan:
+            self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.drain()
+        self.parameters.release_all()
+        self.storage.adopt(plan)
+        self.parameters.adopt(plan)
+        self.gradients.adopt(plan)
+        self._set_plan(plan)
+        self.parameters.written()  # new slots are empty, and the step before this wrote the shards
+
+    def resting(self) -> Resting:
+        """The state between two steps: from equal ones the same step issues the same operations on the same memory.
+
+        Raises UsageError amid a step: something is in progress, or gradients wait for one.
+        """
+        if self._forward.started or self._backward_running or self.gradients.present:
+            raise UsageError("amid a step: a forward, a backward or its gradients wait for optimizer.step()")
+        gathered = (self.parameters.resting(), self.gradients.last_slot)
+        return Resting((id(self.plan), self.parking.reloads), gathered)
+
+    def abandon(self) -> None:
+        """What was issued since the last step will never run: forget what it would have brought about."""
+        self.parameters.release_all()
+        self.parameters.settle()
+        self.parameters.invalidate()
+        self._recover()
+        self.clear_gradients()
+
+    def drain(self) -> None:
+        """Finish everything in flight. Every reader outside of a forward passes here."""
+        self.parking.refuse("whoever reads or changes state")
+        self.streams.follow_caller()
+        self.parameters.finish_updates()
+        self.parameters.settle()
+        self.streams.drain()
+        if self.plan.policy.host_update is not None:
+            self.streams.settle_host()
+        self.inspection.take_over()
+
+
+def in_backward() -> bool:
+    """Whether this thread is running an autograd graph just now (a recomputation runs modules inside of one)."""
+    return _graph_task() != -1
+
+
+def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
+
+    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls. A backward
+    that was not told what to compute gives them theirs, and is not asked more: nodes that a reentrant checkpoint makes
+    are in a graph of their own, so where all that is trained lies in checkpoints this graph has none of them.
+    """
+    if torch.autograd._is_checkpoint_valid():
+        return True
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # torch's answer for a leaf that autograd.grad was asked for
+                return False
+    return False
+
+
+def _node_number(tensor: torch.Tensor) -> int:
+    """When the tensor was made, by autograd's count of nodes; nobody made a leaf."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def _graph_task() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in a module's output: nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
+            yield from tensors_in(getattr(value, name))
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, nn.Module)):
+        for item in vars(value).values():  # an output class of the user's own; not what hangs on its members
+            if isinstance(item, (torch.Tensor, tuple, list, Mapping)):
+                yield from tensors_in(item)

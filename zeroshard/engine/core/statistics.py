@@ -1,0 +1,137 @@
+"""The one small all-reduce of a step: squared norm, sign of divergence, and which parameters got a gradient.
+
+    float64:  [ sum of squares | d | d * d | flag per trainable parameter ... ]      d: digest of this rank's operations
+
+Squares are summed in float64, so the norm does not depend on how gradients are divided. Every rank squares only its own
+part of the reduced gradients, also where it holds the whole, so all stages sum the same numbers. Digests that differ
+leave a variance in d. Rejected: a norm per parameter tensor; it costs a kernel each and nothing reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.engine.core.runtime import Runtime
+from zeroshard.engine.memory.storage import Group
+from zeroshard.optim.kernels.norm import KERNEL_DTYPES, SquaredNorm
+from zeroshard.plan.traffic import STATS_FIXED, stats_numel
+
+CHUNK = 1 << 16
+DIGEST_MASK = (1 << 24) - 1
+"""Digests are compared by 24 bits, so that sums of their squares are exact in float64."""
+Norms = dict[tuple[int, bool], SquaredNorm]
+"""By the id of a group, and whether its whole gradients are squared."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What all ranks know after the exchange, on the host.
+
+    Attributes:
+        squared_norm: sum of squares of the reduced gradients, before any scaling.
+        agree: whether all ranks issued the same operations so far.
+        active: per trainable parameter, in plan order, whether any rank had a gradient for it.
+    """
+
+    squared_norm: float
+    agree: bool
+    active: tuple[bool, ...]
+
+
+def exchange(
+    runtime: Runtime,
+    control: Collectives,
+    norms: Norms,
+    *,
+    digest: int,
+    first_replica: bool,
+    whole: bool = False,
+) -> Statistics:
+    """Sum this rank's statistics over all data-parallel ranks; gradients must be reduced.
+
+    Args:
+        norms: what squares gradients on a GPU; made when first needed and kept there, for its tables are copied over.
+        whole: gradients are each rank's own, so all of them are squared; the sum only tells whether they are finite.
+        first_replica: whether this rank counts for units that are divided within a subgroup, each copy counting once.
+    """
+    device = runtime.storage.device
+    values = torch.zeros(stats_numel(runtime.plan), dtype=torch.float64, device=device)
+    flags: list[bool] = []
+    for unit in runtime.units:
+        for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
+            flags += fired
+            if unit.plan.axis == "dp" or first_replica:
+                on_host = group.plan.grad_on_host
+                values[0] += runtime.gradients.squares(group) if on_host else _squared_norm(group, norms, whole=whole)
+    short = digest & DIGEST_MASK
+    values[1], values[2] = short, short * short
+    values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
+    control.wait(control.all_reduce(values, "(step)"))
+    squared, first, second, *counts = values.tolist()
+    agree = second * control.size == first * first
+    return Statistics(squared, agree, tuple(count > 0 for count in counts))
+
+
+def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
+    """Sum of squares in float64, in tiles or chunks so that no float64 copy of the whole is made.
+
+    Of what lies between parameters nothing is read: copies between peers leave there what the memory held before.
+    """
+    values = _judged(group, whole=whole)
+    pieces = [(0, values.numel())] if whole else group.own_pieces()
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
+        # Chunks would be a hundred thousand launches for a rank's part of a model of 7e9 parameters.
+        norm = norms.get((id(group), whole))
+        if norm is None:
+            norm = norms[id(group), whole] = SquaredNorm([pieces], values.device)
+        norm.square(0, values)
+        norm.into(total)
+        return total
+    for low, high in pieces:
+        for chunk in values[low:high].split(CHUNK):
+            wide = chunk.to(torch.float64)
+            total += torch.dot(wide, wide)
+    return total
+
+
+def _judged(group: Group, *, whole: bool) -> torch.Tensor:
+    if not whole:
+        return group.own_grad
+    assert group.grad is not None
+    return group.grad
+
+
+def first_nonfinite(runtime: Runtime, control: Collectives, *, whole: bool = False) -> str:
+    """Name of the first parameter, in plan order, with a reduced gradient that is not finite, and inf or NaN."""
+    names = [segment.name for group in trainable_groups(runtime) for segment in group.plan.layout.segments]
+    none = 2 * len(names)
+    found = torch.tensor(
+        [_find_nonfinite(runtime, none, whole=whole)], dtype=torch.int64, device=runtime.storage.device
+    )
+    control.wait(control.all_reduce(found, "(non-finite)", op=torch.distributed.ReduceOp.MIN))
+    code = int(found.item())
+    if code == none:
+        return "no single parameter (the sum of squares overflowed)"
+    return f"{names[code // 2]} ({'NaN' if code % 2 == 0 else 'inf'})"
+
+
+def trainable_groups(runtime: Runtime) -> list[Group]:
+    """All trainable groups in plan order, the order of the flags."""
+    return [group for unit in runtime.units for group in unit.trainable]
+
+
+def _find_nonfinite(runtime: Runtime, none: int, *, whole: bool) -> int:
+    position = 0
+    for group in trainable_groups(runtime):
+        layout, grad = group.plan.layout, _judged(group, whole=whole)
+        for index, low, high in layout.pieces(*((0, layout.numel) if whole else layout.shard_range(group.rank))):
+            part = grad[low:high]
+            if not bool(torch.isfinite(part).all()):
+                return 2 * (position + index) + (0 if bool(torch.isnan(part).any()) else 1)
+        position += len(group.plan.layout.segments)
+    return none

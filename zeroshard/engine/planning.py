@@ -1,0 +1,116 @@
+"""From what a caller of `shard` names (a stage, a recipe, a plan) to the plan for the ranks that are running.
+
+What only the machine and the optimizer know is put into the recipe here: state per parameter, who updates state in host
+memory, split master weights and copies between GPUs. `plan.builder` itself asks nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.comm.reach import gpus_reachable
+from zeroshard.errors import PlanError
+from zeroshard.optim.host.choose import processor_keeps_up
+from zeroshard.optim.sources import Source
+from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import HostUpdate, Plan, peer_problem
+from zeroshard.sharding.units import find_units
+
+_PLANS = "a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto' is needed"
+
+
+def make_plan(
+    model: nn.Module,
+    plan: Plan | Recipe | int,
+    source: Source | None,
+    device: torch.device,
+    units: Sequence[str] | None = None,
+    shard_size: int | None = None,
+    *,
+    accumulate: bool | None = None,
+    clip_norm: float | None = None,
+) -> Plan:
+    """The plan for `model` on the ranks that are running."""
+    changes: dict[str, Any] = {}
+    if accumulate is not None:
+        changes["accumulate"] = accumulate
+    if clip_norm is not None:
+        changes["clip_norm"] = clip_norm
+    if isinstance(plan, Plan):
+        if "accumulate" in changes and plan.policy.accumulate != accumulate:
+            raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
+        return plan.with_policy(**changes)
+    if isinstance(plan, int) and not isinstance(plan, bool):
+        if plan not in STAGES:
+            raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
+        plan = Recipe(sharding=STAGES[plan])
+    if not isinstance(plan, Recipe):
+        raise PlanError(f"plan={plan!r}: {_PLANS}")
+    if source is not None:
+        changes["parameter_sums"], changes["parameter_maxima"] = source.parameter_sums, source.parameter_maxima
+        compressed = source.compressed is not None
+        matrices = _names(model, source.matrices)
+        plan = dataclasses.replace(plan, matrices=matrices, compressed=compressed, blocks=source.blocks)
+        _check_compressed(dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, **changes)), source.name)
+    recipe = dataclasses.replace(
+        plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
+    )
+    recipe = _with_update(recipe, source, device)
+    if device.type == "cuda":
+        by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
+        recipe = for_gpu(recipe, split_master=source is not None and source.split_master and not by_processor)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    made = build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
+    if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
+        made = with_peer_copies(made)
+    return made
+
+
+def check_update(plan: Plan, source: Source | None) -> None:
+    """Raises PlanError where the optimizer can't update state that the plan keeps in host memory."""
+    update = plan.policy.host_update
+    if update is HostUpdate.PROCESSOR and (source is None or source.on_host is None):
+        raise PlanError("offload: this optimizer can't update state in host memory")
+    if update is HostUpdate.STREAMED and (source is None or source.streamed is None):
+        raise PlanError("offload: this optimizer has no kernel that streamed state could pass through")
+
+
+def _with_update(recipe: Recipe, source: Source | None, device: torch.device) -> Recipe:
+    """Who updates state in host memory, where the recipe leaves that open.
+
+    The GPU if it has a kernel for it and the processors are few; see `processor_keeps_up`.
+    """
+    if recipe.offload is None or recipe.offload.update is not None:
+        return recipe
+    streamed = device.type == "cuda" and source is not None and source.on_device is not None
+    streamed = streamed and not (source is not None and source.on_host is not None and processor_keeps_up())
+    update = HostUpdate.STREAMED if streamed else HostUpdate.PROCESSOR
+    return dataclasses.replace(recipe, offload=dataclasses.replace(recipe.offload, update=update))
+
+
+def _check_compressed(recipe: Recipe, name: str) -> None:
+    """Raises PlanError where a recipe does not leave each rank its whole gradients, which are never averaged."""
+    if not recipe.compressed:
+        return
+    if any(row.grad or row.param or row.axis != "dp" for row in (recipe.sharding, *recipe.overrides.values())):
+        raise PlanError(
+            f"{name} sends compressed momentum in place of gradients, which each rank keeps whole: it runs at stages 0 "
+            "and 1 only"
+        )
+    if recipe.policy.clip_norm:
+        raise PlanError(
+            f"{name} can't clip by the gradients' norm: after its warm-up they are never averaged. Set "
+            "gradient_clipping (clip_norm) to 0"
+        )
+
+
+def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:
+    """Names of the parameters whose id is in `members`."""
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in members)

@@ -1,0 +1,1 @@
+"""Checkpoints of a sharded model, files of weights, and saving before the machine goes."""

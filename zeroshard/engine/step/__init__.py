@@ -1,0 +1,1 @@
+"""Optimizer steps: which stepper runs one, on which regions, with which norm."""

@@ -1,0 +1,75 @@
+"""Which stepper runs an optimizer: by where its state rests, and by whether a kernel spares the host."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.step.compressed_stepper import CompressedStepper
+from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.engine.step.host_state_stepper import HostStateStepper
+from zeroshard.engine.step.sites import make_site
+from zeroshard.engine.step.step_base import StepperBase
+from zeroshard.engine.step.stepper import HostStepper
+from zeroshard.engine.step.streamed_stepper import StreamedStepper
+from zeroshard.errors import PlanError
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.segments import refuse_split
+from zeroshard.optim.site import Site
+from zeroshard.optim.sources import Source
+from zeroshard.optim.updates import UNRULY
+from zeroshard.plan.offload import stream_buffer_nbytes
+from zeroshard.plan.plan import HostUpdate
+
+
+def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
+    """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
+    update = handle.plan.policy.host_update
+    site = make_site(handle, source.groups)
+    _check_blocks(site, source)
+    if update is HostUpdate.PROCESSOR:
+        if source.on_host is None:
+            raise PlanError(
+                f"offload: {_in_full(source)} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, "
+                "RMSprop or SGD without any of torch's special options, or keep the state on the device"
+            )
+        return HostStateStepper(handle, source.on_host(site), scaler)
+    if update is HostUpdate.STREAMED:
+        return _streamed_stepper(handle, source, site, scaler)
+    on_device = handle.device.type == "cuda" and source.on_device is not None
+    if not (on_device and source.split_master):
+        refuse_split(site.regions, source.name)
+    if on_device:
+        assert source.on_device is not None
+        return DeviceStepper(handle, source.on_device(site), scaler)
+    if source.compressed is not None:
+        return CompressedStepper(handle, source.compressed(site), scaler)
+    return HostStepper(handle, source.update(site), scaler)
+
+
+def _in_full(source: Source) -> str:
+    """An optimizer's name, with the options for which it is not updated by our rules."""
+    options = [name for name in UNRULY if any(group.get(name) for group in source.groups)]
+    options += ["an lr that is a tensor"] * any(isinstance(group.get("lr"), torch.Tensor) for group in source.groups)
+    return source.name + (f" with {' and '.join(options)}" if options else "")
+
+
+def _check_blocks(site: Site, source: Source) -> None:
+    """Raises PlanError for a plan in whose memory the optimizer's moments don't lie; `low_bit` checks the contrary."""
+    for region in site.regions:
+        if region.blocks is not None and source.blocks is None:
+            raise PlanError(
+                f"the plan keeps moments of {region.label} in {region.blocks.bits} bits, but {source.name} has them in "
+                "float32; make the plan without Recipe(blocks=...), or use an optimizer such as AdamW8bit"
+            )
+
+
+def _streamed_stepper(handle: Handle, source: Source, site: Site, scaler: LossScaler | None) -> StreamedStepper:
+    """For state that passes through the device. Raises PlanError for an optimizer without a kernel for that."""
+    if source.streamed is None:
+        raise PlanError(
+            f"offload: {source.name} has no kernel that streamed state could pass through; use Adam or AdamW"
+        )
+    buffers = [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]
+    update = source.streamed(site, buffers, handle.plan.policy.stream_numel)
+    return StreamedStepper(handle, update, scaler)

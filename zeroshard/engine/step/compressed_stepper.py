@@ -1,0 +1,51 @@
+"""The step of optimizers that average in compressed form: after the warm-up gradients stay each rank's own.
+
+    warm-up     backward reduces as ever -> the update averages nothing
+    afterwards  backward keeps the whole local gradients -> the update sends one bit a parameter, both ways
+
+The switch is made by a step, so it is the same on all ranks. Overflow is still found by all together; the norm of
+the averaged gradients is not known, so nothing is clipped by it and `get_global_grad_norm` is None.
+"""
+
+from __future__ import annotations
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.step.step_base import StepReport
+from zeroshard.engine.step.stepper import HostStepper
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import CompressedUpdate
+
+
+class CompressedStepper(HostStepper):
+    """Runs steps of a 1-bit optimizer."""
+
+    def __init__(self, handle: Handle, update: CompressedUpdate, scaler: LossScaler | None) -> None:
+        super().__init__(handle, update, scaler)
+        if handle.plan.policy.clip_norm:
+            raise PlanError(
+                "the plan clips by the gradients' norm, which a 1-bit optimizer never knows: set clip_norm 0"
+            )
+        handle.runtime.keep_local_while(lambda: update.compressing)
+
+    def step(self, optimizer: ShardedOptimizer) -> None:
+        """See StepperBase."""
+        local = self.handle.runtime.keeps_local
+        super().step(optimizer)
+        if local and self._report.applied:
+            self._report = StepReport(applied=True)
+
+    def norm(self) -> float:
+        """See StepperBase. Raises UsageError once gradients are not averaged any more."""
+        if self.handle.runtime.keeps_local:
+            raise UsageError(
+                "the norm of the averaged gradients is not known: after the optimizer's warm-up they are never averaged"
+            )
+        return super().norm()
+
+    def _mean_factor(self) -> float:
+        if not self.handle.runtime.keeps_local:
+            return super()._mean_factor()
+        # The update takes the mean over ranks itself, and nothing was divided before a reduce.
+        return 1.0 if self.handle.plan.policy.mean else float(self.handle.plan.dp)

@@ -1,0 +1,77 @@
+"""What a step works on, as the optimizer sees it: the flat regions that this rank updates, and the ranks around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.memory.storage import Group
+from zeroshard.optim.regions import Region
+from zeroshard.optim.site import Site
+from zeroshard.plan.placement import Tier
+
+
+def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> Site:
+    """What this rank's update works on."""
+    comm = handle.comm
+    axes = {"dp": comm.control, "shard": comm.reduces["shard"]}
+    first = comm.mesh.axis("replicate").rank == 0
+    return Site(make_regions(handle, groups), handle.device, comm.control, axes, first)
+
+
+def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
+    """The regions that this rank updates, with the optimizer group of each parameter."""
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+    regions: list[Region] = []
+    first_flag, host = 0, handle.runtime.storage.host
+    for unit in handle.runtime.units:
+        for group in unit.trainable:
+            regions.append(
+                Region(
+                    label=f"{unit.label} ({group.plan.param.dtype})",
+                    layout=group.plan.layout,
+                    start=group.update_range[0],
+                    master=group.update_master,
+                    param=group.step_param,
+                    grad=partial(_step_grad, group),
+                    first_flag=first_flag,
+                    hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
+                    axis=unit.plan.axis,
+                    divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
+                    blocks=None if group.plan.moments is None else group.plan.moments.blocks,
+                    owners=group.plan.owners,
+                    whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
+                    memory=host.zeros if host is not None and group.plan.state_on_host else None,
+                    on_host=_on_host(group),
+                )
+            )
+            first_flag += len(group.parameters)
+    return regions
+
+
+def _step_grad(group: Group) -> torch.Tensor:
+    return group.step_grad
+
+
+def _on_host(group: Group) -> frozenset[str]:
+    """What of an update's operands rests in host memory: 'master', 'param', 'grad'."""
+    plan, found = group.plan, set[str]()
+    if plan.master is None:  # the parameters are their own master weights
+        found |= {"master"} if plan.param_on_host else set()
+    else:
+        found |= {"master"} if plan.master.tier is Tier.HOST else set()
+        found |= {"param"} if plan.param_on_host else set()
+    return frozenset(found | ({"grad"} if plan.grad_on_host else set()))
+
+
+def _has_whole_grad(group: Group) -> bool:
+    return group.plan.grad is not None and group.plan.grad.axis is None
+
+
+def _whole_grad(group: Group) -> torch.Tensor:
+    assert group.grad is not None
+    return group.grad

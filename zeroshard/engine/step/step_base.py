@@ -1,0 +1,229 @@
+"""What every way of stepping shares: the report, the scaling factors, what a non-finite step leads to, the order.
+
+    coefficient = 1/ranks (mean) * predivide / loss scale * min(1, clip_norm / norm)
+
+is applied by the update itself, so gradients are read once. An update from gradients with inf or NaN is never applied.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.core.runtime import Runtime
+from zeroshard.engine.step.group_table import GroupTable
+from zeroshard.errors import NonFiniteError, UsageError
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import StatefulUpdate
+from zeroshard.plan.plan import OnNonFinite
+
+_LOGGER = logging.getLogger("zeroshard")
+LOUD_SKIPS = 20
+"""Skipped steps in a row after which the log says that nothing is being learned."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last step did.
+
+    Attributes:
+        applied: whether the parameters were updated.
+        norm: global norm of the averaged, unscaled gradients, before clipping; None when there were none.
+        nonfinite: name of the first parameter with a non-finite gradient, None when all were finite.
+    """
+
+    applied: bool
+    norm: float | None = None
+    nonfinite: str | None = None
+
+
+def regions_of_units(runtime: Runtime) -> dict[int, range]:
+    """Numbers of each unit's regions: those of all trainable groups in plan order."""
+    found: dict[int, range] = {}
+    first = 0
+    for unit in runtime.units:
+        found[unit.index] = range(first, first + len(unit.trainable))
+        first += len(unit.trainable)
+    return found
+
+
+class StepperBase(ABC):
+    """Runs the steps of one model and optimizer.
+
+    Args:
+        update: the optimizer's state, for checkpoints.
+        scaler: loss scale for fp16, None otherwise.
+
+    Attributes:
+        groups: the optimizer's live groups.
+    """
+
+    def __init__(self, handle: Handle, update: StatefulUpdate, scaler: LossScaler | None) -> None:
+        self.handle = handle
+        self.update = update
+        self.scaler = scaler
+        self._report = StepReport(applied=False)
+        self._skipped_in_a_row = 0
+        self._clip_once: float | None = None
+        self._table = GroupTable(handle)
+        self._silent = [0] * len(handle.runtime.units)
+        self.groups: Sequence[Mapping[str, Any]] = ()
+
+    def check_open(self) -> None:
+        """Raises UsageError when the model was closed, or where parameters of it were replaced since it was sharded."""
+        self.handle.check_open()
+        silent = self.handle.runtime.gradients.silent()
+        if silent != self._silent:  # one that was replaced gets no gradient any more; looking at all takes a while
+            self._silent = silent
+            self.handle.check_members()
+
+    @property
+    def state_buffers(self) -> Sequence[torch.Tensor]:
+        """Device memory through which state in host memory passes."""
+        return ()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether what is issued now goes into a graph."""
+        return False
+
+    def refuse_capture(self, call: str) -> None:
+        """Raises UsageError while a step is captured: `call` counts on the host, and no replay would."""
+        if self.capturing:
+            raise UsageError(
+                f"{call} in a GraphedStep: its counters and schedules would stand still in a replay; train with "
+                "loss.backward() and the optimizer of zeroshard.shard() there"
+            )
+
+    @property
+    def report(self) -> StepReport:
+        """What the last step did; where that is still running on the device, this waits for it."""
+        self.settle()
+        return self._report
+
+    @abstractmethod
+    def step(self, optimizer: ShardedOptimizer) -> None:
+        """One optimizer step.
+
+        Raises:
+            NonFiniteError: gradients hold inf or NaN and the plan says so; nothing was updated.
+            DivergenceError: ranks issued different collectives since the last step; nothing was updated.
+        """
+
+    @abstractmethod
+    def norm(self) -> float:
+        """Norm of the averaged, unscaled gradients of the backwards since the last step."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget the gradients of the backwards since the last step."""
+
+    @abstractmethod
+    def gradients_changed(self) -> None:
+        """The gradients, or their memory, were changed: what was measured of them is stale."""
+
+    def start_accumulating(self, dtype: str | None = None) -> None:
+        """From the next step on several micro-batches may make one update; called by all ranks, between steps.
+
+        Args:
+            dtype: of the accumulators; None means float32.
+
+        Raises:
+            UsageError: there are gradients of a step that has not been made.
+        """
+        runtime = self.handle.runtime
+        if runtime.gradients.present:
+            raise UsageError("the accumulation can't change between a backward and its step; change it after the step")
+        runtime.start_accumulating(dtype)
+        self.gradients_changed()
+
+    def unscale(self) -> float:
+        """What turns the ranks' sum of scaled gradients into their unscaled mean. Waits for the device with fp16."""
+        return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step was skipped for a loss scale that was too high. Waits for the device with fp16."""
+        return self.scaler is not None and not self.report.applied
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether the outcome of the last step is known without waiting."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for the outcome of the last step and act on it."""
+
+    def _record_groups(self) -> None:
+        """Put the hyper-parameters of the coming step into the log whose digest the ranks compare."""
+        if self.handle.comm.control.size > 1:
+            self.handle.comm.log.record_step(self.group_table())
+
+    def group_table(self) -> str:
+        """The hyper-parameters of the coming step as they stand in the log."""
+        return self._table.text(self.groups)
+
+    def clip_next(self, max_norm: float) -> None:
+        """Clip the coming step to `max_norm` instead of the plan's clip_norm."""
+        self._clip_once = max_norm
+
+    def _limit(self) -> float:
+        """The norm above which the coming step is clipped; 0 means none."""
+        return self.handle.plan.policy.clip_norm if self._clip_once is None else self._clip_once
+
+    def _mean_factor(self) -> float:
+        """What turns the ranks' sum of (predivided) gradients into their mean."""
+        policy = self.handle.plan.policy
+        return policy.predivide / (self.handle.plan.dp if policy.mean else 1)
+
+    def _done(self, norm: float) -> None:
+        """The last step updated the parameters."""
+        self._skipped_in_a_row = 0
+        self._report = StepReport(applied=True, norm=norm)
+
+    def _nothing_done(self) -> None:
+        """There were no gradients."""
+        self._report = StepReport(applied=False)
+
+    def _skipped(self, norm: float, name: str, scales: tuple[float, float] | None) -> None:
+        """The gradients were not finite and nothing was updated: raise or log, as the plan says."""
+        self._report = StepReport(applied=False, norm=norm, nonfinite=name)
+        self._skipped_in_a_row += 1
+        where = f"first in {name}"
+        if self.handle.plan.policy.on_nonfinite is OnNonFinite.RAISE:
+            raise NonFiniteError(
+                f"the gradients are not finite, {where}; the step was not applied and the parameters are unchanged. "
+                "Look for a loss that is inf or NaN, a too large learning rate, or bad input"
+            )
+        scale = "" if scales is None else f"; loss scale {scales[0]:g} -> {scales[1]:g}"
+        _LOGGER.warning("step skipped: gradients not finite, %s%s", where, scale)
+        if self._skipped_in_a_row % LOUD_SKIPS == 0:
+            _LOGGER.error(
+                "%d steps in a row were skipped, %s: nothing is being learned. "
+                "A NaN does not come from the loss scale; look at the loss and the input",
+                self._skipped_in_a_row,
+                where,
+            )
+
+    def _learn_order(self) -> None:
+        """After the first forward: run the lists in the order in which it used the units, if all ranks saw the same."""
+        runtime, control = self.handle.runtime, self.handle.comm.control
+        seen = runtime.seen_order
+        if seen is None:
+            return
+        units = len(runtime.units)
+        digest = 0
+        for unit in seen:
+            digest = (digest * (units + 1) + unit + 1) % (1 << 61)
+        mine = torch.tensor([digest, -digest], dtype=torch.int64, device=self.handle.device)
+        control.wait(control.all_reduce(mine, "(order)", op=torch.distributed.ReduceOp.MAX))
+        agreed = int(mine[0]) == -int(mine[1])
+        runtime.adopt_order(seen if agreed and seen else None)

@@ -1,0 +1,109 @@
+"""The step with a host that decides: for CPUs, where nothing blocks, and for optimizers without a device rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.core.statistics import Norms, Statistics, exchange, first_nonfinite
+from zeroshard.engine.step.step_base import StepperBase
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import UpdateMethod
+
+
+class HostStepper(StepperBase):
+    """Reads the statistics on the host, then updates or refuses."""
+
+    def __init__(self, handle: Handle, update: UpdateMethod, scaler: LossScaler | None) -> None:
+        super().__init__(handle, update, scaler)
+        self._update_method = update
+        self._measured = 0
+        self._norms: Norms = {}
+
+    @property
+    def settled(self) -> bool:
+        return True
+
+    def settle(self) -> None:
+        """The outcome of a step is known when it returns."""
+
+    def step(self, optimizer: ShardedOptimizer) -> None:
+        """See StepperBase."""
+        runtime, self.groups = self.handle.runtime, optimizer.param_groups
+        runtime.inspect()
+        if not runtime.gradients.present:
+            self.handle.last = None
+            self._nothing_done()
+            return
+        statistics = self.measure()
+        norm = math.sqrt(statistics.squared_norm) * self.unscale() if statistics.squared_norm >= 0 else math.nan
+        limit = self._limit()
+        self._clip_once = None
+        if not math.isfinite(norm):
+            self._refuse(norm)
+            return
+        coefficient = self.unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+        self._done(norm)
+        self._update_scale(overflow=False)
+        self._apply(statistics.active, coefficient, optimizer.param_groups)
+        self._learn_order()
+        runtime.after_step(changed=True)
+
+    def measure(self) -> Statistics:
+        """Finish the gradients and exchange their statistics; once for what there is."""
+        handle, comm = self.handle, self.handle.comm
+        collected = handle.runtime.gradients.collected
+        if handle.last is None or self._measured != collected:
+            self._measured = collected
+            handle.runtime.finish_gradients()
+            self._record_groups()
+            first_replica = comm.mesh.axis("replicate").rank == 0
+            handle.last = exchange(
+                handle.runtime,
+                comm.control,
+                self._norms,
+                digest=comm.log.digest(),
+                first_replica=first_replica,
+                whole=handle.runtime.keeps_local,
+            )
+            if not handle.last.agree:
+                comm.watchdog.explain_mismatch()
+        return handle.last
+
+    def norm(self) -> float:
+        """See StepperBase."""
+        return math.sqrt(self.measure().squared_norm) * self.unscale()
+
+    def zero_grad(self) -> None:
+        """See StepperBase."""
+        self.handle.last = None
+        self.handle.runtime.clear_gradients()
+
+    def gradients_changed(self) -> None:
+        """See StepperBase."""
+        self.handle.last = None
+
+    def _apply(self, active: Sequence[bool], coefficient: float, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.handle.runtime.parameters.before_write()
+        with torch.no_grad():
+            self._update_method.apply(coefficient, active, groups)
+        self.handle.last = None
+
+    def _refuse(self, norm: float) -> None:
+        """The gradients are not finite: nothing is updated."""
+        name = first_nonfinite(self.handle.runtime, self.handle.comm.control, whole=self.handle.runtime.keeps_local)
+        before = None if self.scaler is None else float(self.scaler.scale)
+        self._update_scale(overflow=True)
+        scales = None if self.scaler is None or before is None else (before, float(self.scaler.scale))
+        self.handle.last = None
+        self.handle.runtime.after_step(changed=False)
+        self._skipped(norm, name, scales)
+
+    def _update_scale(self, *, overflow: bool) -> None:
+        if self.scaler is not None:
+            self.scaler.update(torch.tensor(float(overflow), device=self.handle.device))

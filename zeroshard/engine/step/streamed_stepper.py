@@ -1,0 +1,78 @@
+"""The device's step where some of the optimizer's state rests in host memory and passes through for its update.
+
+    UPLOAD      piece 0 | piece 1 | piece 2 | piece 3 ...        waits until its buffer's last piece has gone down
+    UPDATE              | piece 0 | piece 1 | piece 2 ...        waits for the upload
+    DOWNLOAD                      | piece 0 | piece 1 ...        waits for the update
+    forward of unit 0 as soon as its last piece is updated: the gather waits for that alone
+
+Owns the buffers. The host issues everything in the step and waits for nothing. A link that carries both directions at
+once is used in both. Rejected: a unit as the piece, whose buffers would be a tenth of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.core.parameters import written_buffers
+from zeroshard.engine.core.streams import Event, Stream
+from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.streamed_adam import StatePiece, StreamedAdam
+
+
+class StreamedStepper(DeviceStepper):
+    """Runs steps whose updates are partly made beside the next forward."""
+
+    def __init__(self, handle: Handle, update: StreamedAdam, scaler: LossScaler | None) -> None:
+        super().__init__(handle, update, scaler)
+        self._streamed = update
+        self._free: dict[int, Event] = {}
+
+    @property
+    def state_buffers(self) -> Sequence[torch.Tensor]:
+        """See StepperBase."""
+        return self._streamed.buffers
+
+    def _before_updates(self) -> None:
+        streams = self.handle.runtime.streams
+        # Write after read: the table of scalars belongs to the last step's updates until they have run.
+        streams.wait(Stream.COMPUTE, streams.record(Stream.UPDATE, "all"))
+        # Read after write: state belongs to the last step's downloads until it has landed.
+        streams.wait(Stream.UPLOAD, streams.record(Stream.DOWNLOAD, "all"))
+
+    def _update_unit(self, index: int, numbers: range) -> None:
+        runtime = self.handle.runtime
+        if not any(self._streamed.pieces(number) for number in numbers):
+            super()._update_unit(index, numbers)
+            return
+        streams = runtime.streams
+        # Read after write: table and gradients belong to compute until here; and write after read: so do the shards.
+        prepared = streams.record(Stream.COMPUTE, "step")
+        streams.wait(Stream.UPLOAD, prepared)
+        streams.wait(Stream.UPDATE, prepared)
+        # Parameters that rest on the device are written by the update, others by its download.
+        last = Stream.DOWNLOAD if any(g.plan.param_on_host for g in runtime.units[index].groups) else Stream.UPDATE
+        for number in numbers:
+            for place, piece in enumerate(self._streamed.pieces(number)):
+                self._pass(index, piece, ("host", number, place), last)
+        runtime.parameters.unit_written(index, last)
+        runtime.updates.reads_until(index, streams.record(Stream.UPDATE, ("read", index)))
+
+    def _pass(self, unit: int, piece: StatePiece, rest: Hashable, last: Stream) -> None:
+        streams, number = self.handle.runtime.streams, piece.buffer
+        buffer, rests, grads = (("state", number),), (rest,), (("grad", unit),)
+        written = {stream: written_buffers(unit) if stream is last else () for stream in Stream}
+        if number in self._free:
+            # Write after read: the buffer belongs to its last piece until that has gone down.
+            streams.wait(Stream.UPLOAD, self._free[number])
+        streams.follow(Stream.UPLOAD, piece.upload, (*rests, *grads), buffer)
+        # Read after write: the buffer belongs to the upload until it has landed.
+        streams.wait(Stream.UPDATE, streams.record(Stream.UPLOAD, ("up", number)))
+        streams.follow(Stream.UPDATE, piece.update, (*buffer, *grads), (*buffer, *written[Stream.UPDATE]))
+        # Read after write: the buffer belongs to the update until it has run.
+        streams.wait(Stream.DOWNLOAD, streams.record(Stream.UPDATE, ("updated", number)))
+        streams.follow(Stream.DOWNLOAD, piece.download, buffer, (*rests, *written[Stream.DOWNLOAD]))
+        self._free[number] = streams.record(Stream.DOWNLOAD, ("down", number))
