@@ -24,8 +24,8 @@ from zeroshard.launch.resources import resolve_nproc, set_threads, usable_cores
         (["-m", "nope.train"], "-m nope.train: no such module in {cwd} or among the installed packages"),
         (["--nnodes", "2", "s.py"], "--nnodes 2: the nodes meet at node 0; give its address as --master-addr"),
         (["--node-rank", "1", "s.py"], "--node-rank 1: with --nnodes 1 it is from 0 to 0"),
-        (["--nproc", "many", "s.py"], "--nproc many: expected a number from 1, or auto, gpu or cpu"),
-        (["--nproc", "0", "s.py"], "--nproc 0: expected a number from 1, or auto, gpu or cpu"),
+        (["--nproc", "many", "s.py"], "--nproc many: expected a number from 1 to 4096, or auto, gpu or cpu"),
+        (["--nproc", "0", "s.py"], "--nproc 0: expected a number from 1 to 4096, or auto, gpu or cpu"),
         ([""], "'': no such script"),
         (["."], ".: a folder without __main__.py; name a script"),
         (["--console", "first", "s.py"], "--console first: give the files in which the output is to be, as --log-dir"),
@@ -107,6 +107,12 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         resolve_nproc("3", count_gpus=lambda: 2)
     with pytest.raises(UsageError, match="--nproc gpu: torch sees no GPU"):
         resolve_nproc("gpu", count_gpus=lambda: 0)
+
+
+def test_a_number_of_ranks_that_no_node_can_run_is_refused() -> None:
+    for text in ("0", "-1", "1.5", "", "4097", "9" * 5000, "\u0663"):
+        with pytest.raises(UsageError, match="expected a number from 1 to 4096"):
+            resolve_nproc(text, count_gpus=lambda: 0)
 
 
 def test_cores_are_divided_among_the_ranks_unless_the_user_has_chosen() -> None:

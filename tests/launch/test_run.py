@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
-from tests.launch.launcher import script, start, zeroshard
+from tests.launch.launcher import environment, script, start, zeroshard
 from zeroshard.launch.resources import usable_cores
 
 # Each rank writes what it sees into a file of its own: their output would be interleaved.
@@ -136,3 +138,19 @@ def test_chosen_slots_of_this_host_are_the_gpus_that_its_ranks_see(tmp_path: Pat
     words = ["--hostfile", "hosts", "--include", "localhost:1,3"]
     done = zeroshard(tmp_path, "run", *words, name, env={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert (done.returncode, done.stdout) == (0, "2 5,7\n" * 2), done.stderr
+
+
+def test_a_launcher_without_standard_streams_runs_its_ranks(tmp_path: Path) -> None:
+    text = """
+        import os
+        from pathlib import Path
+        print("into nothing", flush=True)
+        Path(os.environ["RANK"]).write_text(os.readlink("/proc/self/fd/1"))
+    """
+    name = script(tmp_path, text)
+    words = shlex.join([sys.executable, "-m", "zeroshard", "run", "--nproc", "2", name])
+    done = subprocess.run(
+        ["sh", "-c", f"{words} <&- >&- 2>&-"], cwd=tmp_path, env=environment(), timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["/dev/null"] * 2

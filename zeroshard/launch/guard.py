@@ -49,8 +49,8 @@ def guarded(work: Work, killed: Callable[[signal.Signals], None], control: Contr
     `directory` is temporary. The child gets the signals that this process gets; `control`, which runs in a thread of
     its own, may send it others. `killed` is told if a signal ended the child.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _fill_missing_streams()
+    _flush()
     job = uuid.uuid4().hex
     os.environ[_JOB_VARIABLE] = job
     with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
@@ -83,8 +83,7 @@ def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
         signal.signal(number, signal.SIG_IGN)  # it ends within seconds anyway, and a handler of torch's would raise
     if status != 0:
         _end_what_is_left(job)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     return status
 
 
@@ -173,6 +172,21 @@ def _processes() -> Iterator[tuple[int, int, str]]:
         except OSError:
             continue  # it has ended meanwhile
         yield int(status.parent.name), int(parent), state
+
+
+def _fill_missing_streams() -> None:
+    """Of a launcher that was started without (`>&-`); else the ranks would print into whatever is opened next."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _adopt_orphans() -> None:

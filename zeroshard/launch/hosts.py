@@ -17,11 +17,11 @@ from pathlib import Path
 
 from zeroshard.bounded import read_bounded
 from zeroshard.errors import UsageError
+from zeroshard.launch.resources import MOST_RANKS
 
 # A name, an address, an IPv6 address bare or in brackets; no lists or ranges, which pdsh would take apart.
 _NAME = r"(?:[\w.-]+@)?(?:[\w:][\w.:%-]*|\[[\w.:%]+\])"
 _LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>[0-9]+)")
-_MOST_SLOTS = 4096
 _MOST_HOSTS = 4096  # the launcher holds an ssh to each
 
 
@@ -55,8 +55,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             raise UsageError(f"{path}, line {number}: {line!r} is not of the form 'host slots=N'")
         # Brackets are for URLs: to ssh they are part of a name, to pdsh a range.
         name, slots = match["name"].replace("[", "").replace("]", ""), int(match["slots"][:9])
-        if slots > _MOST_SLOTS:
-            raise UsageError(f"{path}, line {number}: {name} with {match['slots']} slots; at most {_MOST_SLOTS} can be")
+        if slots > MOST_RANKS:
+            raise UsageError(f"{path}, line {number}: {name} with {match['slots']} slots; at most {MOST_RANKS} can be")
         if slots == 0:
             raise UsageError(f"{path}, line {number}: {name} has no slots; leave the line out, or give slots=1 or more")
         if name in hosts:

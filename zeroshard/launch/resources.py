@@ -8,12 +8,15 @@ container with two cores' time on a 64-core host would else run 64 threads on tw
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from zeroshard.errors import UsageError
 
+MOST_RANKS = 4096
+"""Of one node; a slip of the keyboard would else fill it with processes."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -44,8 +47,8 @@ def resolve_nproc(text: str, count_gpus: Callable[[], int] = gpu_count) -> int:
         if not gpus and text == "gpu":
             raise UsageError("--nproc gpu: torch sees no GPU on this node; give a number to train on CPU")
         return gpus or usable_cores()
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--nproc {text}: expected a number from 1, or auto, gpu or cpu")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_RANKS:
+        raise UsageError(f"--nproc {text}: expected a number from 1 to {MOST_RANKS}, or auto, gpu or cpu")
     nproc, gpus = int(text), count_gpus()
     if 0 < gpus < nproc:
         raise UsageError(
