@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from zeroshard.comm.mesh import AxisGroups, Mesh, build_mesh
-from zeroshard.errors import UsageError
+from zeroshard.errors import DivergenceError, UsageError
 
 
 def _axes(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -70,3 +73,20 @@ def test_shard_size_must_divide_the_world(size: int) -> None:
 def test_an_unknown_axis_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="no axis 'tp'; it has dp, shard, replicate"):
         build_mesh().axis("tp")  # pyright: ignore[reportArgumentType]
+
+
+def _with_timeout(rank: int, world: int, folder: str) -> None:
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2))
+    mesh = build_mesh()
+    for group in (mesh.axis("dp").groups.gather, mesh.axis("dp").groups.control):
+        assert group is not None
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=2)
+    if rank == 0:
+        with pytest.raises(DivergenceError, match=r"rank 0 did not meet the other ranks within 2 s"):
+            build_mesh()
+
+
+def test_communicators_wait_as_long_as_the_default_group_and_no_longer(tmp_path: Path) -> None:
+    run_ranks(2, _with_timeout, str(tmp_path), timeout=60)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
 
-from zeroshard.errors import UsageError
+from zeroshard.errors import DivergenceError, UsageError
 
 AxisName = Literal["dp", "shard", "replicate"]
 
@@ -111,9 +112,29 @@ def _axis(name: AxisName, partition: Sequence[Sequence[int]], rank: int) -> Axis
         made: dict[str, dist.ProcessGroup] = {}
         for purpose in ("gather", "reduce", "control"):
             for ranks in partition:
-                group = dist.new_group(list(ranks), group_desc=f"zeroshard {name} {purpose}")
+                group = _new_group(ranks, f"zeroshard {name} {purpose}")
                 if rank in ranks:
                     assert isinstance(group, dist.ProcessGroup)
                     made[purpose] = group
         groups = AxisGroups(made["gather"], made["reduce"], made["control"])
     return Axis(name, tuple(mine), mine.index(rank), groups)
+
+
+def _new_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup | int:
+    """A communicator with the default group's timeout, which the program has chosen; torch would take its own.
+
+    Raises:
+        DivergenceError: not all ranks have come here within that time.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    timeout: timedelta = everyone._get_backend(everyone._device_types[0]).options._timeout
+    try:
+        made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
+    except RuntimeError as error:  # stores and backends have kinds of their own
+        raise DivergenceError(
+            f"rank {dist.get_rank()} did not meet the other ranks within {timeout.total_seconds():g} s: they have ended, "
+            f"or never come to initialize() or shard(), which all ranks call ({str(error).partition(chr(10))[0]})"
+        ) from error
+    assert made is not None
+    return made
