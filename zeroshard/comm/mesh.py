@@ -133,8 +133,9 @@ def _new_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup | in
         made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
     except RuntimeError as error:  # stores and backends have kinds of their own
         raise DivergenceError(
-            f"rank {dist.get_rank()} did not meet the other ranks within {timeout.total_seconds():g} s: they have ended, "
-            f"or never come to initialize() or shard(), which all ranks call ({str(error).partition(chr(10))[0]})"
+            f"rank {dist.get_rank()} did not meet the other ranks within {timeout.total_seconds():g} s: they have "
+            "ended, or never come to initialize() or shard(), which all ranks call "
+            f"({str(error).partition(chr(10))[0]})"
         ) from error
     assert made is not None
     return made
