@@ -9,7 +9,6 @@ engine.step()                        at the last micro-batch: update, zero the g
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,8 +29,6 @@ from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
 
-_LOGGER = logging.getLogger("zeroshard")
-
 
 @dataclass(frozen=True)
 class Saving:
@@ -51,7 +48,7 @@ class EngineOptions:
         autocast: dtype in which the forward runs under torch.autocast; None leaves autocast alone.
         loader: how loaders are made.
         saving: how checkpoints are saved.
-        steps_per_print: optimizer steps between two lines of progress in rank 0's log; None is none.
+        steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
     """
 
     accumulate_dtype: str | None = None
@@ -152,10 +149,10 @@ class TrainingEngine(nn.Module):
         if stepper.settled or due:
             self._close_outcome(stepper)
         if due:
-            self._log_progress(stepper)
+            self._print_progress(stepper)
 
-    def _log_progress(self, stepper: StepperBase) -> None:
-        """One line on rank 0; a step that is logged waits for the device."""
+    def _print_progress(self, stepper: StepperBase) -> None:
+        """One line on rank 0, for which the step waits for the device."""
         if self._handle.comm.mesh.rank != 0:
             return
         assert self.optimizer is not None
@@ -163,7 +160,7 @@ class TrainingEngine(nn.Module):
         norm = stepper.report.norm
         told = [f"rate {rates}"] if rates else []
         told += [] if norm is None else [f"gradient norm {norm:g}"]
-        _LOGGER.info("step %d: %s", self.global_steps, ", ".join([*told, f"{self.skipped_steps} skipped"]))
+        print(f"step {self.global_steps}: {', '.join([*told, f'{self.skipped_steps} skipped'])}", flush=True)
 
     def _close_outcome(self, stepper: StepperBase) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
