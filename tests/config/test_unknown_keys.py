@@ -38,6 +38,8 @@ BATCH = {"train_micro_batch_size_per_gpu": 2}
         ({"lr": 1e-4}, "lr", "did you mean optimizer.params.lr?"),
         ({"optimizer": {"betas": [0, 1]}}, "optimizer.betas", "did you mean optimizer.params.betas?"),
         ({"xyzzy": 1}, "xyzzy", "the nearest known key is"),
+        ({"zero": {"stage": 3}}, "zero", "zero_optimization?"),
+        ({"flops": {"enabled": True}}, "flops", "did you mean flops_profiler?"),
         ({"fp8": {"enabled": True}}, "fp8", "the nearest known key is fp16;"),
         ({"bf16": {"enable": True}}, "bf16.enable", "did you mean bf16.enabled?"),
         ({"optimizer": {"typ": "Adam"}}, "optimizer.typ", "did you mean optimizer.type?"),

@@ -1,7 +1,7 @@
 """What an unknown key was probably meant to be.
 
 First the same name at another level (the commonest mistake: a key put beside its section), then a similar name in the
-same section, then a similar name anywhere.
+same section, then a similar name anywhere, then names of the section that begin so.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def advice(table: KeyTable, section: str, name: str) -> str:
         return f"did you mean {far[close[0]]}?"
     if section and 0 < len(here) <= _MOST_NAMES:
         return f"{section} knows {', '.join(sorted(here))}; remove the key or write one of these"
+    begin = sorted(inner for inner in here if name and inner.startswith(f"{name}_"))
+    if 0 < len(begin) <= _MOST_PLACES:
+        return f"did you mean {' or '.join(_join(section, inner) for inner in begin)}?"
     names = {inner: _join(section, inner) for inner in here} if here else far
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     return f"the nearest known key is {names[nearest]}; remove the key or see docs/config.md for every key"
