@@ -21,8 +21,8 @@ from zeroshard.optim.kernels.norm import KERNEL_DTYPES, SquaredNorm
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
 CHUNK = 1 << 16
-DIGEST_MASK = (1 << 24) - 1
-"""Digests are compared by 24 bits, so that sums of their squares are exact in float64."""
+_DIGEST_BITS = 20
+"""Digests are compared by so many bits: sums of their squares over 2**13 ranks are exact in float64, in any order."""
 Norms = dict[tuple[int, bool], SquaredNorm]
 """By the id of a group, and whether its whole gradients are squared."""
 
@@ -67,13 +67,18 @@ def exchange(
             if unit.plan.axis == "dp" or first_replica:
                 on_host = group.plan.grad_on_host
                 values[0] += runtime.gradients.squares(group) if on_host else _squared_norm(group, norms, whole=whole)
-    short = digest & DIGEST_MASK
-    values[1], values[2] = short, short * short
+    values[1], values[2] = digest_terms(digest)
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
     control.wait(control.all_reduce(values, "(step)"))
     squared, first, second, *counts = values.tolist()
     agree = second * control.size == first * first
     return Statistics(squared, agree, tuple(count > 0 for count in counts))
+
+
+def digest_terms(digest: int) -> tuple[int, int]:
+    """What a rank adds to the second and third value of the all-reduce."""
+    short = digest & ((1 << _DIGEST_BITS) - 1)
+    return short, short * short
 
 
 def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:

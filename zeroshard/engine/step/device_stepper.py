@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.core.statistics import DIGEST_MASK
+from zeroshard.engine.core.statistics import digest_terms
 from zeroshard.engine.memory.storage import Group
 from zeroshard.engine.step.step_base import StepperBase, regions_of_units
 from zeroshard.errors import UsageError
@@ -123,8 +123,7 @@ class DeviceStepper(StepperBase):
 
     def prepare_replay(self, digest: int) -> None:
         """Put what a captured step reads of the host where it finds it."""
-        short = digest & DIGEST_MASK
-        host = torch.tensor([short, short * short], dtype=torch.float64)
+        host = torch.tensor(digest_terms(digest), dtype=torch.float64)
         self._digest.copy_(host.pin_memory(), non_blocking=True)
 
     def replayed(self) -> None:
@@ -154,13 +153,14 @@ class DeviceStepper(StepperBase):
             bad = runtime.gradients.first_bad(group)
             numbered = torch.where(bad < FINITE, bad + _LANDED * (place + 1), FINITE)
             torch.minimum(self._norm_of.first_bad, numbered, out=self._norm_of.first_bad)
-        digest = comm.log.digest() & DIGEST_MASK
+        digest = comm.log.digest()
         if self.capturing:
             self.captured_digest = digest
             self._stats[1:STATS_FIXED].copy_(self._digest)
         else:
-            self._stats[1].fill_(digest)
-            self._stats[2].fill_(digest * digest)
+            first, second = digest_terms(digest)
+            self._stats[1].fill_(first)
+            self._stats[2].fill_(second)
         self._stats[STATS_FIXED:].copy_(self._flags())
         comm.control.wait(comm.control.all_reduce(self._stats, "(step)"))
         self._measured = runtime.gradients.collected
