@@ -132,6 +132,32 @@ def test_a_norm_that_was_asked_for_between_two_backwards_is_not_that_of_the_step
     run_ranks(2, _norms_between)
 
 
+def _limit_of_dropped(rank: int, world_size: int) -> None:
+    recipe = Recipe(sharding=STAGES[2], policy=ExecutionPolicy(accumulate=True))
+    for on_device in (False, True):
+        trained = []
+        for drop in ("nothing clipped", "optimizer.zero_grad", "model.zero_grad", "a step without gradients"):
+            model = _model()
+            optimizer = _on_device(model, recipe, None) if on_device else None
+            if optimizer is None:
+                model, optimizer = zeroshard.shard(model, torch.optim.AdamW(_groups(model), lr=1e-2), plan=recipe)
+            if drop.endswith("zero_grad"):
+                model(torch.ones(8, 6)).square().mean().backward()
+            if drop != "nothing clipped":
+                zeroshard.clip_grad_norm_(model, 1e-6)
+            {"optimizer.zero_grad": optimizer.zero_grad, "model.zero_grad": model.zero_grad}.get(drop, optimizer.step)()
+            model(torch.full((8, 6), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+            trained.append(zeroshard.full_state_dict(model))
+            zeroshard.close(model)
+        for found in trained[1:]:
+            assert all(torch.equal(value, trained[0][name]) for name, value in found.items()), on_device
+
+
+def test_a_limit_goes_with_the_gradients_that_it_was_for() -> None:
+    run_ranks(2, _limit_of_dropped)
+
+
 def test_it_trains_as_the_host_does_at_every_stage_and_kind_of_master_weights() -> None:
     run_ranks(2, _compare, _model, (None, "float32", "int16"))
 

@@ -81,6 +81,8 @@ class Gradients:
         self._reduces = reduces
         self.collected = 0
         """Counts units whose gradients came: what was measured at another count is out of date."""
+        self.cleared = 0
+        """Counts how often all gradients went: what was asked of those before does not hold for those after."""
         self.square_into(None, ())
         self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
@@ -109,6 +111,7 @@ class Gradients:
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
         if self._peers is not None:
             self._peers.let_go()
+        self.cleared += 1
         count = len(self._storage.units)
         self._local = [False] * count  # whole local gradients wait for a reduce
         self._reduced = [False] * count  # reduced gradients rest in grad

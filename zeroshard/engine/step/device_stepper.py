@@ -79,7 +79,7 @@ class DeviceStepper(StepperBase):
         self._update_units(torch.where(ok, coefficient, 0.0), active, optimizer.param_groups)
         if self.scaler is not None:
             self.scaler.update(~ok)
-        self._clip_once = self._measured = None
+        self._measured = None
         self._learn_order()
         runtime.after_step(changed=False, captured=self.capturing)
 

@@ -71,7 +71,7 @@ class StepperBase(ABC):
         self.scaler = scaler
         self._report = StepReport(applied=False)
         self._skipped_in_a_row = 0
-        self._clip_once: float | None = None
+        self._clip_once: tuple[float, int] | None = None  # the norm, and which gradients it is for
         self._table = GroupTable(handle)
         self._silent = [0] * len(handle.runtime.units)
         self.groups: Sequence[Mapping[str, Any]] = ()
@@ -172,12 +172,14 @@ class StepperBase(ABC):
         return self._table.text(self.groups)
 
     def clip_next(self, max_norm: float) -> None:
-        """Clip the coming step to `max_norm` instead of the plan's clip_norm."""
-        self._clip_once = max_norm
+        """Clip the gradients that are there to `max_norm` in their step, instead of to the plan's clip_norm."""
+        self._clip_once = max_norm, self.handle.runtime.gradients.cleared
 
     def _limit(self) -> float:
         """The norm above which the coming step is clipped; 0 means none."""
-        return self.handle.plan.policy.clip_norm if self._clip_once is None else self._clip_once
+        if self._clip_once is not None and self._clip_once[1] == self.handle.runtime.gradients.cleared:
+            return self._clip_once[0]
+        return self.handle.plan.policy.clip_norm
 
     def _mean_factor(self) -> float:
         """What turns the ranks' sum of (predivided) gradients into their mean."""
@@ -191,6 +193,7 @@ class StepperBase(ABC):
 
     def _nothing_done(self) -> None:
         """There were no gradients."""
+        self._clip_once = None
         self._report = StepReport(applied=False)
 
     def _skipped(self, norm: float, name: str, scales: tuple[float, float] | None) -> None:

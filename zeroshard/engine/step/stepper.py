@@ -43,7 +43,6 @@ class HostStepper(StepperBase):
         statistics = self.measure()
         norm = math.sqrt(statistics.squared_norm) * self.unscale() if statistics.squared_norm >= 0 else math.nan
         limit = self._limit()
-        self._clip_once = None
         if not math.isfinite(norm):
             self._refuse(norm)
             return
