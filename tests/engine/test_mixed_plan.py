@@ -18,6 +18,7 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.measure import forget_sent, held_bytes, sent
+from zeroshard.errors import UsageError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
@@ -165,6 +166,28 @@ def _measured(rank: int, world_size: int) -> None:
 
 def test_bytes_and_traffic_of_a_mixed_plan_are_those_that_it_says() -> None:
     run_ranks(4, _measured)
+
+
+def _closed(rank: int, world_size: int) -> None:
+    for low in (False, True):
+        plan = _plan(2, {**ROWS, "blocks.1": WHOLE}, accumulate=False, low=low)
+        expected, model = _train(plan, rank, 1)
+        zeroshard.close(model)
+        with pytest.raises(UsageError, match=r"'blocks.2.norm.weight' is sharded and empty here"):
+            model.state_dict()
+        with pytest.raises(UsageError, match=r"forward of 'blocks.2.norm'.*its parameter 'weight' is sharded"):
+            model(torch.zeros(1, 6, dtype=next(model.parameters()).dtype))
+        with zeroshard.GatheredParameters(model):
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, expected[name].to(parameter.dtype)), name
+        model, _ = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=plan)
+        values = dict(zeroshard.iterate_full_parameters(model))
+        assert all(torch.equal(values[name], expected[name]) for name in expected if name.startswith("blocks.2")), low
+        zeroshard.close(model)
+
+
+def test_a_closed_model_keeps_what_subgroups_had() -> None:
+    run_ranks(4, _closed)
 
 
 def test_engine_and_plan_know_no_config() -> None:
