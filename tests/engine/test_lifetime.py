@@ -83,6 +83,23 @@ def test_five_engines_in_one_process_leave_nothing(close: bool) -> None:
             assert len(set(native)) == 1, native
 
 
+def _one_model(rank: int, world: int) -> list[tuple[int, int]]:
+    """Threads and open files of the process after each of the engines that one model had."""
+    model, held = Stack(), []
+    for _ in range(3):
+        model, _ = zeroshard.shard(model, adamw(model))
+        square_loss(model, Batch(0, 0, rank)).backward()
+        zeroshard.close(model)
+        gc.collect()
+        held.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return held
+
+
+def test_engines_that_one_model_had_leave_nothing() -> None:
+    for held in run_ranks(2, _one_model):
+        assert len(set(held)) == 1, held
+
+
 def _closed(rank: int, world: int) -> None:
     model, _ = shard_task(TASK, Setting(plan=2))
     square_loss(model, Batch(0, 0, rank)).backward()

@@ -142,7 +142,8 @@ def attach(model: nn.Module, handle: Handle) -> None:
         raise UsageError("this model is sharded already; build a new one, or call zeroshard.close(model) first")
     model.__dict__[_ATTRIBUTE] = handle
     model.__dict__.pop(_CLOSED, None)
-    weakref.finalize(model, handle.comm.watchdog.close)
+    dropped = weakref.finalize(model, handle.comm.watchdog.close)
+    handle.closers.append(dropped.detach)  # else a model that lives on would keep the communicators that it had
 
 
 def find_handle(model: nn.Module) -> Handle | None:
