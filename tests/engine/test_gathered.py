@@ -257,6 +257,9 @@ def _state_dicts(rank: int, world: int) -> None:
     buffered = _Buffered()
     state = zeroshard.full_state_dict(zeroshard.shard(buffered, plan=3)[0])
     assert set(state) == (set() if rank else set(_Buffered().state_dict()))
+    with torch.no_grad():
+        buffered.steps += 1
+    assert rank or int(state["steps"]) == 3, "what was read stays as it was"
 
 
 def test_full_state_dict_is_the_unsharded_one_on_rank_0() -> None:

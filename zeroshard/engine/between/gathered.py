@@ -267,5 +267,5 @@ def full_state_dict(model: nn.Module, *, master: bool = True) -> dict[str, Any]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                state[f"{path}.{name}" if path else name] = buffer.cpu()
+                state[f"{path}.{name}" if path else name] = buffer.to("cpu", copy=True)
     return state
