@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests.plan.specs import blocks, plan_of, relaxed
 from zeroshard.errors import PlanError
-from zeroshard.plan.builder import Precision, Recipe, build_plan, reordered
+from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
 from zeroshard.plan.placement import STAGES, Sharding, StateKind
 from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, OnNonFinite, Plan
 from zeroshard.plan.report import memory_table, traffic_table, unit_table
@@ -303,3 +303,15 @@ def test_reduce_slots_hold_all_groups_that_need_them(plan: Plan) -> None:
         needed = sum(g.wire_nbytes + g.staging_nbytes for g in unit.groups if g.needs_reduce_slot)
         assert (slot is None) == (needed == 0)
         assert slot is None or plan.reduce_slots.nbytes[slot] >= needed
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_on_gpus_stage_1_divides_the_gradients_of_one_micro_batch_unless_they_are_never_reduced(
+    compressed: bool, micro_batches: int
+) -> None:
+    policy = ExecutionPolicy(accumulate=micro_batches > 1)
+    recipe = for_gpu(Recipe(STAGES[1], policy=policy, compressed=compressed), split_master=False)
+    plan = build_plan(blocks(2), recipe, dp=2)
+    divided = {group.grad.axis is not None for _, group in plan.groups() if group.grad is not None}
+    assert divided == {micro_batches == 1 and not compressed}

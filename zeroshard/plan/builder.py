@@ -91,7 +91,8 @@ def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
     """What the recipe leaves open, decided for a GPU's memory: gradients only when there, and split master weights.
 
     Stage 1 keeps whole gradients so as to reduce them once for several micro-batches. With one micro-batch a step they
-    would be given up as soon as they are reduced; so each rank keeps its part alone, as in stage 2.
+    would be given up as soon as they are reduced; so each rank keeps its part alone, as in stage 2. Optimizers that send
+    compressed momentum in place of gradients never reduce them, and keep them whole.
 
     Args:
         split_master: the optimizer can update split master weights (Adam in the device's own kernel).
@@ -101,7 +102,7 @@ def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
         precision = replace(precision, master=SPLIT_MASTER)
     transient = True if recipe.transient_gradients is None else recipe.transient_gradients
     row, rows = recipe.sharding, recipe.overrides
-    if transient and not recipe.policy.accumulate:
+    if transient and not recipe.policy.accumulate and not recipe.compressed:
         row, rows = _reduced_at_once(row), {name: _reduced_at_once(other) for name, other in rows.items()}
     return replace(recipe, sharding=row, overrides=rows, precision=precision, transient_gradients=transient)
 
