@@ -91,8 +91,8 @@ def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
     """What the recipe leaves open, decided for a GPU's memory: gradients only when there, and split master weights.
 
     Stage 1 keeps whole gradients so as to reduce them once for several micro-batches. With one micro-batch a step they
-    would be given up as soon as they are reduced; so each rank keeps its part alone, as in stage 2. Optimizers that send
-    compressed momentum in place of gradients never reduce them, and keep them whole.
+    would be given up as soon as they are reduced; so each rank keeps its part alone, as in stage 2. Optimizers that
+    send compressed momentum in place of gradients never reduce them, and keep them whole.
 
     Args:
         split_master: the optimizer can update split master weights (Adam in the device's own kernel).
