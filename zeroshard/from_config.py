@@ -25,7 +25,7 @@ from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.loader import LoaderOptions
-from zeroshard.engine.native import build_optimized
+from zeroshard.engine.native import build_optimized, close
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
@@ -146,14 +146,16 @@ def build_engine(
         resolved = read(chosen_document(model, document, resolved, read, source, device, example)).config
     scaler = _scaler(resolved, device)
     sharded = _shard(model, resolved, source, scaler, device)
-    _cast_buffers(model, resolved.precision.buffer)
-    scheduler = _scheduler(resolved, sharded, lr_scheduler)
-    sizes = BatchSizes(resolved.batch.train, resolved.batch.micro, resolved.batch.accumulation)
-    options = _engine_options(resolved)
-    engine = kind(model, sharded, scheduler, sizes, options)
-    if options.saving.directory is not None:
-        engine.save_on_sigterm(options.saving.directory)
-    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+    try:
+        _cast_buffers(model, resolved.precision.buffer)
+        scheduler = _scheduler(resolved, sharded, lr_scheduler)
+        engine = kind(model, sharded, scheduler, _batch_sizes(resolved), _engine_options(resolved))
+        loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+        if resolved.checkpoint.directory is not None:
+            engine.save_on_sigterm(resolved.checkpoint.directory)
+    except BaseException:
+        close(model)  # else no other call could shard it
+        raise
     return engine, sharded, loader, scheduler
 
 
@@ -265,6 +267,10 @@ def _scheduler(config: Config, optimizer: ShardedOptimizer | None, client: Clien
     if optimizer is None:
         raise ConfigError("scheduler: there is no optimizer whose learning rate it could set")
     return build_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
+
+
+def _batch_sizes(config: Config) -> BatchSizes:
+    return BatchSizes(config.batch.train, config.batch.micro, config.batch.accumulation)
 
 
 def _engine_options(config: Config) -> EngineOptions:

@@ -63,12 +63,29 @@ def build_handle(
     mesh = build_mesh(plan.shard)
     device = default_device() if device is None else device
     comm = _communicators(mesh)
+    try:
+        return _put_to_work(model, plan, comm, device, sync_parameters, streams, peer_memory)
+    except BaseException as error:
+        _give_up(comm, device, idle=isinstance(error, (PlanError, UsageError)))
+        raise
+
+
+def _put_to_work(
+    model: nn.Module,
+    plan: Plan,
+    comm: Comm,
+    device: torch.device,
+    sync_parameters: bool,
+    streams: Streams | None,
+    peer_memory: PeerMemoryFactory | None,
+) -> Handle:
+    """`build_handle` once there are communicators."""
     parameters = dict(model.named_parameters())
     _move_buffers(model, device)
     if sync_parameters and not is_deferred(model):
         _broadcast(model, comm, device)
-    ranks = {axis: mesh.axis(axis).rank for axis in AXES}
-    peers = open_peers(plan, mesh, device, comm.sent, comm.watchdog, peer_memory)
+    ranks = {axis: comm.mesh.axis(axis).rank for axis in AXES}
+    peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
     storage = Storage(plan, parameters, ranks, device, allocator, open_host_memory(plan, device))
     if is_deferred(model):
@@ -81,6 +98,19 @@ def build_handle(
     handle = Handle(runtime, comm, device, install_hooks(model, runtime))
     attach(model, handle)
     return handle
+
+
+def _give_up(comm: Comm, device: torch.device, *, idle: bool) -> None:
+    """The model was not sharded, and the program may go on: tell the others that this rank has left.
+
+    Args:
+        idle: nothing failed in a communicator; one that did must not be destroyed.
+    """
+    if idle and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    comm.watchdog.close()
+    if idle:
+        comm.mesh.destroy()
 
 
 def default_device() -> torch.device:

@@ -148,7 +148,12 @@ def build_optimized(
     mark_parameters(handle)
     if source is None:
         return model, None
-    return model, attach_optimizer(model, source, make_stepper(handle, source, scaler))
+    try:
+        stepper = make_stepper(handle, source, scaler)
+    except BaseException:
+        close_handle(handle)  # else no other call could shard it
+        raise
+    return model, attach_optimizer(model, source, stepper)
 
 
 def _chosen(
