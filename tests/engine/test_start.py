@@ -1,4 +1,4 @@
-"""Where sharding is refused, nothing of it is left behind, and the model can be sharded by another call."""
+"""Sharding begins with rank 0's values on all ranks; where it is refused, nothing of it is left behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
@@ -20,6 +21,33 @@ from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
+
+DTYPES = (torch.bool, torch.int16, torch.uint16, torch.int64, torch.float16, torch.float8_e4m3fn, torch.complex64)
+
+
+class _Buffers(nn.Module):
+    """Buffers of dtypes that gloo sends and does not send; some without dims, some of expanded memory."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(name, torch.tensor([1, number, 3]).to(dtype))
+            self.register_buffer(f"{name}_scalar", torch.tensor(number).to(dtype))
+        self.register_buffer("expanded", torch.tensor([float(number)]).expand(3))
+
+
+def _starts(rank: int, world: int) -> None:
+    model, expected = _Buffers(rank), dict(_Buffers(0).named_buffers())
+    zeroshard.shard(model, plan=3)
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == expected[name].dtype
+        assert buffer.tolist() == expected[name].tolist(), name
+
+
+def test_buffers_of_every_dtype_are_those_of_rank_0() -> None:
+    run_ranks(2, _starts)
 
 
 @dataclass(frozen=True)

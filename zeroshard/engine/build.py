@@ -183,15 +183,17 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _broadcast(model: nn.Module, comm: Comm, device: torch.device) -> None:
-    """Take over rank 0's parameters and buffers, one tensor at a time."""
+    """Take over rank 0's parameters and buffers, one tensor at a time; as bytes, for gloo does not send all dtypes."""
     if comm.control.size == 1:
         return
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.numel() == 0 or tensor.is_meta:
             continue
         value = tensor.detach().to(device).contiguous()
-        comm.control.wait(comm.control.broadcast(value, 0, name))
-        if tensor.data_ptr() != value.data_ptr():
+        comm.control.wait(comm.control.broadcast(value.view(-1).view(torch.uint8), 0, name))
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            tensor.data = value.to(tensor.device)  # expanded: several elements share memory and can't be written
+        elif tensor.data_ptr() != value.data_ptr():
             tensor.data.copy_(value)
 
 
