@@ -33,8 +33,6 @@ from zeroshard.recipes import recipe_of
 from zeroshard.sharding.units import find_units
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
-DATA_ERRORS = (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError)
-"""What reading a sample and putting some together may raise; the loader says so better, when it is used."""
 
 
 def chosen_document(
@@ -122,7 +120,7 @@ def example_from(data: Dataset[Any] | None, collate: Callable[[list[Any]], Any] 
         return None
     try:
         batch = (collate or default_collate)([data[index] for index in range(micro)])
-    except DATA_ERRORS:
+    except Exception:  # a dataset may raise anything; the loader says so better, when it is used
         return None
     found = example_of(batch)
     return None if found is None else Example(found.args, found.kwargs, "the first samples of the training data")

@@ -13,10 +13,11 @@ from torch import nn
 import zeroshard
 from benchmarks.llama import SIZES, Llama
 from tests.support.distributed import run_ranks
-from zeroshard.engine.automatic import example_of
+from zeroshard.engine.automatic import choose, example_of
 from zeroshard.errors import PlanError, ZeroShardError
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
+from zeroshard.planner.tiers import Offload
 from zeroshard.sharding.units import find_units
 
 MB = 10**6
@@ -152,3 +153,42 @@ def test_a_model_that_cannot_be_traced_leaves_room_for_activations_and_says_so(c
     zeroshard.close(model)
     assert "can't be traced with the example batch" in caplog.text
     assert find_units(model)
+
+
+class _Odd(Exception):
+    """No error that anybody has thought of."""
+
+
+class _Raising(nn.Module):
+    """Its forward, or the data that it is for, raise what they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise _Odd("not without values")
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise OSError("no such file") if dist.get_rank() else _Odd("no such sample")
+
+
+def _raising(rank: int, world_size: int) -> None:
+    model = _Raising()
+    model, _ = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=zeroshard.AutoPlan(example=IDS))
+    zeroshard.close(model)
+    _initialize(_Raising(), {}, _Raising())
+
+    def make(stage: int, offload: Offload, more: bool, share: float) -> Plan:
+        raise _Odd("no plan")
+
+    with pytest.raises(PlanError, match="auto: _Odd: no plan") as raised:
+        choose(model, find_units(_Raising()), make, None, torch.device("cpu"))
+    assert isinstance(raised.value.__cause__, _Odd) == (rank == 0)
+
+
+def test_what_a_model_or_its_data_raise_on_one_rank_lets_no_other_wait() -> None:
+    run_ranks(2, _raising, timeout=60)

@@ -113,6 +113,7 @@ def choose(
     room = _room(model, device, limit)
     decision: Decision | None = None
     said: dict[str, Any] = {}
+    cause: Exception | None = None
     if _rank() == 0:
         try:
             decision = decide(model, units, make, room, example, offloads=tuple(offloads), share=share)
@@ -120,9 +121,11 @@ def choose(
             said["reason"] = decision.reason
         except ZeroShardError as error:
             said = {"error": str(error)}
+        except Exception as error:  # of whatever kind: the others wait
+            cause, said = error, {"error": f"auto: {type(error).__name__}: {error}"}
     said = _from_first(said, device)
     if "error" in said:
-        raise PlanError(said["error"])
+        raise PlanError(said["error"]) from cause
     decision = Decision(int(said["stage"]), Offload(said["offload"]), str(said["reason"]), float(said["share"]))
     if _rank() == 0:
         _LOGGER.info("auto: %s", decision.reason)

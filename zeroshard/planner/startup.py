@@ -38,8 +38,6 @@ from zeroshard.sharding.units import UnitSpec
 ACTIVATION_SHARE = 0.4
 """Share of the free memory that is left to activations where nothing is known of them."""
 ORDER = {Offload.NONE: (1, 2, 3, 0), Offload.CPU: (1, 2, 3), Offload.CPU_PARAM: (3,)}
-TRACE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
-"""What a user's forward may raise on tensors without values; then activations are assumed."""
 SHARES = 20
 """Offloaded shares of the optimizer's state are looked for in steps of one over this."""
 MakePlan = Callable[[int, Offload, bool, float], Plan]
@@ -170,7 +168,7 @@ class _Tracer:
         if key not in self._found:
             try:
                 self._found[key] = self._run(plan, self.example, how, samples)
-            except (PlanError, *TRACE_ERRORS) as error:
+            except Exception as error:  # a forward may raise anything on tensors without values
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 self.why_not = f"the model can't be traced with {self.example.origin} ({first})"
                 self._found[key] = None
