@@ -47,7 +47,11 @@ plans = st.builds(
         moments=moments,
         precision=precision,
     ),
-    st.builds(Sharding, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["dp", "shard"])),
+    st.builds(
+        lambda param, grad, state, axis: Sharding(param, grad, state or param or grad, axis),
+        *[st.booleans()] * 3,
+        st.sampled_from(["dp", "shard"]),
+    ),
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(0, 4),
@@ -199,6 +203,7 @@ def _exact(value: Any) -> Any:
         (("units", 1, "groups", 0, "param"), None, ["units[1].groups[0].param"]),
         (("units", 1, "groups", 0, "param", "dtype"), "int8", ["units[1].groups[0].param.dtype", "int8"]),
         (("units", 1, "groups", 0, "param", "tier"), "moon", ["units[1].groups[0].param.tier", "moon"]),
+        (("units", 1, "groups", 0, "update_axis"), None, ["units[1].groups[0].update_axis", "divided"]),
         (("units", 1, "groups", 0, "layout", "numel"), "many", ["units[1].groups[0].layout.numel"]),
         (("units", 1, "groups", 0, "layout", "segments", 0, "shape"), [3, -4], ["segments[0].shape"]),
     ],
@@ -250,6 +255,17 @@ def test_sizes_that_do_not_divide_are_refused(dp: int, shard: int | None) -> Non
 def test_an_override_for_a_unit_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match="places unit 'block9'"):
         build_plan(blocks(1), Recipe(overrides={"block9": STAGES[0]}), dp=1)
+
+
+@pytest.mark.parametrize(("param", "grad"), [(True, True), (True, False), (False, True)])
+def test_a_row_that_divides_what_every_rank_updates_is_refused(param: bool, grad: bool) -> None:
+    with pytest.raises(PlanError, match="set state=True"):
+        Sharding(param, grad, state=False)
+
+
+def test_a_row_over_an_axis_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"axis='tensor'.*'dp'.*'shard'"):
+        Sharding(True, True, True, axis="tensor")
 
 
 def test_integers_are_refused_by_name() -> None:

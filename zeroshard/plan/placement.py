@@ -107,12 +107,24 @@ class Placement:
 
 @dataclass(frozen=True)
 class Sharding:
-    """One row of the table above: which kinds of state are divided, and over which axis."""
+    """One row of the table above: which kinds of state are divided, and over which axis ('dp' or 'shard').
+
+    Each rank updates the part that it has, so parameters or gradients are divided only together with the state.
+    """
 
     param: bool
     grad: bool
     state: bool
     axis: str = "dp"
+
+    def __post_init__(self) -> None:
+        if (self.param or self.grad) and not self.state:
+            raise PlanError(
+                f"{self}: where parameters or gradients are divided each rank updates its part, so the optimizer's "
+                "state is divided too; set state=True"
+            )
+        if self.axis not in ("dp", "shard"):
+            raise PlanError(f"{self}: axis must be 'dp' (all ranks) or 'shard' (subgroups of shard_size ranks)")
 
     def placed(self, sharded: bool) -> str | None:
         return self.axis if sharded else None

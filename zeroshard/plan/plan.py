@@ -295,8 +295,6 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"policy.prefetch must not be negative, is {plan.policy.prefetch}")
     if plan.policy.peer_copies and (problem := peer_problem(plan)) is not None:
         raise PlanError(f"policy.peer_copies: {problem}")
-    if plan.policy.predivide == 0:
-        raise PlanError("policy.predivide must not be 0")
     if plan.policy.cast_inputs is not None:
         _check_dtype(plan.policy.cast_inputs, "policy.cast_inputs")
     for index, unit in enumerate(plan.units):
@@ -315,6 +313,9 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
         _check_layout(group.layout, plan.axis_size(unit.axis), f"{where}.layout")
         if group.update_axis not in (None, unit.axis):
             raise PlanError(f"{where}.update_axis must be null or the unit's axis {unit.axis!r}")
+        divided = any(placed is not None and placed.axis is not None for placed in (group.param, group.grad))
+        if group.trainable and divided and group.update_axis is None:
+            raise PlanError(f"{where}.update_axis must be {unit.axis!r} where parameters or gradients are divided")
         for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER, StateKind.MOMENTS):
             placement = group.placement(kind)
             if placement is None:
