@@ -89,7 +89,8 @@ Anything else is an error that names the key.
 - `gradient_clipping` is 1.0 when it is not given; write 0 to switch it off.
 - `Adam` decays weights decoupled, as AdamW does, unless `adam_w_mode` is false. DeepSpeed does the same.
 - `DeepSpeedCPUAdam` and `FusedAdam` are accepted as names for Adam, and `Cosine` for WarmupCosineLR.
-- `torch_adam` has no effect: the plan chooses the kernel, and the numbers are the same.
+- `torch_adam` changes a default and nothing else: where the decay is decoupled, `weight_decay` is 0.01 when it is not
+  given, as in torch's AdamW, which DeepSpeed takes then. The plan chooses the kernel.
 - `tensor_parallel.tp_size` and `pipeline_parallel.pp_size` are known, although DeepSpeed ignores them or knows them
   under another name.
 - An optimizer or schedule that the script gives replaces the one in the config, with a warning.

@@ -54,6 +54,25 @@ def test_the_adam_of_the_textbook_needs_adam_w_mode_off() -> None:
     assert "for the other kind write type Adam" in problem_of(**optimizer("AdamW", adam_w_mode=False))
 
 
+@pytest.mark.parametrize(
+    ("type_", "written", "decay"),
+    [
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0}, 0.0),
+        ("AdamW", {"torch_adam": False}, 0.0),
+    ],
+)
+def test_torch_adam_decays_as_torch_does_where_no_decay_is_written(
+    type_: str, written: dict[str, Any], decay: float
+) -> None:
+    """The values of `engine.optimizer.param_groups` under DeepSpeed 0.19.8 on the CPU, stages 0, 1 and 3."""
+    config = load(**optimizer(type_, **written))
+    assert config.optimizer is not None
+    assert config.optimizer.params["weight_decay"] == decay
+
+
 def test_sgd_takes_its_own_parameters() -> None:
     config = load(**optimizer("SGD", lr=0.1, momentum=0.9, nesterov=True))
     assert config.optimizer is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
 
 from zeroshard.config.fields import Count, Flag, NonNegative, exactly, one_of, real, refuse, whole_number
 from zeroshard.config.models import Section
@@ -49,7 +49,10 @@ _BlockSize = Annotated[int, BeforeValidator(_even)]
 
 
 class AdamParams(Section):
-    """Adam; with `adam_w_mode` (the default) the decay is decoupled, so that this is AdamW."""
+    """Adam; with `adam_w_mode` (the default) the decay is decoupled, so that this is AdamW.
+
+    `torch_adam` with decoupled decay has the default of torch.optim.AdamW: a `weight_decay` of 0.01.
+    """
 
     lr: NonNegative = 1e-3
     betas: Betas = (0.9, 0.999)
@@ -60,9 +63,17 @@ class AdamParams(Section):
     amsgrad: _NoAmsgrad = False
     torch_adam: Flag = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _decay_of_torch(cls, values: Any) -> Any:
+        """What is not written is left to the optimizer that DeepSpeed builds, and torch's AdamW decays by default."""
+        if isinstance(values, dict) and values.get("torch_adam") is True and values.get("adam_w_mode", True) is True:
+            return {"weight_decay": 0.01, **values}
+        return values
+
 
 class AdamWParams(AdamParams):
-    """AdamW; the decay is always decoupled."""
+    """AdamW; the decay is always decoupled. `torch_adam` makes 0.01 the default of `weight_decay`, as it is torch's."""
 
     adam_w_mode: Annotated[
         bool, exactly(True, "AdamW always decouples the decay; for the other kind write type Adam")
