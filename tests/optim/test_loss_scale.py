@@ -41,7 +41,8 @@ class Reference:
         else:
             if self.consecutive:
                 self.left = self.hysteresis
-            if (self.iteration - self.last_overflow) % self.window == 0:
+            stable = self.iteration - self.last_overflow - 1
+            if stable > 0 and stable % self.window == 0:
                 self.left = self.hysteresis
                 self.scale = min(self.scale * 2, CEILING)
         self.iteration += 1
@@ -77,14 +78,50 @@ def test_every_sequence_of_overflows_gives_the_scale_of_the_reference(
         assert int(scaler.hysteresis_left) == reference.left
 
 
-def test_the_scale_doubles_after_each_window_of_good_steps() -> None:
-    assert feed(LossScaler("cpu", initial=8, window=3), "......") == [8, 8, 16, 16, 16, 32]
+def test_the_scale_doubles_in_the_step_after_each_window_of_good_steps() -> None:
+    assert feed(LossScaler("cpu", initial=8, window=3), ".......") == [8, 8, 8, 16, 16, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "scales"),
+    [
+        ("..........", {"window": 2}, [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096]),
+        (
+            ".xx...x...x.",
+            {"window": 3, "hysteresis": 1},
+            [256, 128, 64, 64, 64, 64, 32, 32, 32, 32, 16, 16],
+        ),
+        (
+            ".x.xx...x...x.",
+            {"window": 3, "hysteresis": 2},
+            [256, 256, 256, 128, 64, 64, 64, 64, 32, 32, 32, 32, 16, 16],
+        ),
+        (
+            ".xx.x.xxxx.x....",
+            {"window": 3, "hysteresis": 3, "consecutive_hysteresis": True},
+            [256, 256, 256, 256, 256, 256, 256, 256, 128, 64, 64, 64, 64, 64, 64, 128],
+        ),
+    ],
+)
+def test_the_scale_is_that_of_deepspeed_step_for_step(steps: str, options: dict[str, Any], scales: list[float]) -> None:
+    """`cur_scale` after each step of DeepSpeed 0.19.8 at stage 1, on two CPU ranks, with "initial_scale_power": 8.
+
+    The model was of three linear layers; the loss of the steps that are marked x was multiplied by inf.
+    """
+    assert feed(LossScaler("cpu", initial=256, **options), steps) == scales
+
+
+def test_a_state_with_more_good_steps_than_a_window_goes_on_to_grow() -> None:
+    """An import from DeepSpeed counts the good steps since the last overflow, however often the scale grew since."""
+    scaler = LossScaler("cpu", initial=8, window=3)
+    scaler.load_state_dict({**scaler.state_dict(), "good_steps": 8})
+    assert feed(scaler, "...") == [8, 16, 16]
 
 
 def test_hysteresis_tolerates_all_but_the_last_overflow_and_then_none_until_a_growth() -> None:
     scaler = LossScaler("cpu", initial=64, window=3, hysteresis=2)
     assert feed(scaler, "x.x.x") == [64, 64, 32, 32, 16]
-    assert feed(scaler, "...x") == [16, 16, 32, 32]
+    assert feed(scaler, "....x") == [16, 16, 16, 32, 32]
 
 
 def test_consecutive_hysteresis_is_renewed_by_any_good_step() -> None:
@@ -109,7 +146,7 @@ def test_a_static_scale_never_moves_but_still_counts() -> None:
 
 
 def test_a_scale_that_grows_for_ever_stays_finite() -> None:
-    assert feed(LossScaler("cpu", initial=2.0**125, window=1), "...") == [CEILING] * 3
+    assert feed(LossScaler("cpu", initial=2.0**125, window=1), "....") == [CEILING / 2, CEILING, CEILING, CEILING]
 
 
 @pytest.mark.parametrize("flag", [torch.tensor([1.0]), torch.tensor(3, dtype=torch.int32), torch.tensor(float("nan"))])

@@ -24,7 +24,7 @@ FACTOR = 2.0
 CEILING = 2.0**126
 """Gradients that are all zero let the scale grow for ever; at inf it could never come back."""
 _MOST = 2**31 - 1
-"""Of a counter: more overflows than that no run has, so a larger hysteresis means the same, never."""
+"""Of a counter: more steps than that no run has, so a larger window or hysteresis means the same, never."""
 
 
 class LossScaler:
@@ -34,7 +34,7 @@ class LossScaler:
         device: where the gradients live.
         dynamic: False keeps `initial` for ever.
         initial: the first scale.
-        window: good steps in a row after which the scale doubles.
+        window: the scale doubles in a good step that follows so many in a row, or a multiple of so many.
         hysteresis: overflows that it takes to halve the scale; all but the last are tolerated.
         consecutive_hysteresis: True lets any good step renew the tolerance; False only a growth.
         minimum: the scale never falls below.
@@ -44,7 +44,7 @@ class LossScaler:
 
     Attributes:
         scale: fp32, what the loss is multiplied by.
-        good_steps: int32, steps without overflow since the last overflow or growth.
+        good_steps: int32, steps without overflow since the last overflow.
         hysteresis_left: int32, overflows until the scale is halved, this one included.
         consecutive_skips: int32, overflows in a row up to now; 0 after a good step.
         total_skips: int32, overflows in the whole run.
@@ -67,7 +67,7 @@ class LossScaler:
             if not 0 < value <= CEILING:
                 raise ConfigError(f"fp16.{name} must be above 0 and at most 2**126, got {value}")
         self.dynamic = dynamic
-        self.window = window
+        self.window = min(window, _MOST)
         self.hysteresis = min(hysteresis, _MOST)
         self.consecutive_hysteresis = consecutive_hysteresis
         self.minimum = minimum
@@ -93,7 +93,7 @@ class LossScaler:
 
     def _move(self, bad: torch.Tensor) -> None:
         good_steps = torch.where(bad, 0, self.good_steps + 1)
-        grow = good_steps == self.window
+        grow = (good_steps > 1) & ((good_steps - 1) % self.window == 0)
         shrink = bad & (self.hysteresis_left == 1)
 
         smaller = (self.scale / FACTOR).clamp_(min=self.minimum)
@@ -105,7 +105,7 @@ class LossScaler:
         renewed = ~bad if self.consecutive_hysteresis else grow
         self.hysteresis_left.copy_(torch.where(renewed, self.hysteresis, left))
 
-        self.good_steps.copy_(torch.where(grow, 0, good_steps))
+        self.good_steps.copy_(good_steps)
 
     def state_dict(self) -> dict[str, float | int]:
         """The state as plain numbers, for a checkpoint. Waits for the device."""
