@@ -262,6 +262,18 @@ def test_the_boundary_can_be_set_by_hand() -> None:
     engine.destroy()
 
 
+def test_a_step_amid_an_accumulation_is_none_that_was_applied() -> None:
+    """As under DeepSpeed 0.19.8 on the CPU, stages 0 to 3: False, True, False, True, and while a flag says when."""
+    engine, _ = start({**CONFIG, "gradient_accumulation_steps": 2})
+    applied = []
+    for number, boundary in enumerate([None, None, None, None, True, False, None]):
+        engine.set_gradient_accumulation_boundary(boundary)
+        train(engine, 1, number)
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, True, True, False, True]
+    engine.destroy()
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     engine, _ = start()
     with pytest.raises(UsageError, match=r"scalar loss, got a tensor of shape \(4, 3\)"):

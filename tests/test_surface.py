@@ -220,3 +220,10 @@ def test_the_cycled_momentum_is_told() -> None:
     assert engine.get_mom() == [(0.9, 0.999)]
     assert isinstance(engine.module, nn.Module)
     engine.destroy()
+
+
+def test_the_momentum_of_an_optimizer_without_any_is_zero() -> None:
+    """`get_mom()` is [0.0] for Adagrad under DeepSpeed 0.19.8, too."""
+    engine, _ = start({**CONFIG, "optimizer": {"type": "Adagrad"}})
+    assert engine.get_mom() == [0.0]
+    engine.destroy()

@@ -209,8 +209,9 @@ class TrainingEngine(nn.Module):
         return self._stepper("get_global_grad_norm").report.norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the parameters."""
-        return self._stepper("was_step_applied").report.applied
+        """Whether the last `step()` updated the parameters: not amid an accumulation, nor where it was skipped."""
+        stepper = self._stepper("was_step_applied")
+        return self._batching.since_step == 0 and stepper.report.applied
 
     @property
     def loss_scale(self) -> float:
@@ -219,10 +220,10 @@ class TrainingEngine(nn.Module):
         return 1.0 if scaler is None else float(scaler.scale)
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each parameter group. Waits for the outcome of the last step."""
+        """Momentum, or betas, of each parameter group, 0.0 where it has none. Waits for the last step's outcome."""
         self._close_outcome(self._stepper("get_mom"))
         assert self.optimizer is not None
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group. Waits for the outcome of the last step."""
