@@ -135,10 +135,10 @@ class AdagradParams(Section):
 
 
 class LionParams(Section):
-    """Lion: the sign of a momentum, one state tensor."""
+    """Lion: the sign of a momentum, one state tensor. The second beta is DeepSpeed's; `zeroshard.Lion` has 0.99."""
 
     lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.99)
+    betas: Betas = (0.9, 0.999)
     weight_decay: NonNegative = 0.0
 
 
