@@ -103,6 +103,13 @@ def test_metadata_is_found_under_the_import_name() -> None:
     assert Version("0.18.6") <= version
 
 
+@pytest.mark.parametrize("name", ["FusedLion", "DeepSpeedCPULion"])
+def test_lion_by_deepspeeds_names_has_its_betas(name: str) -> None:
+    """The default of both in DeepSpeed 0.19.8; `param_groups` under state in host memory say so, too."""
+    made = getattr(importlib.import_module("deepspeed.ops.lion"), name)([torch.nn.Parameter(torch.zeros(3))])
+    assert made.defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+
+
 def test_copies_for_saving_keep_tied_weights_tied() -> None:
     weight = torch.arange(6.0)
     copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": weight, "b": [weight], "c": weight[:3]})

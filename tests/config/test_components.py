@@ -180,7 +180,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_an_optimizer_has_the_names_and_defaults_of_deepspeed(name: str) -> None:
-    """Those of DeepSpeed 0.19.8 where it has them: `param_groups` after an initialize without params, on the CPU."""
+    """Those of DeepSpeed 0.19.8: of `param_groups` after an initialize without params, on the CPU.
+
+    Lion's are from state in host memory, of Lamb and the 1-bit ones, which want a GPU, from their signatures.
+    """
     config = load(**optimizer(name.lower()))
     assert config.optimizer is not None
     assert (config.optimizer.type, dict(config.optimizer.params)) == (name, DEFAULTS[name])
