@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -154,11 +154,6 @@ class Watchdog:
         if self.error is not None:
             return type(self.error)(*self.error.args)
         return ZeroShardError(f"{description} failed on rank {self._rank} though no rank is known to be gone: {cause}")
-
-    def compare_digests(self, digests: Sequence[int]) -> None:
-        """Given every rank's digest at the same point of the step, raise DivergenceError unless they are all equal."""
-        if any(digest != digests[0] for digest in digests):
-            self.explain_mismatch()
 
     def explain_mismatch(self) -> None:
         """Called on every rank when digests differ: exchange the logs and raise DivergenceError naming the operation.

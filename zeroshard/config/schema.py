@@ -50,7 +50,7 @@ def _node(node: Node, path: str) -> Schema:
         return _section(node, path)
     if not node.children:
         return _key(node.key, path)
-    return {"description": _description(node.key, path), **_section(node, path)}
+    return {"description": _description(node.key), **_section(node, path)}
 
 
 def _key(key: Key, path: str) -> Schema:
@@ -58,7 +58,7 @@ def _key(key: Key, path: str) -> Schema:
     choices = inert if _must_be_inert(key) else [_kind(kind) for kind in key.kind.split("|")]
     if key.auto not in ("", "value"):
         choices.append(_any_case("auto"))
-    schema: Schema = {"description": _description(key, path), "anyOf": [*choices, {"type": "null"}]}
+    schema: Schema = {"description": _description(key), "anyOf": [*choices, {"type": "null"}]}
     if key.default is not None:
         schema["default"] = key.default
     if key.status is Status.DEPRECATED:
@@ -84,7 +84,7 @@ def _any_case(name: str, prefix: str = "") -> Schema:
     return {"anyOf": [{"const": name}, {"type": "string", "pattern": f"^{prefix}{pattern}$"}]}
 
 
-def _description(key: Key, path: str) -> str:
+def _description(key: Key) -> str:
     if key.status is Status.OBEYED:
         return key.note
     if key.status is Status.DEPRECATED:

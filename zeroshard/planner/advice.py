@@ -33,7 +33,6 @@ class Situation:
     rows: Sequence[Row]
     length: int
     positions: int | None
-    asked_dtype: str = ""
 
 
 def advice(situation: Situation) -> list[str]:

@@ -16,7 +16,6 @@ from zeroshard.errors import PlanError
 
 HEAD_WIDTH = 128
 FFN_ALIGNMENT = 64
-FFN_RATIO = 8 / 3
 SMALLEST, LARGEST = 10_000, 10**14
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.planner.files import read_json
-from zeroshard.planner.sized import Decoder, Sizes, solve_sizes
+from zeroshard.planner.sized import Decoder, solve_sizes
 from zeroshard.planner.trace import FORWARD_ERRORS
 
 Batch = Mapping[str, Any]
@@ -100,14 +100,11 @@ def find_source(
 def sized_source(params: float, layers: int | None = None, hidden: int | None = None) -> ModelSource:
     """A decoder of that size."""
     sizes = solve_sizes(params, layers, hidden)
-    return ModelSource(f"decoder of {params / 1e9:.4g}e9", lambda: Decoder(sizes), _decoder_batch(sizes))
+    return ModelSource(f"decoder of {params / 1e9:.4g}e9", lambda: Decoder(sizes), _decoder_batch)
 
 
-def _decoder_batch(sizes: Sizes) -> Callable[[nn.Module, int, int], Batch]:
-    def batch(_: nn.Module, samples: int, length: int) -> Batch:
-        return {"ids": _integers(samples, length), "labels": _integers(samples, length)}
-
-    return batch
+def _decoder_batch(_: nn.Module, samples: int, length: int) -> Batch:
+    return {"ids": _integers(samples, length), "labels": _integers(samples, length)}
 
 
 def factory_source(text: str) -> ModelSource:

@@ -25,7 +25,7 @@ from zeroshard.plan.traffic import new_ledger, stats_numel
 from zeroshard.planner.collectives import Ranks, collective_seconds, group_of
 from zeroshard.planner.cost import copy_seconds, kernel_seconds, norm_seconds, update_nbytes, update_seconds
 from zeroshard.planner.hardware import Cluster
-from zeroshard.planner.kernels import Kernel, KernelKind
+from zeroshard.planner.kernels import Kernel
 from zeroshard.planner.trace import Phase, Segment, Trace
 
 STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu")
@@ -351,6 +351,3 @@ def _tier(group: GroupPlan, kind: StateKind) -> Tier:
 
 def _on_host(group: GroupPlan, kind: StateKind) -> bool:
     return _tier(group, kind) is not Tier.DEVICE
-
-
-COMPUTE_KINDS = tuple(kind.value for kind in KernelKind)

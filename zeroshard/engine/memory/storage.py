@@ -322,7 +322,7 @@ class Storage:
         self.units: list[Unit] = []
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
-            groups = [self._allocate(group, unit, parameters, rank_of[unit.axis]) for group in unit.groups]
+            groups = [self._allocate(group, parameters, rank_of[unit.axis]) for group in unit.groups]
             self.units.append(Unit(unit, index, groups, trainable=[g for g in groups if g.plan.trainable]))
         self.place_slots(plan)
 
@@ -330,7 +330,7 @@ class Storage:
         self.gather_slots = self._own.slots(plan.gather_slots.nbytes)
         self.reduce_slots = self._shared.slots(plan.reduce_slots.nbytes)
 
-    def _allocate(self, plan: GroupPlan, unit: UnitPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
+    def _allocate(self, plan: GroupPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
         layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
         nothing = torch.empty(0, dtype=dtype, device=self.device)
         if plan.param.axis is None:
