@@ -68,6 +68,22 @@ def test_a_16_bit_parameter_is_its_float32_master_rounded(dtype: torch.dtype) ->
         assert not torch.equal(master, start.float())  # although most steps are too small for 16 bits
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_parameter_that_is_changed_between_steps_keeps_the_change(dtype: torch.dtype) -> None:
+    parameter, untouched = (nn.Parameter(torch.linspace(1, 2, 8).to(dtype)) for _ in range(2))
+    optimizer = zeroshard.CPUAdam([parameter, untouched], lr=1e-4)
+    for step in range(4):
+        parameter.grad, untouched.grad = torch.ones_like(parameter), torch.ones_like(parameter)
+        if step == 2:
+            with torch.no_grad():
+                parameter[:3] = 5.0
+        optimizer.step()
+    masters = [optimizer.state[one]["master"] for one in (parameter, untouched)]
+    torch.testing.assert_close(masters[0][:3], torch.full((3,), 5.0 - 2e-4), rtol=0, atol=1e-5)
+    assert torch.equal(masters[0][3:], masters[1][3:]), "where nothing was changed the master keeps its precision"
+    assert torch.equal(parameter, masters[0].to(dtype))
+
+
 def test_bfloat16_moments_take_half_and_train() -> None:
     model, reference = net(), net()
     optimizer = zeroshard.CPUAdam(model.parameters(), moments=torch.bfloat16, **HYPER)

@@ -64,6 +64,8 @@ class CPUAdam(SourcedOptimizer):
         self._moments = moments
         self._threads = threads
         self._kernel: HostKernel | None = None
+        self._written: dict[int, int] = {}
+        """By the id of a parameter with a master, its version after its last update."""
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**given, "bias_correction": bias_correction, "decoupled": adamw_mode})
         for group in self.param_groups:
@@ -141,6 +143,10 @@ class CPUAdam(SourcedOptimizer):
         state = self.state[parameter]
         if not state:
             self._begin(parameter, state)
+        elif "master" in state and self._written.get(id(parameter), parameter._version) != parameter._version:
+            # Changed in place since (load_state_dict of the model, say): its master follows where it was.
+            master = state["master"]
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
         state["step"] += 1
         scalars = adam_scalars(group, int(state["step"]))
         values = parameter.contiguous().view(-1)
@@ -149,6 +155,7 @@ class CPUAdam(SourcedOptimizer):
         self.kernel.adam(scalars, master, grad.contiguous().view(-1), first, second, out)
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
+        self._written[id(parameter)] = parameter._version
 
     def _begin(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros(())
