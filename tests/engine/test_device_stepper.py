@@ -16,7 +16,7 @@ from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.attached import attach_optimizer
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.sites import make_regions
-from zeroshard.errors import NonFiniteError
+from zeroshard.errors import NonFiniteError, UsageError
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import SquaredNorm
@@ -156,6 +156,16 @@ def _limit_of_dropped(rank: int, world_size: int) -> None:
 
 def test_a_limit_goes_with_the_gradients_that_it_was_for() -> None:
     run_ranks(2, _limit_of_dropped)
+
+
+def test_an_option_that_comes_late_is_refused_as_by_the_host() -> None:
+    model = _model()
+    optimizer = _on_device(model, Recipe(sharding=STAGES[2]), None)
+    model(torch.ones(8, 6)).square().mean().backward()
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(UsageError, match="group 0: maximize was switched on after the model was sharded"):
+        optimizer.step()
+    zeroshard.close(model)
 
 
 def test_it_trains_as_the_host_does_at_every_stage_and_kind_of_master_weights() -> None:

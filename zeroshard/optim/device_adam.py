@@ -16,6 +16,7 @@ from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState
+from zeroshard.optim.updates import refuse_unruly
 
 HYPER = 8
 
@@ -76,7 +77,12 @@ class DeviceAdam(FlatState):
         self._rows.copy_(torch.stack([*columns, eps, one_beta1, beta2, one_beta2], dim=1))
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over hyper-parameters that have changed. A graph of a step reads them where this puts them."""
+        """Take over hyper-parameters that have changed. A graph of a step reads them where this puts them.
+
+        Raises:
+            UsageError: a group has been given an option that this update does not have.
+        """
+        refuse_unruly(self._rule.name, groups)
         none = (0.0,) * HYPER
         values = tuple(_hyper(groups[i]) if i in self._used else none for i in range(len(self._hyper)))
         if values != self._seen:
