@@ -13,7 +13,7 @@ from tests.support.distributed import run_ranks
 from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.planning import make_plan
-from zeroshard.engine.step.attached import attach_optimizer
+from zeroshard.engine.step.attached import attach_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.sites import make_regions
 from zeroshard.errors import NonFiniteError, UsageError
@@ -165,6 +165,22 @@ def test_an_option_that_comes_late_is_refused_as_by_the_host() -> None:
     optimizer.param_groups[0]["maximize"] = True
     with pytest.raises(UsageError, match="group 0: maximize was switched on after the model was sharded"):
         optimizer.step()
+    zeroshard.close(model)
+
+
+def test_a_step_that_the_update_refuses_was_not_applied() -> None:
+    model = _model()
+    scaler = LossScaler("cpu", window=1)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), plan=2)
+    stepper = stepper_of(model)
+    stepper.scaler = scaler
+    before = scaler.state_dict()
+    model(torch.ones(8, 6)).square().mean().backward()
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(UsageError, match="maximize"):
+        optimizer.step()
+    assert not stepper.report.applied
+    assert scaler.state_dict() == before
     zeroshard.close(model)
 
 

@@ -47,9 +47,9 @@ class HostStepper(StepperBase):
             self._refuse(norm)
             return
         coefficient = self.unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+        self._apply(statistics.active, coefficient, optimizer.param_groups)
         self._done(norm)
         self._update_scale(overflow=False)
-        self._apply(statistics.active, coefficient, optimizer.param_groups)
         self._learn_order()
         runtime.after_step(changed=True)
 
