@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from argparse import Namespace
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zeroshard
-from zeroshard.config import load_config
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.recipes import recipe_of
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-6}}
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "gradient_clipping": 0.0}
@@ -298,56 +295,6 @@ def test_the_engine_tells_norm_rate_and_whether_the_step_was_applied() -> None:
     assert engine.was_step_applied()
     assert (engine.get_lr(), engine.loss_scale) == ([1e-2], 1.0)
     engine.destroy()
-
-
-@pytest.mark.parametrize(
-    ("keys", "divided_by"),
-    [
-        ({}, 1.0),
-        ({"gradient_predivide_factor": 2}, 2.0),
-        ({"prescale_gradients": True}, 4.0),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, 4.0),
-    ],
-)
-def test_gradients_are_divided_before_the_reduction_as_the_config_says(keys: Any, divided_by: float) -> None:
-    assert recipe_of(load_config({**CONFIG, **keys}, world_size=4), ()).policy.predivide == divided_by
-
-
-def test_progress_is_printed_as_often_as_the_config_says(capsys: pytest.CaptureFixture[str]) -> None:
-    for every, expected in ((2, [2, 4]), (None, [])):
-        engine, _ = start({**CONFIG, "steps_per_print": every})
-        train(engine, 5)
-        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-        assert [text.partition(":")[0] for text in told] == [f"step {step}" for step in expected]
-        assert all("rate 0.01, gradient norm " in text and text.endswith(", 0 skipped") for text in told)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("deferred", [False, True])
-def test_floating_point_buffers_have_the_dtype_of_the_config(stage: int, deferred: bool, tmp_path: Path) -> None:
-    def normed() -> nn.Module:
-        with zeroshard.Init() if deferred else nullcontext():
-            model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6))
-            model[2].register_buffer("running_mean", model[1].running_mean)
-        return model
-
-    config = {**CONFIG, "zero_optimization": {"stage": stage}}
-    for wanted, dtype in (({"data_types": {"buffer_dtype": "bf16"}}, torch.bfloat16), ({}, torch.float32)):
-        model = normed()
-        engine, *_ = zeroshard.initialize(model=model, config={**config, **wanted})
-        assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
-            "1.running_mean": dtype,
-            "1.running_var": dtype,
-            "1.num_batches_tracked": torch.int64,
-            "2.running_var": dtype,
-            "2.num_batches_tracked": torch.int64,
-        }
-        assert torch.equal(model[1].running_var, torch.ones(6, dtype=dtype))
-        if wanted:
-            engine.save_checkpoint(tmp_path / "saved")
-        else:
-            engine.load_checkpoint(tmp_path / "saved")
-        engine.destroy()
 
 
 def test_train_and_eval_reach_the_model_and_other_names_fall_through() -> None:
