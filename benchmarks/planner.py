@@ -18,18 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.llama import SIZES
-from benchmarks.planner_cases import CASES, RECIPE, Case, case_of, predict, workload
+from benchmarks.planner_cases import CASES, RECIPE, Case, case_of, floor_seconds, predict, workload
 from benchmarks.planner_measure import Options, measure
 from zeroshard.planner.advice import impossible_memory, impossible_rate
 from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.cost import kernels_seconds
 from zeroshard.planner.hardware import GIB, parse_cluster, read_table
 from zeroshard.planner.measured import MEASURED, Measured
 from zeroshard.planner.memory import CUBLAS_WORKSPACE, transient_nbytes
 from zeroshard.planner.rows import Row, Setting, make_row
 from zeroshard.planner.sources import sized_source
 from zeroshard.planner.tiers import Offload
-from zeroshard.planner.trace import total_kernels
 from zeroshard.planner.workload import Workload
 
 CLUSTER = "2xH100-80GB"
@@ -79,15 +77,12 @@ def measured_table() -> Iterator[str]:
 
 def _floor(found: Measured) -> str:
     made = row(found)
-    kernels = total_kernels(made.traced.segments)
-    issuing = kernels.total() * made.cluster.efficiency.host_launch
-    seconds = max(kernels_seconds(made.cluster, kernels), issuing)
     allocated = ""
     if not found.checkpointing:  # with it whole gradients add up to more, which no engine holds
         work = workload(found.model, found.samples, found.length, found.checkpointing)
         peak = made.traced.peak + 2 * work.numel + CUBLAS_WORKSPACE
         allocated = _pair(peak / GIB, found.allocated_gib, 2)
-    return f"| {found.label} (fitted) | {_pair(seconds, found.seconds, 4)} | {allocated or ' | | '} | | | |"
+    return f"| {found.label} (fitted) | {_pair(floor_seconds(made), found.seconds, 4)} | {allocated or ' | | '} | | | |"
 
 
 def _engine(found: Measured) -> str:

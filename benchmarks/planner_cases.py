@@ -16,11 +16,13 @@ from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
 from zeroshard.planner.checkpointing import Checkpointing
+from zeroshard.planner.cost import kernels_seconds
 from zeroshard.planner.hardware import Cluster
 from zeroshard.planner.measured import Measured, row_label
 from zeroshard.planner.rows import Row, Setting, make_row
 from zeroshard.planner.sources import ModelSource
 from zeroshard.planner.tiers import Offload
+from zeroshard.planner.trace import total_kernels
 from zeroshard.planner.workload import Workload
 
 ALL_MEMORY = 2**60
@@ -110,3 +112,9 @@ def case_of(found: Measured) -> Case:
     """The case of a measured row; that of the floor stands for its model."""
     whole = found.stage == 1 and found.commit in WHOLE_GRADIENTS
     return Case(found.model, found.stage or 0, found.samples, found.checkpointing, found.offload, found.tuned, whole)
+
+
+def floor_seconds(row: Row) -> float:
+    """Forward and backward of a row's model alone, on one of its GPUs."""
+    kernels = total_kernels(row.traced.segments)
+    return max(kernels_seconds(row.cluster, kernels), kernels.total() * row.cluster.efficiency.host_launch)

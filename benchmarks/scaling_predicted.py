@@ -12,17 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.llama import SIZES
-from benchmarks.planner_cases import RECIPE, workload
+from benchmarks.planner_cases import RECIPE, floor_seconds, workload
 from benchmarks.report import number, percent
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.compiled import compiled
-from zeroshard.planner.cost import kernels_seconds
 from zeroshard.planner.hardware import GIB, Cluster, parse_cluster
 from zeroshard.planner.memory import step_memory
 from zeroshard.planner.rows import Row, Setting, make_row
 from zeroshard.planner.tiers import Offload
 from zeroshard.planner.timeline import step_time
-from zeroshard.planner.trace import total_kernels
 
 BATCH, LENGTH = 4, 2048
 COLUMNS = ("engine", "setting", "GPUs", "s/step", "tokens/s/GPU", "of one GPU's floor", "GiB")
@@ -54,12 +52,6 @@ def predicted(
                     cluster = parse_cluster(f"{count}x{card}", per_node=count)
                     row = _row(size, stage, cluster, recomputes, as_compiled)
                     yield [f"zeroshard{stage}", kind, str(count), *_figures(row, floor)]
-
-
-def floor_seconds(row: Row) -> float:
-    """Forward and backward of a row's model alone, on one of its GPUs."""
-    kernels = total_kernels(row.traced.segments)
-    return max(kernels_seconds(row.cluster, kernels), kernels.total() * row.cluster.efficiency.host_launch)
 
 
 def _row(size: str, stage: int, cluster: Cluster, checkpointing: bool, as_compiled: bool) -> Row:

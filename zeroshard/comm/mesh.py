@@ -78,6 +78,11 @@ class Mesh:
             dist.destroy_process_group(group)
 
 
+def world_size() -> int:
+    """Ranks of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def build_mesh(shard_size: int | None = None) -> Mesh:
     """The mesh over the default process group, or over this process alone when there is none.
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.arguments import need_kind
+from zeroshard.comm.mesh import world_size
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
@@ -139,17 +140,17 @@ def reachable(device: torch.device) -> bool:
 
 def _room(model: nn.Module, device: torch.device, limit: float | None) -> Room:
     """The least that is free on any rank."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(_world())))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
     free = available_bytes()
     host = 0 if free is None else max(0, free - HOST_KEPT_FREE) // max(1, local)
     own, cluster = _free(model, device, limit, host)
     if device.type != "cuda" and limit is None:
         host = 0  # the device is the host: nothing can be moved away
     least = torch.tensor([own, host], dtype=torch.int64, device=device)
-    if _world() > 1:
+    if world_size() > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
     own, host = least.tolist()
-    return Room(own, host, _world(), device.type == "cuda", cluster)
+    return Room(own, host, world_size(), device.type == "cuda", cluster)
 
 
 def _free(model: nn.Module, device: torch.device, limit: float | None, host: int) -> tuple[int, Cluster | None]:
@@ -162,19 +163,19 @@ def _free(model: nn.Module, device: torch.device, limit: float | None, host: int
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     given_back = sum({p.data_ptr(): p.nbytes for p in model.parameters() if p.device == device}.values())
-    free += idle + given_back - (COMMUNICATORS if _world() > 1 else 0)
+    free += idle + given_back - (COMMUNICATORS if world_size() > 1 else 0)
     try:
         card = find_gpu(torch.cuda.get_device_name(device))
     except PlanError:
         return int(min(free, limit or free)), None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-    per_node = per_node if _world() % per_node == 0 else 1
-    return int(min(free, limit or free)), parse_cluster(f"{_world()}x{card.name}", per_node=per_node)
+    per_node = per_node if world_size() % per_node == 0 else 1
+    return int(min(free, limit or free)), parse_cluster(f"{world_size()}x{card.name}", per_node=per_node)
 
 
 def _from_first(said: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """What rank 0 said, on every rank; as JSON in a tensor."""
-    if _world() == 1:
+    if world_size() == 1:
         return said
     text = json.dumps(said).encode()
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
@@ -185,10 +186,6 @@ def _from_first(said: dict[str, Any], device: torch.device) -> dict[str, Any]:
     payload = payload.to(device)
     dist.broadcast(payload, 0)
     return json.loads(bytes(payload.tolist()))
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _rank() -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.mesh import Axis, Mesh, build_mesh
+from zeroshard.comm.mesh import Axis, Mesh, build_mesh, world_size
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.waiting import Waiter
@@ -146,7 +145,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_plan(model: nn.Module, plan: Plan) -> None:
     """Before any communicator is made: the mesh of a plan for other ranks would be an error of another kind."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    world = world_size()
     if plan.dp != world:
         running = "1 is" if world == 1 else f"{world} are"
         raise PlanError(

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from zeroshard.comm.mesh import world_size
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.errors import PlanError
 from zeroshard.optim.host.choose import processor_keeps_up
@@ -66,8 +66,7 @@ def make_plan(
     if device.type == "cuda":
         by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
         recipe = for_gpu(recipe, split_master=source is not None and source.split_master and not by_processor)
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    made = build_plan(find_units(model, units), recipe, dp=world, shard=shard_size)
+    made = build_plan(find_units(model, units), recipe, dp=world_size(), shard=shard_size)
     if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
         made = with_peer_copies(made)
     return made

@@ -34,12 +34,10 @@ from zeroshard.launch import report, runner
 from zeroshard.launch.job import Job
 from zeroshard.launch.logs import RankLogs, log_directory
 from zeroshard.launch.voice import Voice, say
-from zeroshard.launch.watch import RankProcess, RankWatch
+from zeroshard.launch.watch import STOPS, RankProcess, RankWatch
 
 # Ctrl-C and SIGTERM: how long a rank may take to end by itself before SIGKILL. Torch's default is 30.
 _SHUTDOWN_SECONDS = "10"
-# SIGTERM may be a request to save.
-_STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # How long the other nodes may be missing before it is said that they are waited for.
 _QUIET_SECONDS = 20.0
 
@@ -105,7 +103,7 @@ def launch(ranks: Ranks, voice: Voice) -> Outcome:
         except ChildFailedError as error:
             outcome = _conclude(error, watch, ranks.host, voice)
         except SignalException as stop:
-            for number in _STOPS:
+            for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C: torch's handler would raise once more
             outcome = Outcome(voice.stopped(signal.Signals(int(stop.sigval)), _failed_before(watch, ranks.host, voice)))
         except (RendezvousError, dist.DistError) as error:
@@ -173,7 +171,7 @@ def _config(ranks: Ranks) -> LaunchConfig:
         rdzv_configs={} if alone else {"rank": job.node_rank, "timeout": job.rendezvous_timeout},
         local_addr="localhost" if job.nnodes == 1 else None,
         max_restarts=0,  # restarts.py makes them
-        signals_to_handle=",".join(number.name for number in _STOPS),
+        signals_to_handle=",".join(number.name for number in STOPS),
         log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
         logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console, ranks.restart),
     )

@@ -41,7 +41,7 @@ _CATCH_UP_SECONDS = 10.0
 # Sent by the kernel or from outside of the job. SIGTERM is the agent's, SIGABRT often a consequence (a lost peer).
 KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # SIGTERM may be a request to save, which the agent decides.
-_STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankProcess(NamedTuple):
@@ -327,7 +327,7 @@ class RankWatch:
         except BlockingIOError:
             return
         for number in numbers:
-            if number in _STOPS:
+            if number in STOPS:
                 if self._told_to_stop and number == signal.SIGINT:
                     self.end_leftovers()  # a second Ctrl-C; the agent would wait for them once more
                 # The agent passes it on to the ranks at the same time: who is on the way out has not failed.
