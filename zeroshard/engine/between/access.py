@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.engine.between.gathered import place_of
+from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.core.runtime import in_backward
 from zeroshard.engine.memory.storage import Group, Unit
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError

@@ -11,7 +11,7 @@ only, never configs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,9 +21,11 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
+from zeroshard.engine.core.autograd import accumulates, graph_task, in_backward, node_number
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inspection import Inspection
+from zeroshard.engine.core.outputs import tensors_in
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker, ForwardPass
 from zeroshard.engine.core.pending_updates import PendingUpdates
@@ -228,14 +230,14 @@ class Runtime:
 
         def ready(_: torch.Tensor) -> None:
             nonlocal seen_task
-            task = _graph_task()
+            task = graph_task()
             if task != seen_task:
                 seen_task = task
                 # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
                 self._pre_backward(index, end, graph)
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad and _node_number(tensor) >= begun:
+            if tensor.requires_grad and node_number(tensor) >= begun:
                 tensor.register_hook(ready)
 
     def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
@@ -436,55 +438,3 @@ class Runtime:
         if self.plan.policy.host_update is not None:
             self.streams.settle_host()
         self.inspection.take_over()
-
-
-def in_backward() -> bool:
-    """Whether this thread is running an autograd graph just now (a recomputation runs modules inside of one)."""
-    return _graph_task() != -1
-
-
-def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
-
-    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls. A backward
-    that was not told what to compute gives them theirs, and is not asked more: nodes that a reentrant checkpoint makes
-    are in a graph of their own, so where all that is trained lies in checkpoints this graph has none of them.
-    """
-    if torch.autograd._is_checkpoint_valid():
-        return True
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
-                    return True
-            except RuntimeError:  # torch's answer for a leaf that autograd.grad was asked for
-                return False
-    return False
-
-
-def _node_number(tensor: torch.Tensor) -> int:
-    """When the tensor was made, by autograd's count of nodes; nobody made a leaf."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
-
-
-def _graph_task() -> int:
-    return torch._C._current_graph_task_id()
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in a module's output: nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
-            yield from tensors_in(getattr(value, name))
-    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, nn.Module)):
-        for item in vars(value).values():  # an output class of the user's own; not what hangs on its members
-            if isinstance(item, (torch.Tensor, tuple, list, Mapping)):
-                yield from tensors_in(item)

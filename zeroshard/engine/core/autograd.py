@@ -1,0 +1,45 @@
+"""What autograd is doing just now: whether a graph runs, which one, and what it gives a gradient to.
+
+Read from autograd itself. Rejected: keeping count in hooks of the engine. A recomputation, `torch.autograd.grad` and a
+backward that starts in the middle of the model come at places where no hook of the engine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def graph_task() -> int:
+    """The number of the autograd graph that this thread is running just now, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether this thread is running an autograd graph just now (a recomputation runs modules inside of one)."""
+    return graph_task() != -1
+
+
+def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
+
+    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls. A backward
+    that was not told what to compute gives them theirs, and is not asked more: nodes that a reentrant checkpoint makes
+    are in a graph of their own, so where all that is trained lies in checkpoints this graph has none of them.
+    """
+    if torch.autograd._is_checkpoint_valid():
+        return True
+    for parameter in parameters:
+        if parameter.requires_grad:
+            try:
+                if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
+                    return True
+            except RuntimeError:  # torch's answer for a leaf that autograd.grad was asked for
+                return False
+    return False
+
+
+def node_number(tensor: torch.Tensor) -> int:
+    """When the tensor was made, by autograd's count of nodes; nobody made a leaf."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
