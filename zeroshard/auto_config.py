@@ -8,7 +8,6 @@ the config asks for is kept, and "device": "none" keeps the planner from using h
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from zeroshard.config import Config
+from zeroshard.config.document import Source as ConfigSource
 from zeroshard.config.document import read_document
 from zeroshard.config.problems import Problems
 from zeroshard.config.resolve import Resolution
@@ -31,8 +31,6 @@ from zeroshard.planner.startup import Example
 from zeroshard.planner.tiers import Offload
 from zeroshard.recipes import recipe_of
 from zeroshard.sharding.units import find_units
-
-ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def chosen_document(

@@ -1,4 +1,4 @@
-"""A config as it was given, from whatever was given: a dict, a file or JSON text; plain values, each with its origin.
+"""A config as it was given, from a dict, a file, JSON or HJSON text: plain values, each with its origin.
 
 `Document.origin(path)` answers "where did this come from" for every later message: `ds.json line 12`, `config` for a
 dict, `override` for what the caller's arguments say.
@@ -21,8 +21,6 @@ from zeroshard.errors import ConfigError
 
 _MAX_INT_BITS = 128
 
-Source = Mapping[str, Any] | str | os.PathLike[str]
-
 
 @dataclass(frozen=True)
 class Document:
@@ -37,8 +35,13 @@ class Document:
         return self.label if line is None else f"{self.label} line {line}"
 
 
+Source = Mapping[str, Any] | str | os.PathLike[str] | Document
+
+
 def read_document(source: Source, problems: Problems) -> Document:
     """Read a config. Raises `ConfigError` when it can't be read at all; lesser things go to `problems`."""
+    if isinstance(source, Document):
+        return source
     if isinstance(source, Mapping):
         return Document(plain_object(source, "config", problems), "config")
     if isinstance(source, str) and _is_json_text(source):

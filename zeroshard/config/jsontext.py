@@ -1,7 +1,7 @@
-"""JSON as people write configs: comments (`//`, `/* */`, `#`), trailing commas, and the line of every value.
+"""JSON and HJSON as people write configs: comments (`//`, `/* */`, `#`), trailing commas, and the line of every value.
 
-The standard parser knows neither comments nor lines, and keeps the last of two equal keys in silence. Rejected: hjson,
-which reads `"lr": 1e-4,  enabled` as it likes and so turns typing mistakes into values.
+One reader takes both: what HJSON adds (see `loosetext`) is no JSON, so no text has two meanings. The standard parser
+knows neither comments nor lines, and keeps the last of two equal keys in silence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.config.problems import Problems, dotted
+from zeroshard.config.loosetext import KEY, MULTIPLE, REST_OF_LINE, SINGLE, multi_line, single_quoted, unclear_part
+from zeroshard.config.problems import Problems, dotted, show
 from zeroshard.errors import ConfigError
 
 MAX_DEPTH = 32
@@ -20,8 +21,10 @@ _MAX_NUMBER_LENGTH = 64
 
 _BLANK = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?![\w.])")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD = re.compile(r"-?[A-Za-z_][\w-]*")
+_ENDS = re.compile(r"[ \t]*(?=[,\]}\r\n#]|//|/\*|$)")
+"""What may follow a number or a constant; else it is the beginning of a string without quotes."""
 _CONSTANTS = {"true": True, "false": False, "null": None, "Infinity": float("inf"), "-Infinity": -float("inf")}
 _WRONG_WORDS = {
     "True": "write true, JSON's spelling",
@@ -38,6 +41,7 @@ class Span:
     """Where a member of an object stands in the text: offsets, and those of the commas beside it (None: none is)."""
 
     key_start: int
+    key_end: int
     value_start: int
     value_end: int
     comma_before: int | None
@@ -58,11 +62,22 @@ class JsonReader:
 
     def read(self) -> Any:
         """The value of the whole text. Raises `ConfigError` at the first thing that isn't JSON."""
-        value = self._value(())
+        braces = not self._starts_with_member()
+        value = self._value(()) if braces else self._object((), braces=False)
         self._skip_blank()
         if self._at < len(self._text):
             self._fail("the text goes on after the end of the config", "remove what follows or join it to the object")
         return value
+
+    def _starts_with_member(self) -> bool:
+        """Whether the text is an object without its braces, as HJSON allows for the outermost."""
+        self._skip_blank()
+        for pattern in (_STRING, SINGLE, KEY):
+            key = pattern.match(self._text, self._at)
+            if key is not None:
+                after = _BLANK.match(self._text, key.end())
+                return after is not None and self._text.startswith(":", after.end())
+        return False
 
     def _line(self, at: int | None = None) -> int:
         return bisect.bisect_left(self._newlines, self._at if at is None else at) + 1
@@ -93,19 +108,21 @@ class JsonReader:
             return self._object(path)
         if first == "[":
             return self._array(path)
-        if first == '"':
+        if first in ('"', "'"):
             return self._string()
         return self._scalar()
 
-    def _object(self, path: Path) -> dict[str, Any]:
+    def _object(self, path: Path, *, braces: bool = True) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        self._at += 1
+        closing = "}" if braces else ""
+        self._at += len(closing)
+        if not braces:
+            self.lines[path] = self._line()
         before: int | None = None
-        while self._peek() != "}":
-            if self._peek() != '"':
-                self._expected_key()
+        while self._peek() != closing:
             line, key_start = self._line(), self._at
-            name = self._string()
+            name = self._key()
+            key_end = self._at
             where = (*path, name)
             if name in result:
                 self._problems.add(
@@ -122,11 +139,21 @@ class JsonReader:
             self.lines[where] = line
             result[name] = value
             value_end = self._at
-            after = self._comma_or("}")
-            self.spans[where] = Span(key_start, value_start, value_end, before, after)
+            after = self._comma_or(closing)
+            self.spans[where] = Span(key_start, key_end, value_start, value_end, before, after)
             before = after
-        self._at += 1
+        self._at += len(closing)
         return result
+
+    def _key(self) -> str:
+        if self._peek() in ('"', "'"):
+            return self._string()
+        key = KEY.match(self._text, self._at)
+        if key is None:
+            self._expected_key()
+        assert key is not None
+        self._at = key.end()
+        return key.group()
 
     def _expected_key(self) -> None:
         if self._at >= len(self._text):
@@ -147,7 +174,8 @@ class JsonReader:
         return result
 
     def _comma_or(self, closing: str) -> int | None:
-        """Where the comma is that was passed; None where the closing bracket comes next."""
+        """Where the comma is that was passed; None where the closing bracket comes next, or the line ends."""
+        ended = self._line()
         following = self._peek()
         if following == ",":
             self._at += 1
@@ -155,38 +183,70 @@ class JsonReader:
         if following != closing:
             if not following:
                 self._fail(f"the text ends before {closing}", f"close it with {closing}")
-            self._fail(f"a comma or {closing} is missing before this", "separate values by commas")
+            if self._line() == ended:
+                self._fail(
+                    f"a comma or {closing or 'a line break'} is missing before this", "separate values by commas"
+                )
+            if following in ("}", "]"):
+                self._fail(f"{following} closes what is not open", f"close with {closing}" if closing else "remove it")
         return None
 
     def _string(self) -> str:
-        match = _STRING.match(self._text, self._at)
+        if self._text.startswith("'''", self._at):
+            return self._multi_line()
+        quote = self._text[self._at]
+        match = (_STRING if quote == '"' else SINGLE).match(self._text, self._at)
         if match is None:
-            self._fail("a string is not closed on its line", 'close it with "')
+            self._fail("a string is not closed on its line", f"close it with {quote}")
         assert match is not None
         try:
-            value = json.loads(match.group())
+            value = json.loads(match.group()) if quote == '"' else single_quoted(match.group())
         except json.JSONDecodeError as error:
             self._fail(f"a string can't be read: {error.msg}", "write a backslash as \\\\")
             raise
         self._at = match.end()
         return value
 
+    def _multi_line(self) -> str:
+        match = MULTIPLE.match(self._text, self._at)
+        if match is None:
+            self._fail("a string over several lines is never closed", "close it with '''")
+        assert match is not None
+        indentation = self._at - self._text.rfind("\n", 0, self._at) - 1
+        self._at = match.end()
+        return multi_line(match.group(1), indentation)
+
     def _scalar(self) -> Any:
         number = _NUMBER.match(self._text, self._at)
-        if number is not None:
-            self._at = number.end()
+        if number is not None and _ENDS.match(self._text, number.end()):
             token = number.group()
             if len(token) > _MAX_NUMBER_LENGTH:
                 self._fail(f"a number of {len(token)} characters", "no setting needs so many digits")
+            self._at = number.end()
             return float(token) if any(mark in token for mark in ".eE") else int(token)
         word = _WORD.match(self._text, self._at)
-        if word is not None and word.group() in _CONSTANTS:
-            self._at = word.end()
-            return _CONSTANTS[word.group()]
-        if word is not None:
-            shown = word.group()[:40]
-            self._fail(f"{shown} is no JSON value", _WRONG_WORDS.get(shown, "put strings in double quotes"))
+        if word is not None and _ENDS.match(self._text, word.end()):
+            name = word.group()
+            if name in _CONSTANTS:
+                self._at = word.end()
+                return _CONSTANTS[name]
+            if name in _WRONG_WORDS:
+                self._fail(f"{name} is no JSON value", _WRONG_WORDS[name])
         if self._at >= len(self._text):
             self._fail("the text ends where a value is expected", "complete the config")
-        self._fail("no JSON value starts here", "write a number, a string, true, false, null, an object or a list")
-        raise AssertionError
+        return self._rest_of_line()
+
+    def _rest_of_line(self) -> str:
+        rest = REST_OF_LINE.match(self._text, self._at)
+        if rest is None:
+            self._fail("no value starts here", "write a number, a string, true, false, null, an object or a list")
+        assert rest is not None
+        value = rest.group().rstrip()
+        unclear = unclear_part(value)
+        if unclear is not None:
+            self._fail(
+                f"a string without quotes is the rest of its line, and {show(value)} holds {unclear}",
+                "put strings in double quotes",
+            )
+        self._at += len(value)
+        return value

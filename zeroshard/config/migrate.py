@@ -108,7 +108,7 @@ class _Reading:
         if new in self._root:
             raise ConfigError(f"{old} ({self._where((old,))}): there is {new} too; move its keys there and remove it")
         span = self._spans[(old,)]
-        edit = _Edit(span.key_start, span.key_start + len(json.dumps(old)), json.dumps(new))
+        edit = _Edit(span.key_start, span.key_end, json.dumps(new))
         return [edit], Change(self._lines[(old,)], old, new)
 
     def _replace(self, path: Path, target: Path, value: Any) -> tuple[list[_Edit], Change]:

@@ -8,26 +8,41 @@ A dotted name that is no key of a config stays, and is reported as unknown like 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zeroshard.config.document import Document, read_document
 from zeroshard.config.keys import Key, Node, key_table
+from zeroshard.config.problems import Problems
 
 
-def read(source: Any) -> dict[str, Any]:
-    """A config as a dict. A dict stays the same object, so that `engine.config` is the caller's own."""
-    if isinstance(source, dict):
-        return source
+def read(source: Any) -> Document:
+    """A config with the lines of its values, from a dict, a path, JSON or HJSON text, or such text in base64.
+
+    A dict stays the same object, so that `engine.config` is the caller's own.
+
+    Raises:
+        ConfigError: a file or text that can't be read, with file, line and column.
+    """
     if isinstance(source, Mapping):
-        return dict(source)
-    text = str(source)
-    if not text.lstrip().startswith("{") or isinstance(source, os.PathLike):
-        text = Path(source).read_text(encoding="utf-8")
-    return json.loads(text)
+        return Document(source if isinstance(source, dict) else dict(source), "config")
+    problems = Problems()
+    document = read_document(_decoded(source) if isinstance(source, str) else source, problems)
+    problems.raise_if_any()
+    return document
+
+
+def _decoded(source: str) -> str:
+    """The text in a string of base64, which launchers pass for a config; any other string as it is."""
+    try:
+        text = base64.urlsafe_b64decode(source).decode("utf-8")
+    except (binascii.Error, ValueError):  # ValueError: characters or bytes that are no text
+        return source
+    return text if "{" in text and not Path(source).exists() else source
 
 
 def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:

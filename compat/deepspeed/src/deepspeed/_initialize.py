@@ -18,6 +18,8 @@ from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
+from zeroshard.auto_config import ConfigSource
+from zeroshard.config.document import Document
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import build_engine
@@ -55,7 +57,8 @@ def initialize(
         raise UsageError("deepspeed.initialize: give config or config_params, not both")
     if model is not None:
         leave(model)
-    raw = _config.read(source)
+    document = _config.read(source)
+    raw = document.root
     parameters = list(model_parameters) if model_parameters is not None else None
     adapters = [] if model is None else find_adapters(model)
     for adapter in adapters:
@@ -77,7 +80,7 @@ def initialize(
             mpu=mpu,
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
-            config=_config.understood(raw, optimizer=optimizer is not None),
+            config=_understood(document, optimizer=optimizer is not None),
             mesh_param=mesh_param,
         )
     engine.adopt(raw)
@@ -93,3 +96,9 @@ def initialize(
         engine.optimizer.__dict__["parameter_offload"] = ParameterOffload(engine.module)
     logger.info("DeepSpeed info: version=%s, zeroshard %s under DeepSpeed's name", VERSION, zeroshard.__version__)
     return (engine, *others)  # type: ignore[return-value]
+
+
+def _understood(document: Document, *, optimizer: bool) -> ConfigSource:
+    """The config in the words of a user; one that was read from text keeps the lines of its values."""
+    values = _config.understood(document.root, optimizer=optimizer)
+    return Document(values, document.label, document.lines) if document.lines else values

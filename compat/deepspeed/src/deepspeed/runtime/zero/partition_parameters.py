@@ -6,10 +6,8 @@ GatheredParameters with modifier_rank=0. So this Init leaves sharded parameters 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from deepspeed import _config
 from deepspeed._exports import lazy
 from deepspeed._parameters import ZeroParamStatus, describe
 from zeroshard.cluster import rank_place
@@ -128,11 +127,9 @@ class GatheredParameters(_Gathered):
 
 def _dtype(config: Any) -> torch.dtype:
     """The dtype of floating parameters: bf16 or fp16 where one is enabled for certain, else fp32."""
-    values: Any = config
-    if isinstance(config, (str, os.PathLike)):
-        values = json.loads(Path(config).read_text(encoding="utf-8"))
-    if not isinstance(values, Mapping):
+    if config is None:
         return torch.float32
+    values = _config.read(config).root
     for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         inner = values.get(section)
         if isinstance(inner, Mapping) and inner.get("enabled") is True:
