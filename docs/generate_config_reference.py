@@ -46,7 +46,8 @@ config.zero.stage, config.batch.micro, config.origins["zero_optimization.stage"]
 
 - The source is a dict, the path of a file, or text: JSON or HJSON, whatever the file is called. So comments (`//`,
   `/* */`, `#`), trailing commas, keys and strings without quotes, and line breaks for commas are allowed. A string
-  without quotes is the rest of its line; one that holds a comma, a bracket or a comment is refused: it may mean two things.
+  without quotes is the rest of its line; one that holds a comma, a bracket or a comment is refused, for it may mean two
+  things.
   A key that is given twice is an error. `null` is the same as leaving the key out, but for the
   parameters of optimizers and schedules, where it is a value.
 - `5e8` is a whole number. `"true"` is not `true`, and `"3"` is not `3`.
