@@ -128,6 +128,25 @@ def test_groups_have_their_own_bounds_and_adams_second_beta_becomes_099() -> Non
     assert [group["betas"] for group in optimizer.param_groups] == [(pytest.approx(0.85), 0.99)] * 2
 
 
+def test_each_group_may_have_its_own_momentum() -> None:
+    optimizer = adam(2)
+    scheduler = OneCycle(
+        optimizer, 0.0, 1.0, cycle_first_step_size=2, cycle_min_mom=[0.8, 0.5], cycle_max_mom=[0.9, 0.7]
+    )
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.99), (0.5, 0.99)]
+    run(scheduler, 1)
+    assert [group["betas"][0] for group in optimizer.param_groups] == pytest.approx([0.85, 0.6])
+    assert scheduler.get_mom() == [group["betas"] for group in optimizer.param_groups]
+    run(scheduler, 3)
+    assert scheduler.get_mom() == [(pytest.approx(0.9), 0.99), (pytest.approx(0.7), 0.99)]
+
+
+def test_get_mom_before_the_first_batch_is_where_the_cycle_starts() -> None:
+    scheduler = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=2)
+    assert scheduler.get_mom() == [(0.9, 0.99)]
+    assert OneCycle(adam(), 0.1, 0.5, cycle_momentum=False).get_mom() is None
+
+
 def test_momentum_is_left_alone_when_asked_and_sgds_is_cycled() -> None:
     fixed = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=2, cycle_momentum=False)
     assert {momentum for _, momentum in run(fixed, 5)} == {0.9}
@@ -199,6 +218,12 @@ def test_a_restored_schedule_goes_on_where_it_stopped(kind: str, cut: int) -> No
         ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size must be an integer of 0 or more"),
         ("OneCycle", {"cycle_max_mom": 1.0}, r"cycle_max_mom 1\.0 must be at least 0 and below 1"),
         ("OneCycle", {"cycle_min_lr": [0.1, 0.2]}, "cycle_min_lr has 2 values but the optimizer has 1 groups"),
+        ("OneCycle", {"cycle_max_mom": [0.9, 0.8]}, "cycle_max_mom has 2 values but the optimizer has 1 groups"),
+        ("OneCycle", {"cycle_min_mom": [1.5]}, r"cycle_min_mom 1\.5 must be at least 0 and below 1"),
+        ("OneCycle", {"cycle_max_lr": None}, "cycle_max_lr must be a number or a list of numbers, got None"),
+        ("LRRangeTest", {"lr_range_test_min_lr": [0.1, 0.2]}, "lr_range_test_min_lr has 2 values but the optimizer"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "warmup_max_lr has 2 values but the optimizer has 1 groups"),
+        ("WarmupLR", {"warmup_min_lr": ["a"]}, "warmup_min_lr must be a number or a list of numbers"),
         ("OneCycle", {"decay_lr_rate": -0.1}, "decay_lr_rate must be a number of 0 or more"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size must be an integer of 1 or more"),
         ("LRRangeTest", {"step_size": 3}, "has no such argument; did you mean lr_range_test_step_size"),

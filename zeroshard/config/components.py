@@ -37,7 +37,13 @@ def _rates_or_none(value: Any) -> Any:
     return None if value is None else _rates(value)
 
 
-_Decay = Annotated[float, real(0, below=1)]
+def _momenta(value: Any) -> Any:
+    check = real_number(0, below=1)
+    return tuple(check(momentum) for momentum in value) if isinstance(value, list) and value else check(value)
+
+
+Momenta = Annotated["float | tuple[float, ...]", BeforeValidator(_momenta)]
+"""One momentum, or one for each parameter group."""
 
 
 def _size_or_none(value: Any) -> Any:
@@ -88,7 +94,7 @@ class OneCycleParams(Section):
 
     A null second size or stair count takes that of the first half; stair count 0 is a line, `decay_step_size` 0 no
     decay. With `cycle_momentum` an Adam's second beta becomes 0.99, as in DeepSpeed. A list gives each parameter group
-    its rate.
+    its rate or momentum.
     """
 
     cycle_min_lr: Rates
@@ -100,8 +106,8 @@ class OneCycleParams(Section):
     cycle_second_stair_count: SizeOrNone = None
     decay_step_size: Size = 0
     cycle_momentum: Flag = True
-    cycle_min_mom: _Decay = 0.8
-    cycle_max_mom: _Decay = 0.9
+    cycle_min_mom: Momenta = 0.8
+    cycle_max_mom: Momenta = 0.9
     decay_mom_rate: Annotated[float, real()] = 0.0
     last_batch_iteration: Annotated[int, whole(-1)] = -1
 

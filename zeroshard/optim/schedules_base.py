@@ -78,10 +78,13 @@ class IndexedSchedule(LRScheduler, ABC):
 
 
 def per_group(schedule: object, optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
-    """One value for each group from one number or a list. Raises UsageError for a list of another length."""
+    """One value for each group from one number or a list. Raises UsageError for anything else."""
     groups = optimizer.param_groups
     if isinstance(value, (int, float)):
         return [float(value)] * len(groups)
+    numbers = isinstance(value, Sequence) and all(isinstance(item, (int, float)) for item in value)
+    if not numbers:
+        raise UsageError(f"{type(schedule).__name__}: {name} must be a number or a list of numbers, got {value!r}")
     if len(value) != len(groups):
         raise UsageError(
             f"{type(schedule).__name__}: {name} has {len(value)} values but the optimizer has {len(groups)} groups; "

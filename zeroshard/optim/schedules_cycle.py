@@ -75,11 +75,12 @@ class OneCycle(IndexedSchedule):
         cycle_second_stair_count: the same for the fall; None takes that of the rise.
         decay_step_size: batches per unit of decay; 0 is no decay.
         cycle_momentum: move the first beta of each group (the second becomes 0.99), or its momentum.
-        cycle_min_mom, cycle_max_mom: its bounds, in [0, 1).
+        cycle_min_mom, cycle_max_mom: its bounds, in [0, 1): one number, or one for each group of the optimizer.
         decay_mom_rate: after the cycle the momentum is max * (1 + decay_mom_rate * batches / decay_step_size).
 
     Raises:
-        UsageError: a value out of range; from `step`, a decay that has taken the momentum out of [0, 1).
+        UsageError: a list whose length is not the number of groups; a value out of range; from `step`, a decay
+            that has taken the momentum out of [0, 1).
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class OneCycle(IndexedSchedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ):
@@ -110,7 +111,8 @@ class OneCycle(IndexedSchedule):
         self.decay_step_size = whole_number(self, "decay_step_size", decay_step_size, 0)
         self.decay_lr_rate = _at_least_0(self, "decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate = decay_mom_rate
-        self.min_mom, self.max_mom = cycle_min_mom, cycle_max_mom
+        self.min_moms = per_group(self, optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = per_group(self, optimizer, "cycle_max_mom", cycle_max_mom)
         self._cycles = _momentum_keys(optimizer) if cycle_momentum else []
         if cycle_momentum:
             self._check_momentum()
@@ -121,12 +123,24 @@ class OneCycle(IndexedSchedule):
         decay = 1.0 + self.decay_lr_rate * self._decayed(iteration)
         return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def momentum_at(self, iteration: int) -> float:
-        """The momentum (of Adam, the first beta) once batch `iteration` is over; -1 is the start."""
-        if iteration < 0:
-            return self.min_mom
-        peak = self.max_mom * (1.0 + self.decay_mom_rate * self._decayed(iteration))
-        return peak - (self.max_mom - self.min_mom) * self.height_at(iteration)
+    def momenta_at(self, iteration: int) -> list[float]:
+        """The momentum of each group (of Adam, the first beta) once batch `iteration` is over, by the cycle alone."""
+        height, decay = self.height_at(iteration), 1.0 + self.decay_mom_rate * self._decayed(iteration)
+        return [high * decay - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float] | float | None] | None:
+        """What the cycle gives each group: betas, a momentum, or None where it has neither; None if none is cycled.
+
+        Before the first batch this is the end of the cycle at which it starts, as in DeepSpeed, while the groups have
+        cycle_min_mom.
+        """
+        return self._as_groups(self.momenta_at(self.last_batch_iteration)) if any(self._cycles) else None
+
+    def _as_groups(self, momenta: Sequence[float]) -> list[tuple[float, float] | float | None]:
+        return [
+            (momentum, BETA2) if key == "betas" else momentum if key is not None else None
+            for momentum, key in zip(momenta, self._cycles, strict=True)
+        ]
 
     def height_at(self, iteration: int) -> float:
         """How far up the cycle is, 0 to 1."""
@@ -154,26 +168,30 @@ class OneCycle(IndexedSchedule):
     def _set_momentum(self) -> None:
         if not any(self._cycles):
             return
-        value = self.momentum_at(self.last_batch_iteration)
-        if not 0.0 <= value < 1.0:
-            raise UsageError(
-                f"OneCycle: decay_mom_rate {self.decay_mom_rate} has taken the momentum to {value:g} after "
-                f"{self.last_batch_iteration + 1} batches, where no optimizer works; set it to 0, or decay slower"
-            )
-        for group, key in zip(self.optimizer.param_groups, self._cycles, strict=True):
+        at = self.last_batch_iteration
+        momenta = self.min_moms if at < 0 else self.momenta_at(at)
+        for value in momenta:
+            if not 0.0 <= value < 1.0:
+                raise UsageError(
+                    f"OneCycle: decay_mom_rate {self.decay_mom_rate} has taken the momentum to {value:g} after "
+                    f"{at + 1} batches, where no optimizer works; set it to 0, or decay slower"
+                )
+        for group, key, value in zip(self.optimizer.param_groups, self._cycles, self._as_groups(momenta), strict=True):
             if key is not None:
-                group[key] = (value, BETA2) if key == "betas" else value
+                group[key] = value
 
     def _check_momentum(self) -> None:
-        for name, value in (("cycle_min_mom", self.min_mom), ("cycle_max_mom", self.max_mom)):
-            if not 0.0 <= value < 1.0:
-                raise UsageError(f"OneCycle: {name} {value!r} must be at least 0 and below 1")
+        for name, values in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
+            for value in values:
+                if not 0.0 <= value < 1.0:
+                    raise UsageError(f"OneCycle: {name} {value!r} must be at least 0 and below 1")
         if not any(self._cycles):
             _warn("cycle_momentum has no effect: the optimizer has neither betas nor a momentum above 0")
         elif "momentum" in self._cycles:
             _warn("momentum without betas is cycled; DeepSpeed leaves it alone: set cycle_momentum to false for that")
-        if self.decay_step_size and self.decay_mom_rate > 0 and self.max_mom > 0:
-            steps = (1.0 / self.max_mom - 1.0) / self.decay_mom_rate * self.decay_step_size
+        highest = max(self.max_moms)
+        if self.decay_step_size and self.decay_mom_rate > 0 and highest > 0:
+            steps = (1.0 / highest - 1.0) / self.decay_mom_rate * self.decay_step_size
             _warn(
                 f"decay_mom_rate {self.decay_mom_rate} makes the momentum grow to 1 after about "
                 f"{self.first + self.second + int(steps)} batches, where the run would end with an error"
