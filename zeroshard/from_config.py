@@ -44,6 +44,7 @@ from zeroshard.sharding.marks import (
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
+from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.units import refuse_uninitialized
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -134,6 +135,7 @@ def build_engine(
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     device = default_device()
     refuse_uninitialized(model)
+    refuse_shared_memory(model)
     if model_parameters is not None:
         need_kind(model_parameters, Iterable, "initialize(model_parameters=...)", "an iterable of parameters or groups")
     parameters = list(model_parameters) if model_parameters is not None else None

@@ -38,6 +38,7 @@ from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.planner.tiers import Offload as AwayTo
+from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -106,6 +107,7 @@ def shard(
         PlanError, UsageError: what can't be put together, and how to mend it.
     """
     refuse_uninitialized(model)
+    refuse_shared_memory(model)
     source = None
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)

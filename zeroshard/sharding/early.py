@@ -25,6 +25,7 @@ from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.deferred_calls import active_tape
 from zeroshard.sharding.loose import shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
+from zeroshard.sharding.overlap import refuse_shared_memory
 
 
 class ShardedInit(Init):
@@ -63,9 +64,12 @@ class ShardedInit(Init):
         super().__exit__(kind, error, trace)
         modules, self._modules = list(self._modules.values()), {}
         if self._outermost and kind is None:
-            materialize(nn.ModuleList(modules), None, self._keep)
             inner = {id(part) for module in modules for part in module.modules() if part is not module}
-            for root in (module for module in modules if id(module) not in inner):
+            roots = [module for module in modules if id(module) not in inner]
+            for root in roots:
+                refuse_shared_memory(root)  # it can't be seen any more once each parameter has a shard of its own
+            materialize(nn.ModuleList(modules), None, self._keep)
+            for root in roots:
                 guard_loose(root)
 
     def _note(self, module: nn.Module, _name: str, _member: object) -> None:

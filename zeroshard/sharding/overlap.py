@@ -1,0 +1,195 @@
+"""Refuses a model in which two tensors share memory: each would get memory of its own, and they would drift apart.
+
+    memory     |---- embedding.weight ----|       |--- a ---|--- b ---|
+               |------ head.weight -------|       slices of one flat buffer, side by side
+                       refused                            fine
+
+Plain torch trains two Parameter objects over one memory as one tensor that is updated twice, with a state each. A tie
+by identity (`head.weight = embedding.weight`) is trained once. So tying them without a word, the alternative, would
+give other numbers than torch; the user has to say which of the two is meant.
+
+What overlaps is decided exactly: by the extents of all tensors in one sweep over sorted addresses, and only where two
+extents cross by the elements themselves (columns of one matrix cross without sharing any).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.errors import PlanError
+
+Place = tuple[str, int]
+"""A memory in which addresses can be compared: a device, and on the meta device a storage."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a strided tensor: `width` of them at `start` and at each multiple of the strides.
+
+    Attributes:
+        dims: (size, stride in bytes) of each dim, the largest stride first.
+    """
+
+    start: int
+    dims: tuple[tuple[int, int], ...]
+    width: int
+
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+        return self.start + sum((size - 1) * stride for size, stride in self.dims) + self.width
+
+    def at(self, index: int) -> Span:
+        """One slice along the outermost dim."""
+        return Span(self.start + index * self.dims[0][1], self.dims[1:], self.width)
+
+    def between(self, low: int, high: int) -> range:
+        """The slices along the outermost dim whose extents meet [low, high)."""
+        size, stride = self.dims[0]
+        reach = self.at(0).end - self.start
+        first = max(0, (low - self.start - reach) // stride + 1)
+        return range(first, min(size, -(-(high - self.start) // stride)))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A tensor of the model: a parameter, or something else that may lie over one."""
+
+    name: str
+    kind: str
+    span: Span
+    trainable: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.kind == "parameter"
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raises PlanError where a parameter shares memory with another parameter, a buffer or a tensor attribute.
+
+    The same object under several names is a tie, and fine. Frozen parameters may share memory with each other, and
+    with what is no parameter: nothing changes there.
+    """
+    places: dict[Place, list[_Member]] = {}
+    for place, member in _members(model):
+        places.setdefault(place, []).append(member)
+    for members in places.values():
+        pair = _first_overlap(members)
+        if pair is not None:
+            raise PlanError(_refusal(*pair))
+
+
+def share_bytes(one: Span, other: Span) -> bool:
+    """Whether any byte belongs to both."""
+    if one.end <= other.start or other.end <= one.start:
+        return False
+    if not one.dims and not other.dims:
+        return True
+    if one.dims and other.dims and one.dims[0][1] == other.dims[0][1]:
+        return _share_in_step(one, other)
+    # The one with the larger outermost stride is cut into slices, of which few meet the other.
+    if not one.dims or (other.dims and other.dims[0][1] > one.dims[0][1]):
+        one, other = other, one
+    return any(share_bytes(one.at(index), other) for index in one.between(other.start, other.end))
+
+
+def span_of(start: int, sizes: tuple[int, ...], strides: tuple[int, ...], width: int) -> Span:
+    """The bytes of a tensor without zero-size dims; strides in bytes. Neighbouring elements are joined to one."""
+    dims: list[tuple[int, int]] = []
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        reach = dims[-1][0] * dims[-1][1] if dims else width
+        if stride == reach and dims:
+            dims[-1] = dims[-1][0] * size, dims[-1][1]
+        elif stride == reach:
+            width *= size
+        else:
+            dims.append((size, stride))
+    return Span(start, tuple(reversed(dims)), width)
+
+
+def _share_in_step(one: Span, other: Span) -> bool:
+    """The same for equal outermost strides: whether slices meet depends on how far apart they are counted."""
+    (one_size, stride), (other_size, _) = one.dims[0], other.dims[0]
+    first, second = one.at(0), other.at(0)
+    # Slice i of one against slice j of the other is slice 0 of one against slice j - i, which may be before the first.
+    dims = ((one_size + other_size - 1, stride), *second.dims)
+    apart = Span(second.start - (one_size - 1) * stride, dims, second.width)
+    return any(share_bytes(first, apart.at(index)) for index in apart.between(first.start, first.end))
+
+
+def _members(model: nn.Module) -> Iterator[tuple[Place, _Member]]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            yield from _member(f"{prefix}{name}", "parameter", parameter, seen)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, buffer in module.named_buffers(recurse=False):
+            yield from _member(f"{prefix}{name}", "buffer", buffer, seen)
+        for name, tensor in _attributes(module):
+            yield from _member(f"{prefix}{name}", "attribute", tensor, seen)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are ordinary attributes, without those that torch's own hooks make anew before each forward."""
+    renewed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, (SpectralNorm, WeightNorm))}
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and name not in renewed:
+            yield name, value
+
+
+def _member(name: str, kind: str, tensor: torch.Tensor, seen: set[int]) -> Iterator[tuple[Place, _Member]]:
+    """Nothing for tensors that were seen, that have no elements, or that are no strided memory."""
+    if id(tensor) in seen:
+        return
+    seen.add(id(tensor))
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+        return
+    width = tensor.element_size()
+    strides = tuple(stride * width for stride in tensor.stride())
+    if tensor.is_meta:  # no memory yet; what shares a storage there will share memory
+        place, start = ("meta", tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * width
+    else:
+        place, start = (tensor.device.type, tensor.device.index or 0), tensor.data_ptr()
+    trainable = kind == "parameter" and tensor.requires_grad
+    yield place, _Member(name, kind, span_of(start, tuple(tensor.shape), strides, width), trainable)
+
+
+def _first_overlap(members: list[_Member]) -> tuple[_Member, _Member] | None:
+    """The first two that share memory of which one trains; a sweep over addresses, in which few are open at a time."""
+    open_now: list[_Member] = []
+    for member in sorted(members, key=lambda each: each.span.start):
+        open_now = [other for other in open_now if other.span.end > member.span.start]
+        for other in open_now:
+            trains = member.trainable or other.trainable
+            if trains and share_bytes(other.span, member.span):
+                return (other, member) if other.is_parameter else (member, other)
+        open_now.append(member)
+    return None
+
+
+def _refusal(parameter: _Member, other: _Member) -> str:
+    if other.is_parameter:
+        return (
+            f"{parameter.name!r} and {other.name!r} are two parameters over the same memory. Sharded, each would have "
+            "memory of its own, and they would drift apart. To train them as one, let both names hold one Parameter "
+            f"object ({other.name} = {parameter.name}); to train them apart, give one a copy "
+            f"({other.name} = nn.Parameter({other.name}.detach().clone())), before the optimizer is made"
+        )
+    what = "buffer" if other.kind == "buffer" else "tensor attribute"
+    return (
+        f"{what} {other.name!r} lies over the memory of parameter {parameter.name!r}. Sharded, the parameter moves and "
+        f"{other.name!r} would keep the values that it has now. Read the parameter itself where you read "
+        f"{other.name!r}, or make it a copy that is meant to stand still (.detach().clone())"
+    )
