@@ -82,7 +82,7 @@ def test_fp32_weights_come_under_all_names(source: str, tmp_path: Path) -> None:
         assert state[name].dtype == lazy[name].dtype == torch.float32
     trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     assert state.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
-    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size=300)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size=300, safe_serialization=True)
     written = {
         name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()
     }
@@ -90,7 +90,7 @@ def test_fp32_weights_come_under_all_names(source: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in written.items())
     if source == "deepspeed":
         command = [sys.executable, "-m", "zeroshard.checkpoint.zero_to_fp32", str(folder), str(tmp_path / "script")]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run([*command, "--safe_serialization"], check=True, capture_output=True)
         assert load_file(tmp_path / "script" / "model.safetensors").keys() == written.keys()
 
 

@@ -3,7 +3,7 @@
     python -m zeroshard.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR
 
 It opens checkpoints of DeepSpeed as well as our own, and streams: the converter that this replaces needs the whole
-optimizer in memory. The result is safetensors, never a pickle, also where DeepSpeed's would write pytorch_model.bin.
+optimizer in memory. The files are those of DeepSpeed's converter: pytorch_model.bin, or safetensors where asked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import typer
 from torch import nn
 
 from zeroshard.checkpoint.export.hf import export_hf, find_config, parse_size, weights_of
-from zeroshard.checkpoint.foreign.contents import Contents
 from zeroshard.checkpoint.foreign.stored import Lazy
 from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.errors import CheckpointError, UsageError, ZeroShardError
@@ -73,27 +72,28 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
     max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = True,
+    safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write fp32 weights to a folder that `from_pretrained` loads.
 
+    One process may call it, or all ranks of a job: each writes the files whole and puts them where they belong at once.
+
     Args:
+        output_dir: may be there already, and hold other files.
         max_shard_size: of a file; None for one file.
-        safe_serialization: the files are safetensors whatever this says.
+        safe_serialization: model.safetensors instead of pytorch_model.bin.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or hostile, or the folder can't be written.
-        UsageError: the folder exists and is not empty.
+        UsageError: the folder holds weights in another form, or in another number of files.
     """
     contents = open_checkpoint(checkpoint_dir, tag)
-    _export(contents, Path(checkpoint_dir), Path(output_dir), max_shard_size, not exclude_frozen_parameters)
-
-
-def _export(contents: Contents, source: Path, out: Path, max_shard_size: str | int | None, frozen: bool) -> None:
     limit = sys.maxsize if max_shard_size is None else parse_size(max_shard_size)
-    export_hf(contents, out, torch.float32, limit, find_config(source), frozen)
+    config = find_config(Path(checkpoint_dir))
+    frozen = not exclude_frozen_parameters
+    export_hf(contents, output_dir, torch.float32, limit, config, frozen, safe=safe_serialization, shared=True)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -129,10 +129,10 @@ def load_state_dict_from_zero_checkpoint(
 
 def _main(
     checkpoint_dir: Annotated[Path, typer.Argument(help="Folder of the checkpoint, with the file latest or a tag.")],
-    output_dir: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder to write; it may hold other files.")],
     max_shard_size: Annotated[str, typer.Option("--max_shard_size", help="Of a file, as in 5GB.")] = "5GB",
     safe_serialization: Annotated[
-        bool, typer.Option("--safe_serialization", help="The files are safetensors with or without this.")
+        bool, typer.Option("--safe_serialization", help="Write model.safetensors, not pytorch_model.bin.")
     ] = False,
     tag: Annotated[str | None, typer.Option("-t", "--tag", help="Instead of the newest.")] = None,
     exclude_frozen_parameters: Annotated[bool, typer.Option("--exclude_frozen_parameters")] = False,

@@ -1,13 +1,21 @@
-"""The folder of an export: it is there whole or not at all, and never over something else."""
+"""The folder of an export: it is there whole or not at all, and never over something else.
+
+A folder that is shared, with a checkpoint or with other ranks that export the same, gets whole files instead: each
+takes its place at once, the index last, so that several writers of one content do no harm.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.owned import Owner, clear, delete
 from zeroshard.errors import CheckpointError, UsageError
+
+WEIGHTS = ("model", "pytorch_model")
+"""How the names of files with weights, and of their index, begin."""
 
 
 def refuse_occupied(target: Path) -> None:
@@ -17,8 +25,12 @@ def refuse_occupied(target: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which becomes it at the end. Raises CheckpointError where it can't."""
+def new_folder(target: Path, *, shared: bool = False) -> Iterator[Path]:
+    """A folder beside `target` to write into, which becomes it at the end. Raises CheckpointError where it can't.
+
+    Args:
+        shared: `target` may hold files, or get them meanwhile; those that are no weights are kept.
+    """
     try:
         with closing(Owner(target.parent)) as owner:
             clear(target.parent)
@@ -26,10 +38,21 @@ def new_folder(target: Path) -> Iterator[Path]:
             try:
                 partial.mkdir()
                 yield partial
-                if target.exists():
-                    target.rmdir()
-                partial.rename(target)
+                _put(partial, target, shared)
             finally:
                 delete(partial)
     except OSError as error:
         raise CheckpointError(f"{target} can't be written: {error}") from error
+
+
+def _put(partial: Path, target: Path, shared: bool) -> None:
+    try:
+        with suppress(FileNotFoundError):
+            target.rmdir()
+        partial.rename(target)
+    except OSError as error:
+        if not shared or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        for file in sorted(partial.iterdir(), key=lambda file: file.name.endswith(".index.json")):
+            if file.name.startswith(WEIGHTS) or not (target / file.name).exists():
+                file.replace(target / file.name)

@@ -4,8 +4,11 @@
     OUT/model.safetensors.index.json           which tensor is in which file
     OUT/config.json                            and what else lies beside a known one
 
-Tied weights are written once, under the name that the checkpoint stores them under; the config's tie makes
-`from_pretrained` tie them again. All goes to a folder beside OUT that is renamed when it is complete.
+or as pytorch_model.bin, in parts with an index if it is large, which `torch.load` reads.
+
+Tied weights are written once: in safetensors under the name that the checkpoint stores them under, where the config's
+tie makes `from_pretrained` tie them again; in the other form the other names are there and share the memory. All goes
+to a folder beside OUT that is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -13,20 +16,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.export.folder import new_folder, refuse_occupied
+from zeroshard.checkpoint.export.folder import WEIGHTS, new_folder, refuse_occupied
 from zeroshard.checkpoint.export.safetensors_stream import Progress, write
+from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.contents import Contents, Parameter
 from zeroshard.checkpoint.foreign.stored import Cast, Lazy, numel
 from zeroshard.errors import CheckpointError, UsageError
 
 INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
 # Small files that make a folder usable without the original model; copied if they lie beside a known config.
 _BESIDE = (
@@ -108,6 +113,9 @@ def export_hf(
     config: Path | Mapping[str, Any] | None = None,
     frozen: bool = True,
     progress: Progress = lambda count: None,
+    *,
+    safe: bool = True,
+    shared: bool = False,
 ) -> Export:
     """Write a folder that `from_pretrained` loads.
 
@@ -115,18 +123,28 @@ def export_hf(
         dtype: of parameters; None for what the forward computed in.
         max_shard: bytes of a file; a larger tensor has a file of its own.
         config: a `config.json`, or its content; None if it is not known.
+        safe: safetensors, else files of torch.
+        shared: OUT may hold other files, and other processes may write the same into it.
 
     Raises:
-        CheckpointError: something can't be read or written; OUT is not there then.
-        UsageError: OUT exists.
+        CheckpointError: something can't be read or written; OUT is not there then, or as it was if it is shared.
+        UsageError: OUT exists; where it is shared, if it holds weights of another number of files.
     """
     target = Path(out)
-    refuse_occupied(target)
+    if not shared or target.is_file():
+        refuse_occupied(target)
     tensors = weights_of(contents, dtype, frozen)
     if not tensors:
         raise CheckpointError(f"{contents.origin} holds no weights to export")
-    with new_folder(target) as partial:
-        files = _write_shards(partial, tensors, max_shard, progress)
+    shards = split(tensors, max_shard)
+    files = _names(len(shards), safe)
+    if shared:
+        _refuse_others(target, {*files, INDEX if safe else TORCH_INDEX})
+    with new_folder(target, shared=shared) as partial:
+        if safe:
+            _write_safe(partial, files, shards, progress)
+        else:
+            _write_torch(partial, files, shards, contents.aliases, progress)
         known = _write_config(partial, config, {tensor.dtype for tensor in tensors.values()})
     return Export(
         folder=target,
@@ -154,17 +172,50 @@ def split(tensors: Mapping[str, Lazy], max_shard: int) -> list[dict[str, Lazy]]:
     return shards
 
 
-def _write_shards(folder: Path, tensors: Mapping[str, Lazy], max_shard: int, progress: Progress) -> tuple[str, ...]:
-    shards = split(tensors, max_shard)
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
+def _names(count: int, safe: bool) -> tuple[str, ...]:
+    stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    if count == 1:
+        return (f"{stem}.{suffix}",)
+    return tuple(f"{stem}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1))
+
+
+def _refuse_others(target: Path, files: set[str]) -> None:
+    """A folder with parts of two exports would be read as either."""
+    if not target.is_dir():
+        return
+    for path in sorted(target.iterdir()):
+        weights = path.name.endswith((".safetensors", ".bin", ".index.json")) and path.name.startswith(WEIGHTS)
+        if weights and path.name not in files:
+            raise UsageError(f"{path} belongs to weights of another form or size; remove it, or name another folder")
+
+
+def _write_safe(folder: Path, names: Sequence[str], shards: Sequence[dict[str, Lazy]], progress: Progress) -> None:
     for name, shard in zip(names, shards, strict=True):
         write(folder / name, shard, {"format": "pt"}, progress)
+    _write_index(folder / INDEX, names, shards)
+
+
+def _write_torch(
+    folder: Path,
+    names: Sequence[str],
+    shards: Sequence[dict[str, Lazy]],
+    aliases: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    held: list[dict[str, Lazy]] = []
+    for name, shard in zip(names, shards, strict=True):
+        others = {alias: stored for alias, stored in aliases.items() if stored in shard}
+        places = reserve(folder / name, {key: (tensor.shape, tensor.dtype) for key, tensor in shard.items()}, others)
+        fill(folder / name, ((places[key], tensor) for key, tensor in shard.items()), progress)
+        held.append({**shard, **{alias: shard[stored] for alias, stored in others.items()}})
+    if len(names) > 1:
+        _write_index(folder / TORCH_INDEX, names, held)
+
+
+def _write_index(path: Path, names: Sequence[str], shards: Sequence[dict[str, Lazy]]) -> None:
     where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return tuple(names)
+    size = sum(total_bytes({str(id(tensor)): tensor for tensor in shard.values()}) for shard in shards)
+    path.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n")
 
 
 def _write_config(folder: Path, config: Path | Mapping[str, Any] | None, dtypes: set[torch.dtype]) -> bool:
