@@ -76,8 +76,9 @@ def initialize(
         model_parameters: parameters or parameter groups to train; by default all that require a gradient.
         training_data: a dataset; a distributed loader over it is returned.
         distributed_port: where rank 0 listens if no group exists and the environment does not say.
-        dist_init_required: True makes a process group even for one process; False leaves that to the caller. By
-            default the group of the launcher's environment is joined, if there is one.
+        dist_init_required: True makes a process group even for one process; False says that the caller has made one,
+            and is an error where nobody has. By default the group of the launcher's environment is joined, if there
+            is one.
         lr_scheduler: a torch scheduler over `optimizer`, or a callable from optimizer to one.
         config: dict, path or JSON text (`config_params` is its older name).
 
@@ -164,10 +165,17 @@ def build_engine(
 def _join(required: bool | None, port: int) -> None:
     """Join the process group that the launcher's environment describes, unless that has been done.
 
-    Without such an environment this process trains alone, without a group; with `required` in a group of one.
+    Without such an environment this process trains alone, without a group; with `required` in a group of one. Raises
+    UsageError where `required` is False and there is no group: each rank would train by itself without a word.
     """
-    if not dist.is_available() or dist.is_initialized() or required is False:
+    if not dist.is_available() or dist.is_initialized():
         return
+    if required is False:
+        raise UsageError(
+            "initialize(dist_init_required=False): there is no process group, and every rank would train alone; call "
+            "zeroshard.init_distributed() or torch.distributed.init_process_group() before, or leave "
+            "dist_init_required out"
+        )
     if required or rank_place(os.environ, port) is not None:
         init_distributed(distributed_port=port)
 

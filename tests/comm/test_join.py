@@ -91,6 +91,33 @@ def test_a_process_without_a_launcher_is_alone_and_gets_a_group_when_it_asks() -
     assert run_ranks(1, _alone) == [(0, 1, "0", False, True)]
 
 
+def _apart(rank: int, world: int) -> bool:
+    """The launcher's variables are there, and nobody has made the group that they describe."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    with pytest.raises(UsageError, match=r"dist_init_required=False\): there is no process group, and every rank"):
+        zeroshard.initialize(model=nn.Linear(4, 4), config=config, dist_init_required=False)
+    with pytest.raises(UsageError, match="dist_init_required=False, but there is no process group"):
+        init_distributed(dist_init_required=False)
+    return dist.is_initialized()
+
+
+def test_ranks_are_not_trained_apart_where_the_caller_was_to_make_the_group() -> None:
+    assert run_ranks(2, _apart) == [False, False]
+
+
+def _made_before(rank: int, world: int) -> float:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = zeroshard.initialize(model=nn.Linear(4, 4), config=config, dist_init_required=False)
+    init_distributed(dist_init_required=False)
+    return engine.train_batch_size()
+
+
+def test_a_group_that_the_caller_has_made_is_taken() -> None:
+    assert run_ranks(2, _made_before) == [2, 2]
+
+
 def _impossible(rank: int, world: int) -> list[str]:
     _clear()
     said: list[str] = []

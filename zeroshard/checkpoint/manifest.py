@@ -63,12 +63,14 @@ class TensorKind(str, Enum):
     """Optimizer state with an element for each of the parameter's."""
     OPTIMIZER_SCALAR = "optimizer_scalar"
     """Optimizer state with one value for the whole parameter."""
+    OPTIMIZER_NUMBER = "optimizer_number"
+    """The same, where the optimizer keeps a number of Python's in place of a tensor: bool, int64 or float64."""
     RANK_OPTIMIZER = "rank_optimizer"
     """Optimizer state that only the same rank of as many ranks can use."""
 
     @property
     def of_optimizer(self) -> bool:
-        return self in (TensorKind.OPTIMIZER, TensorKind.OPTIMIZER_SCALAR)
+        return self in (TensorKind.OPTIMIZER, TensorKind.OPTIMIZER_SCALAR, TensorKind.OPTIMIZER_NUMBER)
 
 
 @dataclass(frozen=True)

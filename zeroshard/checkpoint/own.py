@@ -57,7 +57,8 @@ def open_own(folder: Path) -> Contents:
 
 def _contents(reader: CheckpointReader) -> Contents:
     moments: dict[str, dict[str, Lazy]] = {}
-    for name in (*reader.names(TensorKind.OPTIMIZER), *reader.names(TensorKind.OPTIMIZER_SCALAR)):
+    kinds = (kind for kind in TensorKind if kind.of_optimizer)
+    for name in (name for kind in kinds for name in reader.names(kind)):
         tensor = reader.tensor(name)
         moments.setdefault(tensor.info.of, {})[tensor.info.key] = tensor
     parameters: dict[str, Parameter] = {}

@@ -95,7 +95,17 @@ class TrainingEngine(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+        try:
             return getattr(self.module, name)
+        except AttributeError as error:
+            if any(name in vars(kind) for kind in type(self.module).__mro__):
+                raise  # the model has it, and the fault is inside of it
+            raise AttributeError(
+                f"zeroshard's {type(self).__name__} has no attribute {name!r}, nor has the model that it trains "
+                f"({type(self.module).__name__}); docs/engine.md lists the calls that are there",
+                name=name,
+                obj=self,
+            ) from error
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, under torch.autocast where the config says so."""

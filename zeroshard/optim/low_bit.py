@@ -25,7 +25,7 @@ from zeroshard.optim.blocks import BlockedState, require_torchao
 from zeroshard.optim.parts import HostParts, Part, site_of_part
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
-from zeroshard.optim.saved_state import STEP, SavedState, StatePart, piece_of
+from zeroshard.optim.saved_state import STEP, SavedState, Scalar, StatePart, piece_of
 from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.updates import FlatUpdate, UpdateMethod, refuse_unruly, scaled
@@ -205,7 +205,7 @@ class BlockedUpdate(SavedState):
             steps[:] = [0] * len(steps)
 
     def open_part(
-        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, torch.Tensor]:
         """See SavedState."""
         self._steps[region][index] = int(scalars[STEP]) if STEP in scalars else 0

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from zeroshard.optim.regions import Region
-from zeroshard.optim.saved_state import SavedState, StatePart
+from zeroshard.optim.saved_state import SavedState, Scalar, StatePart
 from zeroshard.optim.site import Site, flags_of, renumbered
 from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
 
@@ -77,7 +77,7 @@ class _Parts(SavedState, Generic[Update]):
             part.update.reset_state()
 
     def open_part(
-        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, torch.Tensor]:
         """See SavedState."""
         part, place = self._part_of(region)

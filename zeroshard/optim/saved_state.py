@@ -15,6 +15,8 @@ import torch
 
 from zeroshard.optim.regions import Region
 
+Scalar = torch.Tensor | bool | int | float
+"""One value for a whole parameter: a 0-dim tensor, or a number of Python's where the optimizer keeps one."""
 STEP = "step"
 """Name of the scalar that counts a parameter's updates, float32, as in torch's optimizers."""
 
@@ -50,7 +52,7 @@ class StatePart:
         region, index: number of the region, and of the parameter in the region's layout.
         low, high: the elements, counted from the begin of the region.
         elements: flat views of `high - low` values each.
-        scalars: 0-dim tensors on the CPU.
+        scalars: 0-dim tensors on the CPU, and numbers of Python's.
         packed: state tensors that are not kept as elements.
     """
 
@@ -59,7 +61,7 @@ class StatePart:
     low: int
     high: int
     elements: Mapping[str, torch.Tensor]
-    scalars: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Scalar]
     packed: Mapping[str, PackedState] = field(default_factory=dict)
 
 
@@ -87,7 +89,7 @@ class SavedState(Protocol):
         ...
 
     def open_part(
-        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, torch.Tensor]:
         """Set a parameter's scalars, after `reset_state`; returns flat views for its state tensors, to be written.
 
@@ -145,7 +147,7 @@ class FlatState(SavedState):
             for index, low, high in region.pieces:
                 if region.hyper[index] >= 0:
                     elements = {name: tensor[low:high] for name, tensor in state.items()}
-                    scalars: dict[str, torch.Tensor] = {}
+                    scalars: dict[str, Scalar] = {}
                     if counts is not None:
                         scalars[STEP] = torch.tensor(float(counts[number][index]), dtype=torch.float32)
                     yield StatePart(number, index, low, high, elements, scalars)
@@ -159,7 +161,7 @@ class FlatState(SavedState):
                 self.set_step(number, index, 0)
 
     def open_part(
-        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, torch.Tensor]:
         """See SavedState."""
         self.set_step(region, index, float(scalars[STEP]) if STEP in scalars else 0.0)

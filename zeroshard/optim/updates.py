@@ -14,7 +14,7 @@ import torch
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import Rule
-from zeroshard.optim.saved_state import FlatState, SavedState, StatePart
+from zeroshard.optim.saved_state import FlatState, SavedState, Scalar, StatePart
 
 UNRULY = ("maximize", "differentiable", "amsgrad")
 """Options of torch's optimizers that our rules don't have."""
@@ -110,7 +110,7 @@ class HostDriven(SavedState):
         self._inner.reset_state()
 
     def open_part(
-        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, torch.Tensor]:
         """See SavedState."""
         return self._inner.open_part(region, index, dtypes, scalars)
@@ -255,17 +255,19 @@ class TorchUpdate(SavedState):
         for region, index, low, high, part in self._slices:
             state = {} if self._inner is None else self._inner.state.get(part, {})
             elements: dict[str, torch.Tensor] = {}
-            scalars: dict[str, torch.Tensor] = {}
+            scalars: dict[str, Scalar] = {}
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     scalars[name] = value.detach().cpu()
+                elif isinstance(value, (bool, int, float)):
+                    scalars[name] = value
                 elif isinstance(value, torch.Tensor) and value.shape == part.shape:
                     elements[name] = value
                 elif value is not None:
                     where = region.layout.segments[index].name
                     raise CheckpointError(
-                        f"optimizer state {name!r} of {where!r} is not one number per element of the parameter, and no "
-                        "single tensor either: it can't be divided anew, so it can't be saved"
+                        f"optimizer state {name!r} of {where!r} is {_described(value)}: neither one number per element "
+                        "of the parameter nor a single number, so it can't be divided anew, and can't be saved"
                     )
             if elements or scalars:
                 yield StatePart(self._number_of(region), index, low, high, elements, scalars)
@@ -279,7 +281,7 @@ class TorchUpdate(SavedState):
             self._inner.state.clear()
 
     def open_part(
-        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, torch.Tensor]
+        self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, torch.Tensor]:
         """See SavedState."""
         for owner, number, _, _, part in self._slices:
@@ -288,9 +290,17 @@ class TorchUpdate(SavedState):
                     name: torch.empty(part.shape, dtype=dtype, device=part.device) for name, dtype in dtypes.items()
                 }
                 # Torch keeps its step counts, scalars, on the CPU.
-                self._inner.state[part] = {**{name: value.clone() for name, value in scalars.items()}, **elements}
+                self._inner.state[part] = {**{name: _copied(value) for name, value in scalars.items()}, **elements}
                 return elements
         return {}
+
+
+def _copied(value: Scalar) -> Scalar:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def refuse_unruly(name: str, hyper: Sequence[Mapping[str, Any]]) -> None:

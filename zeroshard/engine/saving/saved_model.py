@@ -26,7 +26,8 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.storage import Group, Unit
-from zeroshard.optim.saved_state import PackedState, SavedState, StatePart
+from zeroshard.errors import CheckpointError
+from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePart
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.layout import Segment
@@ -227,10 +228,17 @@ def _saved_shape(segment: Segment, per: int) -> tuple[int, ...]:
 def _scalar_pieces(parameter: str, part: StatePart) -> Iterator[Piece]:
     """The scalars of a parameter's state, saved by the rank that has its first element."""
     for key, value in part.scalars.items():
-        info = TensorInfo(
-            state_name(parameter, key), TensorKind.OPTIMIZER_SCALAR, value.dtype, (), of=parameter, key=key
-        )
-        yield Piece(info, 0, 1, partial(_buffer_values, value))
+        kind = TensorKind.OPTIMIZER_SCALAR if isinstance(value, torch.Tensor) else TensorKind.OPTIMIZER_NUMBER
+        tensor = value if isinstance(value, torch.Tensor) else _as_tensor(value, parameter, key)
+        info = TensorInfo(state_name(parameter, key), kind, tensor.dtype, (), of=parameter, key=key)
+        yield Piece(info, 0, 1, partial(_buffer_values, tensor))
+
+
+def _as_tensor(number: bool | int | float, parameter: str, key: str) -> torch.Tensor:
+    """A number of Python's without loss. Raises CheckpointError for one that 64 bits can't hold."""
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise CheckpointError(f"optimizer state {key!r} of {parameter!r} is {number}, which 64 bits can't hold")
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 
 
 def _state_values(values: torch.Tensor, begin: int, low: int, high: int) -> torch.Tensor:
@@ -308,7 +316,7 @@ class _PartLoad:
     region: int
     index: int
     dtypes: dict[str, torch.dtype]
-    scalars: dict[str, torch.Tensor]
+    scalars: dict[str, Scalar]
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -364,8 +372,9 @@ class StateLoad:
     ) -> None:
         self._parts.append(part)
         for key, info in infos.items():
-            if info.kind is TensorKind.OPTIMIZER_SCALAR:
-                part.scalars[key] = reader.tensor(info.name).read()
+            if info.kind is not TensorKind.OPTIMIZER:
+                value = reader.tensor(info.name).read()
+                part.scalars[key] = value if info.kind is TensorKind.OPTIMIZER_SCALAR else value.item()
                 continue
             part.dtypes[key] = info.dtype
             per = self._update.elements_per_value(part.region, key)
