@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+import zeroshard.errors
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 
@@ -24,6 +28,8 @@ USED = [
     "deepspeed.comm.get_rank",
     "deepspeed.comm.get_world_size",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
+    "deepspeed.runtime.lr_schedules.WARMUP_LR",
+    "deepspeed.runtime.zero.utils.ZeRORuntimeException",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
     "deepspeed.runtime.engine.DeepSpeedEngine",
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save",
@@ -61,14 +67,25 @@ USED = [
     "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live",
     "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold",
 ]
+# What scripts import at their head and use in one branch, or in isinstance.
+PLACEHOLDERS = {
+    "deepspeed.PipelineModule": "pipeline parallelism is not built yet",
+    "deepspeed.pipe.PipelineModule": "pipeline parallelism is not built yet",
+    "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology": "pipeline parallelism is not built yet",
+    "deepspeed.moe.layer.MoE": "expert parallelism is not built yet",
+    "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "the loss scale is the engine's",
+    "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb": "one-bit optimizers",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "no counterpart",
+    "deepspeed.profiling.flops_profiler.FlopsProfiler": "torch.profiler",
+    "deepspeed.monitor.tensorboard.TensorBoardMonitor": "log engine",
+}
 # What they ask for only with features that are not built.
 REFUSED = {
     "deepspeed.tp_model_init": "tensor parallelism is not built yet",
     "deepspeed.utils.groups._get_sequence_parallel_group": "data-parallel",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": "sequence parallelism is not built yet",
     "deepspeed.init_inference": "zeroshard trains",
-    "deepspeed.pipe.PipelineModule": "pipeline parallelism is not built yet",
-    "deepspeed.moe.layer.MoE": "expert parallelism is not built yet",
+    "deepspeed.moe.sharded_moe.TopKGate": "expert parallelism is not built yet",
     "deepspeed.some_new_thing": "zeroshard has no counterpart",
 }
 
@@ -90,6 +107,51 @@ def test_what_is_not_there_says_so_by_attribute_and_by_import(name: str) -> None
     with pytest.raises(ImportError, match=f"compat package.*{REFUSED[name]}"):
         exec(f"from {'.'.join(path)} import {last}", {})
     assert not hasattr(deepspeed, "some_new_thing")
+
+
+@pytest.mark.parametrize("name", PLACEHOLDERS)
+def test_a_placeholder_is_imported_and_refuses_when_it_is_made(name: str) -> None:
+    *path, last = name.split(".")
+    scope: dict[str, Any] = {}
+    exec(f"from {'.'.join(path)} import {last}\nclass Derived({last}): pass", scope)
+    assert scope[last] is functools.reduce(getattr, (*path[1:], last), deepspeed)
+    assert not isinstance(torch.nn.Linear(1, 1), scope[last])
+    for kind in (scope[last], scope["Derived"]):
+        with pytest.raises(zeroshard.errors.UsageError, match=f"{name} is not there.*{PLACEHOLDERS[name]}"):
+            kind([1], lr=1.0)
+    with pytest.raises(ImportError, match="compat package"):
+        exec(f"from {'.'.join(path)} import some_new_thing", {})
+
+
+def test_operators_are_compatible_where_they_have_a_counterpart() -> None:
+    from deepspeed.ops import aio, op_builder
+
+    there = {name for name, compatible in deepspeed.ops.__compatible_ops__.items() if compatible}
+    assert there == {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"}
+    assert op_builder.CPUAdamBuilder().is_compatible()
+    assert not aio.AsyncIOBuilder().is_compatible()
+    with pytest.raises(AttributeError, match="compiles nothing at run time"):
+        op_builder.CPUAdamBuilder().load()
+
+
+def test_versions_of_torch_compare_as_numbers() -> None:
+    from deepspeed.utils.torch import required_torch_version
+
+    assert required_torch_version(min_version=1.8)
+    assert required_torch_version(min_version="2.4")
+    assert required_torch_version(min_version="2.10") == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10))
+    assert not required_torch_version(max_version=1.13)
+    with pytest.raises(ValueError, match="one of"):
+        required_torch_version()
+
+
+def test_the_names_of_schedules_are_those_of_a_config() -> None:
+    from deepspeed.runtime import lr_schedules
+
+    named = {getattr(lr_schedules, name) for name in ("LR_RANGE_TEST", "ONE_CYCLE", "WARMUP_LR", "WARMUP_DECAY_LR")}
+    assert named < set(lr_schedules.VALID_LR_SCHEDULES)
+    arguments = inspect.signature(lr_schedules.OneCycle).parameters
+    assert {lr_schedules.CYCLE_MIN_LR, lr_schedules.CYCLE_MAX_MOM, lr_schedules.DECAY_STEP_SIZE} < set(arguments)
 
 
 def test_metadata_is_found_under_the_import_name() -> None:

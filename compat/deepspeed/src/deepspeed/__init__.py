@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from deepspeed._conflict import check_alone
 from deepspeed._exports import lazy
-from deepspeed._refusals import install
+from deepspeed._finder import install
 from deepspeed._version import VERSION as __version__
 
 check_alone()

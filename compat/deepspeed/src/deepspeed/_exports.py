@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from deepspeed._placeholders import PLACEHOLDERS, find_placeholder
 from deepspeed._refusals import MissingNameError, refusal
 
 Getter = Callable[[str], Any]
@@ -26,6 +27,12 @@ def lazy(module: str, names: Mapping[str, str]) -> tuple[Getter, Callable[[], li
 
     def get(name: str) -> Any:
         target = names.get(name)
+        placeholder = find_placeholder(module, name) if target is None else None
+        if placeholder is not None:
+            setattr(sys.modules[module], name, placeholder)
+            return placeholder
+        if target is None and f"{module}.{name}" in PLACEHOLDERS:
+            return import_module(f"{module}.{name}")
         if target is None:
             if name.startswith("__"):
                 raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -38,6 +45,6 @@ def lazy(module: str, names: Mapping[str, str]) -> tuple[Getter, Callable[[], li
         return value
 
     def names_of() -> list[str]:
-        return sorted({*names, *vars(sys.modules[module])})
+        return sorted({*names, *PLACEHOLDERS.get(module, ()), *vars(sys.modules[module])})
 
     return get, names_of

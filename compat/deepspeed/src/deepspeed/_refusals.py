@@ -1,18 +1,10 @@
 """What is said of names that DeepSpeed has and this package has not.
 
 A missing attribute is an AttributeError, so that `hasattr` and `getattr` with a default work. A missing module, or a
-name after `from ... import`, is an ImportError: Python replaces the message of an AttributeError there by its own, but
-asks for a submodule of the name first, and the finder of this file answers that. It sees the names below `deepspeed.`
-only, after all other finders.
+name after `from ... import`, is an ImportError, which the finder in `_finder.py` raises.
 """
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 _SAYS = "this is zeroshard's compat package, not DeepSpeed"
 _GENERAL = (
@@ -63,20 +55,3 @@ def refusal(name: str) -> str:
         if said is not None:
             return f"{name} is not there ({_SAYS}): {said}"
     return f"{name} is not there ({_SAYS}): {_GENERAL}"
-
-
-class _Refuse(MetaPathFinder):
-    """Comes after all other finders, so whatever it is asked for below `deepspeed.` does not exist."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.startswith("deepspeed."):
-            raise MissingModuleError(refusal(fullname), name=fullname)
-        return None
-
-
-def install() -> None:
-    """Put the finder behind all others, once."""
-    if not any(isinstance(finder, _Refuse) for finder in sys.meta_path):
-        sys.meta_path.append(_Refuse())

@@ -9,6 +9,7 @@ __getattr__, __dir__ = lazy(
     {
         "groups": "deepspeed.utils.groups",
         "logging": "deepspeed.utils.logging",
+        "torch": "deepspeed.utils.torch",
         "zero_to_fp32": "deepspeed.utils.zero_to_fp32",
         "logger": "deepspeed.utils.logging:logger",
         "log_dist": "deepspeed.utils.logging:log_dist",

@@ -19,5 +19,6 @@ __getattr__, __dir__ = lazy(
         "stage3": "deepspeed.runtime.zero.stage3",
         "stage_1_and_2": "deepspeed.runtime.zero.stage_1_and_2",
         "tiling": "deepspeed.runtime.zero.tiling",
+        "utils": "deepspeed.runtime.zero.utils",
     },
 )
