@@ -10,10 +10,12 @@ only, never configs.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,6 +26,12 @@ from zeroshard.comm.peers import Peers
 from zeroshard.engine.core.autograd import accumulates, graph_task, in_backward, node_number
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
+from zeroshard.engine.core.inner_backward import (
+    InnerBackward,
+    handed_over,
+    refuse_backward_in_forward,
+    refuse_sharded,
+)
 from zeroshard.engine.core.inspection import Inspection
 from zeroshard.engine.core.outputs import tensors_in
 from zeroshard.engine.core.parameters import Parameters
@@ -76,6 +84,7 @@ class Runtime:
         self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
         self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
         self.inspection = Inspection(storage.units)
+        self._inner = InnerBackward(storage.units, self.parameters)
         self.names_in_state_dict = False
         """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
         self._tracker = CallTracker()
@@ -88,6 +97,7 @@ class Runtime:
         self._seen_order: list[int] | None = []
         self._saw_forward = False
         self._backward_running = False
+        self._task = -1  # the graph of the pass's backward, while it runs
         self._collects = True
         self._owed: deque[int] = deque()
         self._end = 0
@@ -208,6 +218,7 @@ class Runtime:
         """A forward or backward was ended by an exception: drop what it left half-done."""
         self._forward.rewind()
         self._backward.rewind()
+        self._inner.forget()
         self.parameters.release_all()
         if self._seen_order and not self._saw_forward:
             self._seen_order.clear()
@@ -228,21 +239,37 @@ class Runtime:
         seen_task = -1
         begun = -1 if index == self._root else self._begun[index]
 
-        def ready(_: torch.Tensor) -> None:
+        def ready(origin: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
             nonlocal seen_task
             task = graph_task()
-            if task != seen_task:
-                seen_task = task
-                # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
-                self._pre_backward(index, end, graph)
+            if task == seen_task or (not self._leading() and handed_over(origin)):
+                return
+            seen_task = task
+            if torch.is_grad_enabled():  # create_graph
+                self._watch_gradient(index, gradient)
+            # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
+            self._pre_backward(index, end, graph)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and node_number(tensor) >= begun:
-                tensor.register_hook(ready)
+                tensor.register_hook(partial(ready, weakref.ref(tensor)))
+
+    def _watch_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """A backward that builds a graph comes to a unit: the backward of that graph may come to no other output."""
+        if index != self._root and self.units[index].plan.sharded:
+            refuse_sharded(self.units[index])
+
+        def ready(origin: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
+            if not self._leading() and not handed_over(origin):
+                self._lead()
+
+        if gradient.requires_grad:
+            gradient.register_hook(partial(ready, weakref.ref(gradient)))
 
     def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
-        if not self._backward_running:
-            self._begin_backward()
+        if not self._leading() and not self._lead():
+            self._inner.use(index)
+            return
         if graph is not None:
             self._tracker.reach(graph)
         self._end = end
@@ -250,18 +277,32 @@ class Runtime:
         if not self._backward.run_to_use(index):
             self.parameters.use(index)
 
-    def _begin_backward(self) -> None:
-        if torch.is_grad_enabled() and any(unit.plan.sharded for unit in self.units):
-            # Nodes made by a backward run before any hook of the next one, on weights that nobody has gathered.
-            raise UsageError(
-                "create_graph=True (a backward through a backward) needs whole parameters, but this plan shards them: "
-                "use stage 2, or a recipe whose overrides keep the units concerned whole"
-            )
-        self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
-        self._backward_running = True
-        self._collects = accumulates(
+    def _leading(self) -> bool:
+        """Whether the graph that is running is known to be the backward of a pass."""
+        return self._backward_running and graph_task() == self._task
+
+    def _lead(self) -> bool:
+        """Begin the backward of a pass, unless the graph that is running is an inner one.
+
+        True as well for the part of a pass's backward that a reentrant checkpoint runs in a graph of its own.
+        """
+        if self._inner.running:
+            return False
+        collects = accumulates(
             parameter for unit in self.units for group in unit.trainable for parameter in group.parameters
         )
+        if self._inside is not None:
+            if collects:
+                refuse_backward_in_forward()
+            return False
+        if self._backward_running:
+            return collects
+        self._begin_backward(collects)
+        return True
+
+    def _begin_backward(self, collects: bool) -> None:
+        self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
+        self._backward_running, self._task, self._collects = True, graph_task(), collects
         self.streams.follow_caller()
         self._tracker.end_pass()
         self._backward.rewind()
@@ -310,7 +351,9 @@ class Runtime:
         elif op.kind is OpKind.REDUCE:
             self._owed.append(op.unit)
             self._pay()
-        elif op.unit not in self._owed:  # parameters keep their shape until their gradients are collected
+        elif op.unit not in self._owed and (op.unit != self._root or self._collects):
+            # Parameters keep their shape until their gradients are collected. The root keeps it until a backward that
+            # collects, for that may be one through the graph of this one.
             self.parameters.release(op.unit)
 
     # Step.
