@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.support.training import Setting, assert_close, assert_same, build, sh
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError, PlanError, UsageError
 from zeroshard.sharding.on_device import OnDevice
-from zeroshard.sharding.tiled import TiledLinear
+from zeroshard.sharding.tiled import TiledLinear, TiledLinearReturnBias
 from zeroshard.sharding.units import find_units
 
 WIDTH, VOCABULARY = 8, 2100
@@ -158,6 +159,39 @@ def test_a_tiled_layer_computes_what_the_whole_one_does(rows: int, columns: int,
     outputs = parts(x.split(parts.in_sizes, dim=-1))
     assert [part.shape[-1] for part in outputs] == parts.out_sizes
     torch.testing.assert_close(torch.cat(list(outputs), -1), whole(x))
+
+
+def test_tiles_have_the_names_and_bounds_of_deepspeeds() -> None:
+    whole = nn.Linear(5, 7)
+    tiled = TiledLinear(5, 7, in_splits=2, out_splits=3, init_linear=whole)
+    assert (tiled.in_parts, tiled.out_parts) == ([0, 3, 5], [0, 3, 5, 7])
+    own = dict(tiled.named_parameters())
+    assert {name for name in own if name.endswith("bias")} == {f"linears.{row}.1.bias" for row in range(3)}
+    for row in range(3):
+        for column in range(2):
+            cut = whole.weight[tiled.out_parts[row] : tiled.out_parts[row + 1]]
+            cut = cut[:, tiled.in_parts[column] : tiled.in_parts[column + 1]]
+            assert torch.equal(own[f"linears.{row}.{column}.weight"], cut)
+
+
+class _BiasBeside(nn.Linear):
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        return F.linear(input, self.weight), self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_hand_on_a_bias_that_they_do_not_add(bias: bool) -> None:
+    whole, x = nn.Linear(8, 7, bias=bias), torch.randn(2, 8)
+    options: dict[str, Any] = {"in_splits": 3, "out_splits": 2, "linear_cls": _BiasBeside, "init_linear": whole}
+    output, beside = TiledLinearReturnBias(8, 7, bias, **options)(x)
+    torch.testing.assert_close(output, F.linear(x, whole.weight))
+    if bias:
+        assert torch.equal(beside, whole.bias)
+        outputs, biases = TiledLinearReturnBias(8, 7, bias, combine_out_splits=False, **options)(x)
+        assert [part.shape[-1] for part in outputs] == [part.numel() for part in biases] == [4, 3]
+    else:
+        assert beside is None
+    torch.testing.assert_close(TiledLinear(8, 7, bias, **options)(x), whole(x))
 
 
 def test_tiles_are_units_and_wrong_layers_are_refused() -> None:

@@ -1,11 +1,12 @@
 """A linear layer in tiles, so that a layer too large to be gathered whole is gathered tile by tile.
 
-                 out 0    out 1
-        in 0   [ tile ] [ tile ]        y[out j] = sum over i of x[in i] @ tile[i][j]^T, bias added once
-        in 1   [ tile ] [ tile ]
+                  in 0     in 1
+        out 0   [ tile ] [ tile ]        y[out i] = sum over j of x[in j] @ tile[i][j]^T, bias in the last tile
+        out 1   [ tile ] [ tile ]
 
 Outside of repeated blocks each tile is a unit of its own. Inside of a block the block is gathered at once, tiles and
-all, unless `shard(..., units=[...])` names the tiles.
+all, unless `shard(..., units=[...])` names the tiles. The names of the parameters are those of DeepSpeed's tiles, so
+that its checkpoints fit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class TiledLinear(nn.Module):
         combine_out_splits: False returns a list of `out_splits` tensors.
         linear_cls: makes a tile: `linear_cls(in_features, out_features, bias=..., **kwargs)`.
         init_linear: a linear layer whose weight and bias are taken over.
+
+    Attributes:
+        linears: the tiles, `linears[out][in]`.
+        in_parts, out_parts: where the tiles begin along the input and the output, and where the last one ends.
 
     Raises:
         UsageError: more splits than features, or fewer than one.
@@ -58,22 +63,18 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self.in_sizes, self.out_sizes = _sizes(in_features, in_splits), _sizes(out_features, out_splits)
+        self.in_parts, self.out_parts = _ends(self.in_sizes), _ends(self.out_sizes)
+        last = in_splits - 1
         self.linears = nn.ModuleList(
-            nn.ModuleList(linear_cls(i, o, bias=bias and row == 0, **kwargs) for o in self.out_sizes)
-            for row, i in enumerate(self.in_sizes)
+            nn.ModuleList(linear_cls(i, o, bias=bias and n == last, **kwargs) for n, i in enumerate(self.in_sizes))
+            for o in self.out_sizes
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
         """(..., in_features), or its parts, to (..., out_features), or its parts."""
-        parts = self._parts(x)
-        outputs: list[torch.Tensor] = []
-        for column in range(self.out_splits):
-            total = self._tile(0, column)(parts[0])
-            for row in range(1, self.in_splits):
-                total = total + self._tile(row, column)(parts[row])
-            outputs.append(total)
+        outputs = [total if bias is None else total + bias for total, bias in self._rows(x)]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     def copy_params_from(self, other: nn.Linear) -> None:
@@ -84,7 +85,7 @@ class TiledLinear(nn.Module):
         """
         need_kind(other, nn.Module, "TiledLinear.copy_params_from", "a linear layer")
         shape = (self.out_features, self.in_features)
-        own_bias = self._tile(0, 0).bias
+        own_bias = self._tile(0, -1).bias
         if tuple(other.weight.shape) != shape or (other.bias is None) != (own_bias is None):
             has = "without" if other.bias is None else "with"
             raise UsageError(
@@ -92,12 +93,25 @@ class TiledLinear(nn.Module):
                 f"into one of shape {shape}; make both alike"
             )
         with torch.no_grad():
-            for row, weights in enumerate(other.weight.split(self.in_sizes, dim=1)):
-                for column, weight in enumerate(weights.split(self.out_sizes, dim=0)):
+            for row, weights in enumerate(other.weight.split(self.out_sizes, dim=0)):
+                for column, weight in enumerate(weights.split(self.in_sizes, dim=1)):
                     self._tile(row, column).weight.copy_(weight)
             if other.bias is not None:
-                for column, bias in enumerate(other.bias.split(self.out_sizes)):
-                    self._tile(0, column).bias.copy_(bias)
+                for row, bias in enumerate(other.bias.split(self.out_sizes)):
+                    self._tile(row, -1).bias.copy_(bias)
+
+    def _rows(self, x: torch.Tensor | Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """One output after the other, with the bias that its tiles have handed out instead of adding it."""
+        parts = self._parts(x)
+        rows: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for row in range(self.out_splits):
+            total, bias = _output_and_bias(self._tile(row, 0)(parts[0]))
+            for column in range(1, self.in_splits):
+                output, further = _output_and_bias(self._tile(row, column)(parts[column]))
+                total = total + output
+                bias = further if bias is None else bias
+            rows.append((total, bias))
+        return rows
 
     def _tile(self, row: int, column: int) -> Any:
         rows = self.linears[row]
@@ -114,6 +128,30 @@ class TiledLinear(nn.Module):
         if isinstance(x, torch.Tensor) or len(x) != self.in_splits:
             raise UsageError(f"TiledLinear: input_is_already_split needs a list of {self.in_splits} tensors")
         return x
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """A `TiledLinear` of layers that return their output without the bias, and the bias beside it, as Megatron's do.
+
+    Its forward does the same: output and bias, each in parts with `combine_out_splits=False`; the bias is None where
+    the layers have none.
+    """
+
+    def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Any:
+        """(..., in_features), or its parts, to (..., out_features) and the bias, or their parts."""
+        rows = self._rows(x)
+        outputs, biases = [total for total, _ in rows], [bias for _, bias in rows if bias is not None]
+        if not self.combine_out_splits:
+            return outputs, biases or None
+        return torch.cat(outputs, dim=-1), torch.cat(biases, dim=-1) if biases else None
+
+
+def _output_and_bias(result: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))
 
 
 def _sizes(features: int, splits: int) -> list[int]:

@@ -10,6 +10,7 @@ __getattr__, __dir__ = lazy(
         "GatheredParameters": "deepspeed.runtime.zero.partition_parameters:GatheredParameters",
         "Init": "deepspeed.runtime.zero.partition_parameters:Init",
         "TiledLinear": "zeroshard:TiledLinear",
+        "TiledLinearReturnBias": "zeroshard.sharding.tiled:TiledLinearReturnBias",
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
         "offload_config": "deepspeed.runtime.zero.offload_config",
         "parameter_offload": "deepspeed.runtime.zero.parameter_offload",

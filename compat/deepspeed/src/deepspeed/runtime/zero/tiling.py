@@ -8,5 +8,6 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "TiledLinear": "zeroshard:TiledLinear",
+        "TiledLinearReturnBias": "zeroshard.sharding.tiled:TiledLinearReturnBias",
     },
 )
