@@ -50,7 +50,7 @@ config.zero.stage, config.batch.micro, config.origins["zero_optimization.stage"]
   things.
   A key that is given twice is an error. `null` is the same as leaving the key out, but for the
   parameters of optimizers and schedules, where it is a value.
-- `5e8` is a whole number. `"true"` is not `true`, and `"3"` is not `3`.
+- `5e8` is a whole number, and `1` and `0` are `true` and `false`. `"true"` is not `true`, and `"3"` is not `3`.
 - All mistakes are reported at once, each with its JSON path, its line and what to do.
 - An unknown key is an error that names the nearest known key, also when the key is right but at the wrong level.
 - Every DeepSpeed key is known. What is done with it is its status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.test_initialize import CONFIG, start, train
+from tests.test_initialize import CONFIG, parameters, start, train
 from zeroshard.config import load_config
+from zeroshard.errors import ConfigError
+from zeroshard.plan.placement import Tier
 from zeroshard.recipes import recipe_of
 
 
@@ -64,3 +67,62 @@ def test_floating_point_buffers_have_the_dtype_of_the_config(stage: int, deferre
         else:
             engine.load_checkpoint(tmp_path / "saved")
         engine.destroy()
+
+
+def test_the_log_level_is_that_of_the_config() -> None:
+    logger = logging.getLogger("zeroshard")
+    before = logger.level
+    try:
+        for level in ("debug", "ERROR"):
+            start({**CONFIG, "log_level": level})
+            assert logger.level == getattr(logging, level.upper())
+        start(CONFIG)
+        assert logger.level == logging.ERROR  # a config that says nothing leaves it
+    finally:
+        logger.setLevel(before)
+    with pytest.raises(ConfigError, match="log_level"):
+        start({**CONFIG, "log_level": "loud"})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("checked", [True, False])
+def test_bf16_gradients_with_nan_are_skipped_or_applied_as_the_config_says(stage: int, checked: bool) -> None:
+    section = {"enabled": True, "check_grad_overflow": checked}
+    engine, _ = start({**CONFIG, "bf16": section, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0})
+    loss = engine(torch.full((4, 6), float("nan"))).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert engine.was_step_applied() is not checked
+    assert engine.skipped_steps == int(checked)
+    assert all(bool(value.isnan().any()) is not checked for value in parameters(engine).values())
+
+
+@pytest.mark.parametrize("flag", [1, True])
+def test_1_is_true_for_a_switch(flag: Any) -> None:
+    class Foreign(torch.optim.SGD):
+        """An optimizer that zeroshard does not know."""
+
+    config = {"train_batch_size": 4, "zero_allow_untested_optimizer": flag, "bf16": {"enabled": 0}}
+    model = nn.Linear(6, 3)
+    engine, *_ = zeroshard.initialize(model=model, optimizer=Foreign(model.parameters(), lr=0.1), config=config)
+    assert engine.plan.policy.cast_inputs is None
+    engine.destroy()
+
+
+def test_parameters_rest_in_host_memory_where_nothing_is_trained() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    x = torch.randn(2, 6)
+    expected = model(x)
+    with pytest.warns(zeroshard.errors.ZeroShardWarning, match="run forward only"):
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+    assert all(group.param.tier is Tier.HOST for _, group in engine.plan.groups())
+    for _ in range(2):
+        assert torch.equal(engine(x), expected)
+    engine.destroy()
+    with pytest.raises(ConfigError, match=r"offload_param\.device .* needs stage 3$"):
+        load_config({**config, "zero_optimization": {**zero, "stage": 2}}, world_size=1)
+    with pytest.raises(ConfigError, match="needs stage 3 and offload_optimizer"):
+        load_config({**CONFIG, "zero_optimization": zero}, world_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -134,6 +135,8 @@ def build_engine(
     own, scheduled = optimizer is not None, lr_scheduler is not None
     document = _config_source(args, config, config_params)
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
+    if resolved.log_level is not None:
+        logging.getLogger("zeroshard").setLevel(resolved.log_level.upper())
     device = default_device()
     refuse_uninitialized(model)
     refuse_shared_memory(model)

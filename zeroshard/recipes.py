@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroshard.config import Config
-from zeroshard.config.resolved import OffloadConfig
+from zeroshard.config.resolved import OffloadConfig, PrecisionConfig
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
 from zeroshard.plan.offload import Offload
@@ -33,7 +33,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         predivide=float(config.world_size) if reduction.prescale else reduction.predivide_factor,
         mean=reduction.op == "mean",
         clip_norm=config.gradient_clipping,
-        on_nonfinite=OnNonFinite.SKIP if low or precision.autocast else OnNonFinite.RAISE,
+        on_nonfinite=_on_nonfinite(precision),
         cast_inputs=precision.compute if low else None,
     )
     kept = precision.keep_in_fp32_modules
@@ -54,6 +54,13 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         offload=None if zero.offload is None else _offload(zero.offload),
         live_numel=zero.max_live_parameters,
     )
+
+
+def _on_nonfinite(precision: PrecisionConfig) -> OnNonFinite:
+    if not precision.check_overflow:
+        return OnNonFinite.APPLY
+    low = precision.compute != "fp32" or precision.autocast is not None
+    return OnNonFinite.SKIP if low else OnNonFinite.RAISE
 
 
 def _offload(wanted: OffloadConfig) -> Offload:

@@ -231,6 +231,17 @@ def test_a_nan_ends_in_an_error_that_names_a_parameter() -> None:
         assert "weight" in message or "bias" in message
 
 
+def test_gradients_with_nan_are_applied_where_the_plan_says_so() -> None:
+    model = _model()
+    policy = ExecutionPolicy(on_nonfinite=OnNonFinite.APPLY, clip_norm=1.0)
+    optimizer = _on_device(model, Recipe(policy=policy), None)
+    model(torch.full((8, 6), float("nan"))).square().mean().backward()
+    optimizer.step()
+    assert stepper_of(model).report.applied
+    assert all(bool(value.isnan().any()) for _, value in zeroshard.iterate_full_parameters(model))
+    zeroshard.close(model)
+
+
 def test_split_master_weights_hold_every_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(100_000, generator=generator) * torch.exp(40 * torch.randn(100_000, generator=generator))

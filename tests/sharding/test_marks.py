@@ -86,6 +86,17 @@ def test_a_leaf_is_one_unit_and_without_the_mark_its_parts_are() -> None:
     assert units(copy.deepcopy(model)) == [""]
 
 
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            x = linear(x)
+        return x
+
+
 def test_leaves_are_named_by_path_and_by_the_end_of_it() -> None:
     model = _Language()
     assert zeroshard.set_z3_leaf_modules_by_name(model, ["experts", "x"], raise_if_not_found=False) == (
@@ -98,9 +109,19 @@ def test_leaves_are_named_by_path_and_by_the_end_of_it() -> None:
         zeroshard.set_z3_leaf_modules_by_name(model, ["x"])
     with pytest.raises(UsageError, match="no module 'Conv2d'"):
         zeroshard.set_z3_leaf_modules(model, [nn.Conv2d])
-    zeroshard.set_z3_leaf_modules_by_name(model, ["experts.members"])
-    with pytest.raises(PlanError, match=r"'experts\.members' is a ModuleList, which has no forward"):
-        find_units(model)
+
+
+def test_a_marked_list_of_modules_is_gathered_with_the_module_that_holds_it() -> None:
+    tower = _Tower()
+    assert units(tower) == ["", "linears.0", "linears.1", "linears.2"]
+    zeroshard.set_z3_leaf_modules_by_suffix(tower, ["linears"])
+    assert units(tower) == [""]
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    expected = tower(x)
+    model, _ = zeroshard.shard(tower, plan=3)
+    assert torch.equal(model(x), expected)
+    zeroshard.close(model)
 
 
 def test_the_config_names_leaves() -> None:

@@ -112,6 +112,8 @@ class _Walk:
             origin = (
                 f"{origin} as {written.rsplit('.', 1)[-1] if written.rpartition('.')[0] == key.section else written}"
             )
+        if key.kind == "bool" and isinstance(value, int | float) and value in (0, 1):
+            value = bool(value)
         earlier = self.entries.get(path)
         if earlier is not None and earlier.value != value:
             what = f"given twice under two names: {show(earlier.value)} ({earlier.origin}) and {show(value)}; keep one"

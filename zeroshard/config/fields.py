@@ -1,6 +1,7 @@
 """The value types of the models: numbers, switches and dtypes that say in words what they want.
 
-JSON has one number type, so `5e8` is a whole number and `1` is a number; `"true"` is neither true nor a number.
+JSON has one number type, so `5e8` is a whole number and `1` is a number; `"true"` is neither true nor a number. For a
+switch 0 and 1 are false and true; they are taken for them before anything else looks at them.
 pydantic's own coercions are rejected because they take strings for numbers and numbers for switches.
 """
 
@@ -190,6 +191,10 @@ def _print_interval(value: Any) -> Any:
     return whole_number(1, LARGEST)(value)
 
 
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"],
+    one_of("debug", "info", "warning", "error", "critical"),
+]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[int, whole(0)]

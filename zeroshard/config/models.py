@@ -18,6 +18,7 @@ from zeroshard.config.fields import (
     ElasticVersion,
     Flag,
     HalfName,
+    LogLevel,
     Names,
     NamesOrAuto,
     NonNegative,
@@ -88,6 +89,7 @@ class ZeroSection(Section):
 
 class Bf16Section(Section):
     enabled: Flag = False
+    check_grad_overflow: Flag = True
 
 
 class Fp16Section(Section):
@@ -158,5 +160,6 @@ class ObeyedSections(Section):
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
     dataloader_drop_last: Flag = False
+    log_level: LogLevel | None = None
     steps_per_print: PrintInterval = None
     zero_allow_untested_optimizer: Flag = False

@@ -122,7 +122,8 @@ def resolve(
         if not replaced:
             _require_type(section, document, entries, problems)
     check_statuses(entries, world_size, problems)
-    resolver = _Resolver(resolve_autos(entries, problems), auto_rules(entries), world_size, problems)
+    trains = client_optimizer or "optimizer.type" in entries
+    resolver = _Resolver(resolve_autos(entries, problems), auto_rules(entries), world_size, problems, trains=trains)
     config = resolver.config()
     problems.raise_if_any()
     return Resolution(config, resolver.settings(config, entries), tuple(problems.warnings))
@@ -150,7 +151,10 @@ def _require_type(section: str, document: Document, entries: Entries, problems: 
 class _Resolver:
     """Turns entries into the resolved config, keeping the origin of each value."""
 
-    def __init__(self, entries: Entries, autos: Mapping[str, str], world_size: int, problems: Problems) -> None:
+    def __init__(
+        self, entries: Entries, autos: Mapping[str, str], world_size: int, problems: Problems, *, trains: bool
+    ) -> None:
+        self._trains = trains
         self._entries = entries
         self._autos = autos
         self._world_size = world_size
@@ -184,6 +188,7 @@ class _Resolver:
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
+            log_level=sections.log_level,
             origins=FrozenMap(self._all_origins()),
         )
 
@@ -276,6 +281,10 @@ class _Resolver:
             what = 'is "cpu", which needs state that is divided; use stage 1, 2 or 3'
             self._refuse(f"{section}.offload_optimizer.device", what)
         divided = zero.stage in (3, "auto")
+        if param.device == "cpu" and optimizer.device == "none" and not self._trains:
+            if not divided:
+                self._refuse(f"{section}.offload_param.device", 'is "cpu", which needs stage 3')
+            return OffloadConfig(1.0, True, optimizer.pin_memory)
         if param.device == "cpu" and (not divided or optimizer.device == "none" or optimizer.ratio < 1):
             what = 'is "cpu", which needs stage 3 and offload_optimizer with device "cpu" and ratio 1'
             self._refuse(f"{section}.offload_param.device", what)
@@ -320,6 +329,7 @@ class _Resolver:
             buffer=types.buffer_dtype,
             keep_in_fp32_modules=types.keep_in_fp32_modules,
             autocast=self._autocast(sections, compute),
+            check_overflow=not bf16 or sections.bf16.check_grad_overflow,
         )
 
     def _autocast(self, sections: ObeyedSections, compute: str) -> Dtype | None:

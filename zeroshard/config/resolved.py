@@ -76,7 +76,10 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes; None leaves the choice to the plan. `autocast` is that of torch.autocast, None where it is off."""
+    """Dtypes; None leaves the choice to the plan. `autocast` is that of torch.autocast, None where it is off.
+
+    `check_overflow` says whether a step from bf16 gradients with inf or NaN is skipped.
+    """
 
     compute: Dtype
     communication: Dtype | None
@@ -84,6 +87,7 @@ class PrecisionConfig:
     buffer: Dtype | None
     keep_in_fp32_modules: Literal["auto"] | tuple[str, ...]
     autocast: Dtype | None = None
+    check_overflow: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,4 +181,5 @@ class Config:
     drop_last: bool
     steps_per_print: int | None
     allow_untested_optimizer: bool
+    log_level: str | None
     origins: Mapping[str, str]

@@ -17,7 +17,7 @@ from zeroshard.config.models import Section
 Schema = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_TYPES = {"bool": "boolean", "int": "integer", "number": "number", "str": "string", "list": "array", "dict": "object"}
+_TYPES = {"int": "integer", "number": "number", "str": "string", "list": "array", "dict": "object"}
 
 
 def json_schema() -> Schema:
@@ -75,6 +75,8 @@ def _kind(kind: str) -> Schema:
         return _any_case(kind.strip('"'))
     if kind == "dtype":
         return {"anyOf": [_any_case(name, prefix="(torch[.])?") for name in DTYPES]}
+    if kind == "bool":
+        return {"anyOf": [{"type": "boolean"}, {"const": 0}, {"const": 1}]}
     return {"type": _TYPES[kind]} if kind in _TYPES else {}
 
 

@@ -30,10 +30,12 @@ from zeroshard.sharding.slots import SlotPlan
 
 
 class OnNonFinite(str, Enum):
-    """What a step does when the gradients hold an inf or NaN. The update is never applied."""
+    """What a step does when the gradients hold an inf or NaN."""
 
     RAISE = "raise"
     SKIP = "skip"
+    APPLY = "apply"
+    """The update is made from them, unclipped: there is no norm to clip to. Without a loss scale only."""
 
 
 class HostUpdate(str, Enum):

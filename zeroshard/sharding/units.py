@@ -115,12 +115,6 @@ def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
 
 
 def _found(model: nn.Module) -> tuple[str, ...]:
-    for path, module in model.named_modules():
-        if is_leaf(module) and isinstance(module, LISTS):
-            raise PlanError(
-                f"leaf module {path!r} is a {type(module).__name__}, which has no forward to gather around; mark the "
-                "module that holds it"
-            )
     return () if is_leaf(model) else tuple(_walk(model, ""))
 
 
@@ -129,6 +123,8 @@ def _walk(module: nn.Module, path: str) -> Iterator[str]:
     repeated = _repeated_children(module)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
+        if is_leaf(child) and isinstance(child, LISTS):
+            continue  # it has no forward to gather around: it is gathered, as a whole, with the module that holds it
         if name in repeated or is_leaf(child) or _is_large_leaf(child):
             yield child_path
         else:

@@ -71,9 +71,12 @@ class DeviceStepper(StepperBase):
         self._measure()
         squared, agree = self._stats[0], self._agree()
         norm = squared.sqrt() * self._unscale()
-        ok = torch.isfinite(norm) & agree
+        finite = torch.isfinite(norm)
+        ok = agree if self.applies_nonfinite else finite & agree
         limit = self._limit()
-        coefficient = self._unscale() * (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else self._unscale()
+        coefficient = self._unscale()
+        if limit > 0:
+            coefficient = coefficient * torch.where(finite, (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
         self._send(norm, agree)
         active = (self._stats[STATS_FIXED:] > 0) & ok
         self._update_units(torch.where(ok, coefficient, 0.0), active, optimizer.param_groups)
@@ -215,7 +218,7 @@ class DeviceStepper(StepperBase):
         """The outcome has reached the host."""
         if not agree:
             self.handle.comm.watchdog.explain_mismatch()
-        if math.isfinite(norm):
+        if math.isfinite(norm) or self.applies_nonfinite:
             self._done(norm)
         else:
             self._skipped(norm, self._culprit(int(tile)), None)

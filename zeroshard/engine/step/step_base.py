@@ -2,7 +2,8 @@
 
     coefficient = 1/ranks (mean) * predivide / loss scale * min(1, clip_norm / norm)
 
-is applied by the update itself, so gradients are read once. An update from gradients with inf or NaN is never applied.
+is applied by the update itself, so gradients are read once. An update from gradients with inf or NaN is not applied,
+unless the plan says so; then it is not clipped.
 """
 
 from __future__ import annotations
@@ -147,6 +148,11 @@ class StepperBase(ABC):
     def unscale(self) -> float:
         """What turns the ranks' sum of scaled gradients into their unscaled mean. Waits for the device with fp16."""
         return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
+
+    @property
+    def applies_nonfinite(self) -> bool:
+        """Whether inf and NaN in the gradients are applied like any other value."""
+        return self.handle.plan.policy.on_nonfinite is OnNonFinite.APPLY
 
     @property
     def overflowed(self) -> bool:

@@ -43,10 +43,11 @@ class HostStepper(StepperBase):
         statistics = self.measure()
         norm = math.sqrt(statistics.squared_norm) * self.unscale() if statistics.squared_norm >= 0 else math.nan
         limit = self._limit()
-        if not math.isfinite(norm):
+        finite = math.isfinite(norm)
+        if not finite and not self.applies_nonfinite:
             self._refuse(norm)
             return
-        coefficient = self.unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+        coefficient = self.unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 and finite else 1.0)
         self._apply(statistics.active, coefficient, optimizer.param_groups)
         self._done(norm)
         self._update_scale(overflow=False)
