@@ -230,6 +230,26 @@ class Structured(nn.Module):
         return {"result": Pair(third["hidden"], [])}
 
 
+class ChangedInPlace(nn.Module):
+    """Linears over sequences, whose outputs are views, and a view of several; their caller changes each in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.last = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(1).repeat(1, 2, 1)
+        first = self.linears[0](x)
+        first[..., :2] += x[..., :2]
+        second = torch.relu_(self.linears[1](first))
+        third = self.linears[2](second)
+        third.view(-1).mul_(2)
+        fourth = self.linears[3](third)
+        fourth += third
+        return self.last(fourth).tanh_()
+
+
 def _frozen_first() -> nn.Module:
     model = Stack()
     for module in (model.inner, model.blocks[0], model.blocks[1]):
@@ -302,6 +322,7 @@ STRUCTURES: dict[str, Task] = {
     "a block skipped on one rank, and on all": Task(Stack, _skips),
     "blocks that return their input, more of them on one rank": Task(DropsBlocks, _drops),
     "structured outputs": Task(Structured, _structured_loss),
+    "outputs changed in place": Task(ChangedInPlace, square_loss),
     "a single Linear": Task(lambda: nn.Linear(WIDTH, 1), square_loss),
     "functional use of own weight": Task(lambda: _Functional(), square_loss),
 }

@@ -40,6 +40,17 @@ def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
+def carrier(tensor: torch.Tensor, since: int) -> torch.Tensor:
+    """The tensor to hook for the gradient of `tensor`: of a view its base, if that was made at number `since` or later.
+
+    What changes a view in place (`out[..., :2] += x`) makes it a view of the changed base, and autograd never comes
+    to the node that it had before; to the base's it does.
+    """
+    base = tensor._base
+    made_since = base is not None and base.grad_fn is not None and node_number(base) >= since
+    return base if base is not None and made_since else tensor
+
+
 def node_number(tensor: torch.Tensor) -> int:
     """When the tensor was made, by autograd's count of nodes; nobody made a leaf."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -23,7 +23,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
-from zeroshard.engine.core.autograd import accumulates, graph_task, in_backward, node_number
+from zeroshard.engine.core.autograd import accumulates, carrier, graph_task, in_backward, node_number
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inner_backward import (
@@ -252,7 +252,8 @@ class Runtime:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and node_number(tensor) >= begun:
-                tensor.register_hook(partial(ready, weakref.ref(tensor)))
+                carried = carrier(tensor, begun)
+                carried.register_hook(partial(ready, weakref.ref(carried)))
 
     def _watch_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """A backward that builds a graph comes to a unit: the backward of that graph may come to no other output."""
