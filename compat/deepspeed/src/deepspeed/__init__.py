@@ -34,6 +34,7 @@ __getattr__, __dir__ = lazy(
         "launcher": "deepspeed.launcher",
         "log_dist": "deepspeed.utils:log_dist",
         "logger": "deepspeed.utils:logger",
+        "moe": "deepspeed.moe",
         "ops": "deepspeed.ops",
         "runtime": "deepspeed.runtime",
         "utils": "deepspeed.utils",

@@ -19,9 +19,7 @@ _PIPELINE = ("LayerSpec", "PipelineModule", "TiedLayerSpec")
 PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("PipelineEngine", "PipelineModule"),
     "deepspeed.linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
-    "deepspeed.moe": (),
     "deepspeed.moe.layer": ("MoE",),
-    "deepspeed.moe.utils": ("split_params_into_different_moe_groups_for_optimizer",),
     "deepspeed.monitor": (),
     "deepspeed.monitor.comet": ("CometMonitor",),
     "deepspeed.monitor.csv_monitor": ("csvMonitor",),

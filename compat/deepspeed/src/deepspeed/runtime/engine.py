@@ -149,6 +149,11 @@ class DeepSpeedEngine(Engine):
     def fp16_enabled(self) -> bool:
         return self._section("fp16").get("enabled") is True
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The embeddings whose gradients are reduced sparsely: none, every gradient is dense."""
+        return set()
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether whole weights may be put together on rank 0 for saving."""
         section = self._section("zero_optimization")

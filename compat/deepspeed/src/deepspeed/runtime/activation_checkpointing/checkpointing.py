@@ -6,5 +6,8 @@ from deepspeed._exports import lazy
 
 __getattr__, __dir__ = lazy(
     __name__,
-    {name: f"zeroshard.checkpointing:{name}" for name in ("checkpoint", "configure", "is_configured", "reset")},
+    {
+        **{name: f"zeroshard.checkpointing:{name}" for name in ("checkpoint", "configure", "is_configured", "reset")},
+        "non_reentrant_checkpoint": "zeroshard.checkpointing:checkpoint",
+    },
 )

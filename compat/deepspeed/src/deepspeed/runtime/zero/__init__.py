@@ -20,6 +20,7 @@ __getattr__, __dir__ = lazy(
         "stage3": "deepspeed.runtime.zero.stage3",
         "stage_1_and_2": "deepspeed.runtime.zero.stage_1_and_2",
         "tiling": "deepspeed.runtime.zero.tiling",
+        "unwrap_model_for_generation": "deepspeed.runtime.zero.unwrapping:unwrap_model_for_generation",
         "utils": "deepspeed.runtime.zero.utils",
     },
 )
