@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.sharding.loose import loose_of
+from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class _LooseGuard:
         """Raises UsageError where a parameter of the module itself is empty."""
         if torch.compiler.is_compiling():
             return  # a hook in compiled code would cut it in two
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in reachable_parameters(module):
             loose = loose_of(parameter)
             if loose is not None and tuple(parameter.shape) != loose.shape:
                 where = f"{self.path!r} ({type(module).__name__})" if self.path else f"the {type(module).__name__}"
@@ -47,5 +48,5 @@ def guard_loose(model: nn.Module) -> None:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _LooseGuard)]:
             del hooks[key]
-        if any(loose_of(parameter) is not None for parameter in module.parameters(recurse=False)):
+        if takes_hooks(module) and any(loose_of(parameter) for _, parameter in reachable_parameters(module)):
             module.register_forward_pre_hook(_LooseGuard(path), prepend=True)

@@ -23,9 +23,10 @@ from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
 from zeroshard.sharding.loose import whole_numel, whole_shape
 from zeroshard.sharding.marks import external_parameters, is_leaf
+from zeroshard.sharding.whole import can_be_unit, is_whole, takes_hooks
 
 OWN_UNIT_NUMEL = 16_384
-"""A leaf outside the blocks with at least this many elements is a unit of its own."""
+"""A leaf outside the blocks with at least this many elements is a unit of its own; so is what is not taken apart."""
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward: they can't be units."""
@@ -60,6 +61,11 @@ def refuse_uninitialized(model: nn.Module) -> None:
     Also UsageError for what is no module.
     """
     need_kind(model, nn.Module, "the model", "an nn.Module")
+    if not takes_hooks(model):
+        raise PlanError(
+            f"the model is a {type(model).__name__}: a scripted module takes no hooks, so nothing could gather "
+            "its parameters. Put it into a module of its own (nn.Sequential(model)), or script what is inside the model"
+        )
     for path, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(tensor) for tensor in own):
@@ -115,7 +121,7 @@ def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
 
 
 def _found(model: nn.Module) -> tuple[str, ...]:
-    return () if is_leaf(model) else tuple(_walk(model, ""))
+    return () if is_leaf(model) or is_whole(model) else tuple(_walk(model, ""))
 
 
 def _walk(module: nn.Module, path: str) -> Iterator[str]:
@@ -125,9 +131,9 @@ def _walk(module: nn.Module, path: str) -> Iterator[str]:
         child_path = f"{path}.{name}" if path else name
         if is_leaf(child) and isinstance(child, LISTS):
             continue  # it has no forward to gather around: it is gathered, as a whole, with the module that holds it
-        if name in repeated or is_leaf(child) or _is_large_leaf(child):
+        if can_be_unit(child) and (name in repeated or is_leaf(child) or _is_large(child)):
             yield child_path
-        else:
+        elif not is_whole(child):
             yield from _walk(child, child_path)
 
 
@@ -140,10 +146,12 @@ def _repeated_children(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, child in children if counts[type(child)] >= 2 and not isinstance(child, LISTS))
 
 
-def _is_large_leaf(module: nn.Module) -> bool:
-    if next(module.children(), None) is not None or isinstance(module, LISTS):
+def _is_large(module: nn.Module) -> bool:
+    """Whether a module that is not walked into is worth a unit of its own."""
+    whole = is_whole(module)
+    if isinstance(module, LISTS) or (next(module.children(), None) is not None and not whole):
         return False
-    return sum(whole_numel(parameter) for parameter in module.parameters(recurse=False)) >= OWN_UNIT_NUMEL
+    return sum(whole_numel(parameter) for parameter in module.parameters(recurse=whole)) >= OWN_UNIT_NUMEL
 
 
 def _unit_of(path: str, names: Sequence[str]) -> str:
@@ -165,9 +173,28 @@ def _check_selected(model: nn.Module, selected: Sequence[str]) -> tuple[str, ...
                 f"units: {name!r} is a {type(modules[name]).__name__}, which has no forward to gather around; name the "
                 "modules in it"
             )
+        _check_reachable(name, modules)
         outer = [other for other in selected if other != name and name.startswith(other + ".")]
         if outer:
             raise PlanError(f"units: {name!r} lies inside the unit {outer[0]!r}; units can't be nested")
     if len(set(selected)) != len(selected):
         raise PlanError("units: a module path is named twice")
     return tuple(name for name in modules if name in set(selected))
+
+
+def _check_reachable(name: str, modules: dict[str, nn.Module]) -> None:
+    """Raises PlanError for a selected unit whose forward its own hooks can't see."""
+    if not can_be_unit(modules[name]):
+        what = "takes no hooks" if not takes_hooks(modules[name]) else "may be used without being called"
+        raise PlanError(
+            f"units: {name!r} is a {type(modules[name]).__name__}, which {what}, so it can't be gathered by itself; "
+            "name the module that holds it, or none: it is gathered with the unit around it"
+        )
+    parts = name.split(".")
+    for around in (".".join(parts[:length]) for length in range(len(parts))):
+        if is_whole(modules[around]):
+            where = repr(around) if around else "the model"
+            raise PlanError(
+                f"units: {name!r} lies inside {where}, a {type(modules[around]).__name__}, which may use parameters of "
+                f"{name!r} without calling it; name {where if around else 'no unit inside'} instead"
+            )

@@ -13,6 +13,7 @@ from torch import nn
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError
 from zeroshard.sharding.loose import loose_of
+from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
 @dataclass  # torch sets an attribute on it
@@ -27,7 +28,7 @@ class _ClosedState:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         """Raises UsageError, or puts a stand-in, where a parameter of the module itself is empty."""
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in reachable_parameters(module):
             loose = loose_of(parameter)
             if loose is None or tuple(parameter.shape) == loose.shape or f"{prefix}{name}" not in state:
                 continue
@@ -44,7 +45,7 @@ def guard_closed_state(model: nn.Module, *, names: bool) -> None:
     """Put the hook on modules that have sharded parameters of their own."""
     unguard_closed_state(model)
     for module in model.modules():
-        if any(loose_of(parameter) is not None for parameter in module.parameters(recurse=False)):
+        if takes_hooks(module) and any(loose_of(parameter) for _, parameter in reachable_parameters(module)):
             module.register_state_dict_post_hook(_ClosedState(names))
 
 

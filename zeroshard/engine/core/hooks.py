@@ -17,6 +17,7 @@ from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.marks import external_parameters
+from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 _SIZE_0 = re.compile(
     r"""[(\[,][ ]?0[)\],]                                         # (0), [0], [32, 0]
@@ -60,7 +61,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         handles.append(module.register_forward_hook(leave, always_call=True))
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
     for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if takes_hooks(module) and any(True for _ in reachable_parameters(module)):
             handles.append(module.register_state_dict_pre_hook(_Hook(_before_saving(runtime))))
             handles.append(module.register_state_dict_post_hook(_Hook(_name_only(runtime))))
             handles.append(module.register_load_state_dict_pre_hook(_Hook(_before_loading(runtime))))
@@ -92,8 +93,8 @@ def _name_only(runtime: Runtime) -> Callable[..., None]:
 
 
 def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of the module's own parameters that are sharded and empty just now."""
-    own = dict(module.named_parameters(recurse=False))
+    """Name and whole shape of the parameters that a module answers for and that are sharded and empty just now."""
+    own = dict(reachable_parameters(module))
     names = {id(parameter): name for name, parameter in own.items()}
     for unit in runtime.units:
         for group in unit.groups:
@@ -161,7 +162,12 @@ def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
     found = [model]
     for path, module in model.named_modules():
         holds_units = names and all(name.startswith(f"{path}.") for name in names)
-        if path and holds_units and needed <= {id(parameter) for parameter in module.parameters()}:
+        if (
+            path
+            and takes_hooks(module)
+            and holds_units
+            and needed <= {id(parameter) for parameter in module.parameters()}
+        ):
             found.append(module)
     return found
 
@@ -179,7 +185,7 @@ def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
             faces.add(id(module))
         elif any(id(parameter) in needed for parameter in (*module.parameters(), *external_parameters(module))):
             found[id(module)] = module
-    return [module for key, module in found.items() if key not in faces]
+    return [module for key, module in found.items() if key not in faces and takes_hooks(module)]
 
 
 def _root_members(runtime: Runtime) -> set[int]:
