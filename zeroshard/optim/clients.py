@@ -75,14 +75,19 @@ def client_source(
     return torch_source(built, allow_untested=allow_untested)
 
 
-def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Source:
+def torch_source(
+    optimizer: torch.optim.Optimizer, *, allow_untested: bool, kind: type[torch.optim.Optimizer] | None = None
+) -> Source:
     """A source from a torch optimizer; by a flat rule where one computes the same.
+
+    Args:
+        kind: the class that it is like, where it is of a subclass that changes nothing of a step.
 
     Raises:
         PlanError: it can't run on shards, or is not known to; see `check_elementwise`.
     """
-    kind, groups = type(optimizer), optimizer.param_groups
-    rule = flat_rule(optimizer)
+    kind, groups = kind or type(optimizer), optimizer.param_groups
+    rule = flat_rule(optimizer, kind)
     if rule is not None:
         return rule_source(rule, (), {}, optimizer)
     if isinstance(optimizer, torch.optim.Muon):
@@ -91,7 +96,7 @@ def torch_source(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> S
         return muon_source(groups, kind.__name__, optimizer)
     if kind.__module__.startswith("torchao."):
         return _torchao_source(optimizer)
-    moments = check_elementwise(optimizer, allow_untested=allow_untested)
+    moments = check_elementwise(optimizer, kind, allow_untested=allow_untested)
     defaults = optimizer.defaults
     return Source(
         kind.__name__,
@@ -123,9 +128,9 @@ def _stepped(state: Mapping[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0
 
 
-def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """Our rule that computes what a torch optimizer does, None if there is none."""
-    groups, kind = optimizer.param_groups, type(optimizer)
+def flat_rule(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> Rule | None:
+    """Our rule that computes what a torch optimizer does, None if there is none; `kind` as in `torch_source`."""
+    groups, kind = optimizer.param_groups, kind or type(optimizer)
     if any("lr" not in group for group in groups):
         return None
     if any(group.get("maximize") or group.get("differentiable") or group.get("amsgrad") for group in groups):
@@ -147,13 +152,15 @@ def flat_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
     return None
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> int:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None, *, allow_untested: bool
+) -> int:
     """State tensors per parameter of a torch optimizer that may run on slices of parameters.
 
     Raises:
         PlanError: the optimizer is not element-wise, or not known to be and `allow_untested` is False.
     """
-    kind = type(optimizer)
+    kind = kind or type(optimizer)
     known = ELEMENTWISE.get(kind)
     if known is not None:
         return known + (1 if any(group.get("amsgrad") for group in optimizer.param_groups) else 0)

@@ -95,6 +95,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether the last step was skipped for its loss scale. False without one, and then it waits for nothing."""
         return self._handler.overflowed
 
+    @property
+    def client(self) -> torch.optim.Optimizer | None:
+        """The optimizer that the user built, None where the config names one."""
+        return self._client
+
     def state_dict(self) -> dict[str, Any]:
         """Refused, the state is sharded: raises UsageError. Hyper-parameters alone where `hands_out_groups`."""
         if self.hands_out_groups:

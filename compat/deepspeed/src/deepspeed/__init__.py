@@ -9,16 +9,22 @@ from __future__ import annotations
 from deepspeed._conflict import check_alone
 from deepspeed._exports import lazy
 from deepspeed._finder import install
+from deepspeed._version import GIT, PARTS
 from deepspeed._version import VERSION as __version__
 
 check_alone()
 install()
 
 version = __version__
+__version_major__, __version_minor__, __version_patch__ = PARTS
+__git_hash__ = git_hash = GIT
+__git_branch__ = git_branch = GIT
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "DeepSpeedConfig": "deepspeed.runtime.config:DeepSpeedConfig",
+        "DeepSpeedConfigError": "deepspeed.runtime.config:DeepSpeedConfigError",
         "DeepSpeedEngine": "deepspeed.runtime.engine:DeepSpeedEngine",
         "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
         "OnDevice": "zeroshard:OnDevice",

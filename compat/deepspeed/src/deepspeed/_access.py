@@ -6,6 +6,9 @@ None, and scripts tell frozen parameters by it.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
+
 import torch
 
 import zeroshard
@@ -20,6 +23,24 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """As `zeroshard.safe_get_local_fp32_param`; None for a frozen parameter."""
     return None if _frozen(param) else zeroshard.safe_get_local_fp32_param(param)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.Tensor], update_func: Callable[..., torch.Tensor]
+) -> None:
+    """Replace the whole gradient of each parameter; called by all ranks, between backward and step.
+
+    Args:
+        param_list: those without a gradient are left alone.
+        update_func: gives the new gradient from the old one; it gets the parameter too, if it takes two arguments.
+    """
+    takes = [p for p in inspect.signature(update_func).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    with_param = len(takes) > 1 or any(p.kind is p.VAR_POSITIONAL for p in takes)
+    for param in param_list:
+        gradient = zeroshard.safe_get_full_grad(param)
+        if gradient is not None:
+            new = update_func(gradient, param) if with_param else update_func(gradient)
+            zeroshard.safe_set_full_grad(param, new)
 
 
 def _frozen(param: object) -> bool:

@@ -13,6 +13,7 @@ import zeroshard
 from deepspeed import _config
 from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
 from deepspeed._lightning import divides_loss
+from deepspeed._optimizer import describe_optimizer
 from deepspeed._parameters import describe
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
@@ -21,6 +22,7 @@ from deepspeed.utils.logging import logger
 from zeroshard.auto_config import ConfigSource
 from zeroshard.config.document import Document
 from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import build_engine
 
@@ -87,6 +89,7 @@ def initialize(
     engine.divides_loss = not divides_loss(model)
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     if engine.optimizer is not None:
+        describe_optimizer(engine.optimizer, stepper_of(engine.module).scaler)
         engine.optimizer.hands_out_groups = True  # Lightning asks for it in every checkpoint, and drops it
         if adapters:
             engine.adopt_adapters(AdaptersBetweenSteps(engine.module, adapters))

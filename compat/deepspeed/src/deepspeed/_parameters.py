@@ -60,7 +60,7 @@ def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False) -> N
         found = _sharded(parameter, resident)
         if found is None:
             continue
-        shape, ranks = found
+        shape, ranks, persists = found
         numel = shape.numel()
         attributes = vars(parameter)
         attributes.setdefault("ds_id", next(_IDS))
@@ -70,20 +70,35 @@ def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False) -> N
             ds_status=_Status(parameter),
             ds_active_sub_modules=set(),
             ds_process_group=dist.group.WORLD if dist.is_initialized() else None,
+            ds_tensor=_part(parameter),
+            ds_persist=persists,
             partition_numel=lambda share=-(-numel // ranks): share,
             item=_item_of(parameter),
         )
 
 
-def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int] | None:
-    """Shape and number of shards of a parameter that is sharded."""
+def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int, bool] | None:
+    """Shape and number of shards of a parameter that is sharded, and whether it stays whole all the same."""
     loose, place = loose_of(parameter), place_of(parameter)
     if loose is not None:
-        return torch.Size(loose.shape), loose.ranks
+        return torch.Size(loose.shape), loose.ranks, False
     if place is None or not (resident or place[2].plan.param.axis):
         return None
-    layout = place[2].plan.layout
-    return torch.Size(layout.segments[place[3]].shape), layout.shards
+    plan = place[2].plan
+    return torch.Size(plan.layout.segments[place[3]].shape), plan.layout.shards, plan.param.axis is None
+
+
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of a sharded parameter, flat: the memory itself, in the dtype in which it rests."""
+    loose, place = loose_of(parameter), place_of(parameter)
+    if loose is not None:
+        return loose.values
+    assert place is not None
+    _, _, group, index = place
+    segment = group.plan.layout.segments[index]
+    if group.plan.param.axis is None:
+        return group.whole[segment.offset : segment.end]
+    return group.held_param[group.own_part(index)[0]]
 
 
 def _item_of(parameter: torch.Tensor) -> Any:

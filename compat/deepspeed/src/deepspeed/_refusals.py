@@ -29,7 +29,6 @@ _REPLACED = {
     "deepspeed.elasticity": "checkpoints load at any number of ranks; use zeroshard run --max-restarts",
     "deepspeed.profiling": "use zeroshard plan for the operations of a step, torch.profiler for the time of each",
     "deepspeed.monitor": "log engine.get_global_grad_norm(), get_lr() and the loss yourself",
-    "deepspeed.runtime.config": "use zeroshard.config.load_config",
     "deepspeed.ops.op_builder": "zeroshard compiles nothing at run time",
     "deepspeed.ops.transformer": "use the model's own attention",
     "deepspeed.ops.sparse_attention": "sparse attention was removed upstream and is not built here",

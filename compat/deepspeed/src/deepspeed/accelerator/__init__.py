@@ -23,6 +23,10 @@ class Accelerator:
     def __getattr__(self, name: str) -> object:
         raise MissingNameError(refusal(f"deepspeed.accelerator.get_accelerator().{name}"), name=name, obj=self)
 
+    @property
+    def _name(self) -> str:
+        return self.kind
+
     def device_name(self, device_index: int | str | None = None) -> str:
         return self.kind if device_index is None or self.kind == "cpu" else f"{self.kind}:{device_index}"
 
@@ -54,6 +58,47 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         return True
 
+    def is_triton_supported(self) -> bool:
+        return self.kind != "cpu"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The floating dtypes in which a model may compute."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def is_synchronized_device(self) -> bool:
+        """Whether calls return only when their work is done."""
+        return self.kind == "cpu"
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return torch.get_rng_state() if self.kind == "cpu" else torch.cuda.get_rng_state(self._index(device_index))
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if self.kind == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, self._index(device_index))
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed() if self.kind == "cpu" else torch.cuda.initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator if self.kind == "cpu" else torch.cuda.default_generators[device_index]
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return 0 if self.kind == "cpu" else torch.cuda.memory_reserved(device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return 0 if self.kind == "cpu" else torch.cuda.max_memory_reserved(device_index)
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.kind == "cpu" else tensor.pin_memory()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.kind
+
+    def _index(self, device_index: int | None) -> int:
+        return torch.cuda.current_device() if device_index is None else device_index
+
     def synchronize(self, device_index: int | None = None) -> None:
         if self.kind != "cpu":
             torch.cuda.synchronize(device_index)
@@ -77,6 +122,11 @@ class Accelerator:
 
     def manual_seed_all(self, seed: int) -> None:
         torch.manual_seed(seed) if self.kind == "cpu" else torch.cuda.manual_seed_all(seed)
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether zeroshard trains on this machine's device, which it does on CPUs and on CUDA's."""
+    return True
 
 
 def get_accelerator() -> Accelerator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +84,57 @@ def init_distributed(
         rank=rank,
         world_size=world_size,
     )
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The global ranks of a group, of all where it is None."""
+    return dist.get_process_group_ranks(group)
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> Any:
+    """As torch's all_reduce."""
+    return dist.all_reduce(tensor, op, group)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Waits:
+    """Gather several tensors, each into one that holds every rank's after the others."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return Waits.of([dist.all_gather_into_tensor(out, own, group, async_op) for out, own in pairs])
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Waits:
+    """Reduce several tensors, each in place."""
+    return Waits.of([dist.all_reduce(tensor, op, group, async_op) for tensor in tensors])
+
+
+class Waits(list[dist.Work]):
+    """What several operations left to wait for; empty where they are done."""
+
+    @classmethod
+    def of(cls, works: Sequence[dist.Work | None]) -> Waits:
+        return cls(work for work in works if work is not None)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self:
+            work.wait()
 
 
 def get_local_rank() -> int:

@@ -9,6 +9,8 @@ __getattr__, __dir__ = lazy(
     {
         "activation_checkpointing": "deepspeed.runtime.activation_checkpointing",
         "base_optimizer": "deepspeed.runtime.base_optimizer",
+        "config": "deepspeed.runtime.config",
+        "dataloader": "deepspeed.runtime.dataloader",
         "engine": "deepspeed.runtime.engine",
         "lr_schedules": "deepspeed.runtime.lr_schedules",
         "utils": "deepspeed.runtime.utils",

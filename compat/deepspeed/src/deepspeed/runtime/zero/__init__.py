@@ -12,6 +12,7 @@ __getattr__, __dir__ = lazy(
         "TiledLinear": "zeroshard:TiledLinear",
         "TiledLinearReturnBias": "zeroshard.sharding.tiled:TiledLinearReturnBias",
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
+        "config": "deepspeed.runtime.zero.config",
         "offload_config": "deepspeed.runtime.zero.offload_config",
         "parameter_offload": "deepspeed.runtime.zero.parameter_offload",
         "partition_parameters": "deepspeed.runtime.zero.partition_parameters",

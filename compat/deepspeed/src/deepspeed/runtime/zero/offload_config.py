@@ -1,7 +1,8 @@
-"""The names by which scripts say what `engine.offload_states` moves, and where to."""
+"""The names by which scripts say what is offloaded, what `engine.offload_states` moves, and where to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -21,3 +22,31 @@ class OffloadStateTypeEnum(str, Enum):
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+@dataclass
+class DeepSpeedZeroOffloadParamConfig:
+    """The section offload_param; buffers and NVMe are without effect, see the reference of the config."""
+
+    device: str = "none"
+    nvme_path: str | None = None
+    buffer_count: int = 5
+    buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    pin_memory: bool = True
+
+
+@dataclass
+class DeepSpeedZeroOffloadOptimizerConfig:
+    """The section offload_optimizer; buffers and NVMe are without effect, see the reference of the config."""
+
+    device: str = "none"
+    nvme_path: str | None = None
+    buffer_count: int = 4
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: float = 0.8

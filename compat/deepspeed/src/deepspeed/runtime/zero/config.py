@@ -1,0 +1,62 @@
+"""The section zero_optimization as an object, made from zeroshard's table of keys."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from deepspeed._exports import lazy
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+from zeroshard.config.document import read_document
+from zeroshard.config.entries import gather_entries
+from zeroshard.config.keys import Status, key_table
+from zeroshard.config.problems import Problems
+
+ZERO_OPTIMIZATION = "zero_optimization"
+
+__getattr__, __dir__ = lazy(__name__, {})
+
+
+class ZeroStageEnum(IntEnum):
+    """What is sharded."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class DeepSpeedZeroConfig:
+    """Every key of the section as an attribute, with its default where it is not given.
+
+    Attributes:
+        offload_param, offload_optimizer: sections of their own; None where they are not given.
+
+    Raises:
+        DeepSpeedConfigError: an unknown key, or one that is given twice.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        problems = Problems()
+        table = key_table()
+        entries = gather_entries(read_document({ZERO_OPTIMIZATION: values}, problems), None, table, problems)
+        problems.raise_if_any()
+        start = f"{ZERO_OPTIMIZATION}."
+        known = [
+            key for key in table.keys.values() if key.path.startswith(start) and key.status is not Status.DEPRECATED
+        ]
+        given: dict[str, dict[str, Any]] = {}
+        for key in known:
+            section, _, name = key.path.removeprefix(start).rpartition(".")
+            entry = entries.get(key.path)
+            if section:
+                given.setdefault(section, {})
+                if entry is not None:
+                    given[section][name] = entry.value
+            else:
+                vars(self)[name] = key.default if entry is None else entry.value
+        parameters, optimizer = given["offload_param"], given["offload_optimizer"]
+        self.stage = ZeroStageEnum(int(vars(self)["stage"])) if vars(self)["stage"] != "auto" else "auto"
+        self.offload_param = DeepSpeedZeroOffloadParamConfig(**parameters) if parameters else None
+        self.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(**optimizer) if optimizer else None
