@@ -103,6 +103,16 @@ class DescendsThrough(Descends):
     create_graph = True
 
 
+class ByTransform(Energy):
+    """Slopes by torch.func and torch.autograd.functional, which always build the graph of what they do."""
+
+    def forward(self, x: torch.Tensor) -> object:
+        energy, pull = torch.func.vjp(self.energy, x)
+        slope = torch.func.grad(lambda where: self.energy(where).sum())(x)
+        _, along = torch.autograd.functional.jvp(self.energy, x, torch.ones_like(x))
+        return energy, pull(torch.ones_like(energy))[0], slope, along
+
+
 class Laplacian(Energy):
     """Second derivatives of what it gives, as in a differential equation's residual."""
 
@@ -196,6 +206,7 @@ DOUBLE: dict[str, Callable[[], nn.Module]] = {
     "forces alone": ForcesAlone,
     "descends": DescendsThrough,
     "second derivatives": Laplacian,
+    "transforms": ByTransform,
     "forces, recomputed": partial(TrainedForces, False),
 }
 
@@ -281,7 +292,18 @@ def by_outputs(model: nn.Module, batch: Batch) -> torch.Tensor:
     return losses[0] * slopes[1] + losses[1] * slopes[0]
 
 
-@pytest.mark.parametrize(("flow", "stages"), [(penalty_alone, STAGES[:3]), (by_outputs, STAGES)])
+def kept_by_input(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Weighs its loss by a gradient that a backward left on the input alone."""
+    x = batch.normal(3, WIDTH).requires_grad_()
+    energy, _ = model(x)
+    energy.square().mean().backward(inputs=[x], retain_graph=True)
+    assert x.grad is not None
+    return energy.exp().mean() * x.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("flow", "stages"), [(penalty_alone, STAGES[:3]), (by_outputs, STAGES), (kept_by_input, STAGES)]
+)
 def test_gradients_taken_outside_of_a_forward_train_as_unsharded(
     flow: Callable[[nn.Module, Batch], torch.Tensor], stages: tuple[int, ...]
 ) -> None:

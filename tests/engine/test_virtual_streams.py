@@ -44,9 +44,24 @@ class _Model(nn.Module):
         return self.out(x)
 
 
-def _train(streams: VirtualStreams | None, recipe: Recipe, rank: int, micro_batches: int) -> list[torch.Tensor]:
+class _Field(_Model):
+    """Differentiates between its blocks, down to its input, and goes on with what it found."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        hidden = self.inp(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            (slope,) = torch.autograd.grad(hidden.square().sum(), x, retain_graph=True)
+            hidden = hidden + slope.mean()
+        return self.out(hidden)
+
+
+def _train(
+    streams: VirtualStreams | None, recipe: Recipe, rank: int, micro_batches: int, build: type[_Model] = _Model
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = _Model()
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, streams=streams)
     for step in range(3):
@@ -94,6 +109,19 @@ def _all_orders(rank: int, world_size: int) -> int:
 def test_every_order_that_the_events_allow_gives_the_same_bits() -> None:
     for checked in run_ranks(2, _all_orders):
         assert checked > 1000
+
+
+def _inner_gradients(rank: int, world_size: int) -> None:
+    for stage, prefetch in ((1, 1), (3, 0), (3, 2)):
+        recipe = _recipe(stage, accumulate=False, prefetch=prefetch)
+        plain = _train(None, recipe, rank, 1, _Field)
+        for pace, seed in _paces(rank, all_of_them=False):
+            virtual = _train(VirtualStreams(Patience(), pace=pace, seed=seed), recipe, rank, 1, _Field)
+            assert all(torch.equal(a, b) for a, b in zip(plain, virtual, strict=True)), (stage, prefetch, pace)
+
+
+def test_gradients_inside_of_a_forward_find_every_unit_where_it_belongs() -> None:
+    run_ranks(2, _inner_gradients)
 
 
 def _drop(waiter: Stream, awaited: Stream) -> Callable[[Stream, Event], bool]:

@@ -7,8 +7,10 @@ backward that starts in the middle of the model come at places where no hook of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import get_ident
 
 import torch
+from torch._C._functorch import maybe_current_level
 
 
 def graph_task() -> int:
@@ -21,13 +23,43 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+class NodeOrder:
+    """Whether the nodes of a graph run in the reverse order of their creation: each thread numbers those it makes.
+
+    Backwards run on a thread of their own where the device is a GPU. What a backward with create_graph makes there has
+    no order with what forwards made, so that nothing can be told from which node is due.
+    """
+
+    def __init__(self) -> None:
+        self._home = get_ident()
+        self._left: tuple[int, int] | None = None
+
+    def forward_begins(self) -> None:
+        """This thread makes the nodes of the forward."""
+        self._home = get_ident()
+
+    def kept(self) -> bool:
+        """When a backward begins, on its thread: whether all nodes since the last one come from the forward's."""
+        here, made = get_ident(), torch.autograd._get_sequence_nr()
+        if here == self._home:
+            return True
+        return not torch.is_grad_enabled() and (made == 0 or self._left == (here, made))
+
+    def backward_ends(self) -> None:
+        """What this thread has made by now was made by the backward for itself, in recomputations."""
+        self._left = get_ident(), torch.autograd._get_sequence_nr()
+
+
 def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
 
     It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls. A backward
     that was not told what to compute gives them theirs, and is not asked more: nodes that a reentrant checkpoint makes
     are in a graph of their own, so where all that is trained lies in checkpoints this graph has none of them.
+    A transform of torch.func (grad, vjp) runs a graph in which parameters are constants, and hands over its results.
     """
+    if maybe_current_level() is not None:
+        return False
     if torch.autograd._is_checkpoint_valid():
         return True
     for parameter in parameters:

@@ -94,5 +94,6 @@ def refuse_sharded(unit: Unit) -> NoReturn:
         f"create_graph=True (a backward through a backward) through unit {unit.label!r} needs its parameters whole "
         "from here to the end of the next backward, but the plan shards them: use stage 2, or keep the units that this "
         "gradient comes through whole, by Recipe(overrides={unit: zeroshard.STAGES[2]}) or by leaving them out of "
-        "units=[...], so that the root has them"
+        "units=[...], so that the root has them. (torch.func.grad, vjp and functional.jvp always create the graph; "
+        "torch.autograd.grad without create_graph=True works here)"
     )

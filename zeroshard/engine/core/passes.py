@@ -20,15 +20,18 @@ class ForwardPass:
 
     A graph outlives its backward where somebody keeps the loss, to print it later say. So a pass that a backward went
     through is `over`, and no later backward waits for its units; it counts again when a backward comes back to it.
+    A pass is `unordered` if its graph has nodes of which the numbers of calls say nothing: its units are complete when
+    the backward has ended.
     """
 
-    __slots__ = ("__weakref__", "first_start", "last_end", "over", "reached")
+    __slots__ = ("__weakref__", "first_start", "last_end", "over", "reached", "unordered")
 
     def __init__(self) -> None:
         self.first_start: dict[int, int] = {}
         self.last_end: dict[int, int] = {}
         self.reached = False
         self.over = False
+        self.unordered = False
 
 
 class CallTracker:
@@ -56,6 +59,11 @@ class CallTracker:
             for live in self._live():
                 live.over = False
 
+    def lose_order(self) -> None:
+        """Nodes were made whose place among those of the live passes is not known."""
+        for live in self._live():
+            live.unordered = True
+
     def end_backward(self) -> None:
         """The backward has ended: the passes that it went through are over."""
         for live in self._live():
@@ -81,7 +89,9 @@ class CallTracker:
 
     def complete(self, unit: int, end: int) -> bool:
         """Whether every gradient of `unit` has arrived when the gradient of the call that ended at `end` is ready."""
-        return all(live.over or live.first_start.get(unit, end + 1) > end for live in self._live())
+        return all(
+            live.over or (live.first_start.get(unit, end + 1) > end and not live.unordered) for live in self._live()
+        )
 
     def _live(self) -> list[ForwardPass]:
         return [live for live in (ref() for ref in self._passes) if live is not None]

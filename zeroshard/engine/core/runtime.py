@@ -23,7 +23,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
-from zeroshard.engine.core.autograd import accumulates, carrier, graph_task, in_backward, node_number
+from zeroshard.engine.core.autograd import NodeOrder, accumulates, carrier, graph_task, in_backward, node_number
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inner_backward import (
@@ -88,6 +88,7 @@ class Runtime:
         self.names_in_state_dict = False
         """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
         self._tracker = CallTracker()
+        self._order = NodeOrder()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
         self._inside: int | None = None
         self._part: int | None = None
@@ -196,6 +197,7 @@ class Runtime:
         self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
+        self._order.forward_begins()
         self.inspection.before_pass()
         if torch.is_autocast_enabled(self.storage.device.type):
             torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
@@ -306,6 +308,8 @@ class Runtime:
         self._backward_running, self._task, self._collects = True, graph_task(), collects
         self.streams.follow_caller()
         self._tracker.end_pass()
+        if not self._order.kept():
+            self._tracker.lose_order()
         self._backward.rewind()
         self._owed.clear()
         self.inspection.take_over()
@@ -330,6 +334,7 @@ class Runtime:
         self._pay()
         self._backward.run_to_end()
         self._backward_running = False
+        self._order.backward_ends()
         self._tracker.end_backward()
         for unit in self.units if self._collects else ():
             for group in unit.trainable:
