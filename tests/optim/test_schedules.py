@@ -117,6 +117,16 @@ def test_the_last_rate_is_known_before_the_first_step() -> None:
     assert WarmupCosineLR(sgd(9), 8, warmup_num_steps=4).get_last_lr() == [0.0]
 
 
+def test_the_ratio_of_the_cosine_is_that_of_the_rates() -> None:
+    scheduler = WarmupCosineLR(sgd(4), 4, 0.2, 2, 0.1, "linear")
+    assert scheduler.get_lr_ratio() == 0.0
+    for _ in range(5):
+        scheduler.optimizer.step()
+        scheduler.step()
+        assert scheduler.get_last_lr() == [4 * scheduler.get_lr_ratio()]
+    assert scheduler.get_lr_ratio() == 0.1
+
+
 def test_a_rate_that_is_a_tensor_is_written_in_place() -> None:
     rate = torch.tensor(8.0)
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=rate)

@@ -152,6 +152,10 @@ class WarmupCosineLR(_Warmup):
         ratio = self.ratio_at(iteration)
         return [float(base) * ratio for base in self.base_lrs]
 
+    def get_lr_ratio(self) -> float:
+        """What multiplies each group's own rate at present."""
+        return self.ratio_at(self.last_batch_iteration)
+
     def ratio_at(self, iteration: int) -> float:
         """What multiplies each group's own rate once batch `iteration` is over."""
         if self.warmup_num_steps > 0:
