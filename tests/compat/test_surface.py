@@ -30,6 +30,7 @@ USED = [
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
     "deepspeed.runtime.lr_schedules.WARMUP_LR",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException",
+    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
     "deepspeed.runtime.engine.DeepSpeedEngine",
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save",
@@ -78,6 +79,10 @@ PLACEHOLDERS = {
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "no counterpart",
     "deepspeed.profiling.flops_profiler.FlopsProfiler": "torch.profiler",
     "deepspeed.monitor.tensorboard.TensorBoardMonitor": "log engine",
+    "deepspeed.checkpoint.ds_to_universal.main": "load at any number of ranks",
+    "deepspeed.runtime.zero.MiCS_Init": "no counterpart",
+    "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": "the plan gathers",
+    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": "NVMe is not built yet",
 }
 # What they ask for only with features that are not built.
 REFUSED = {

@@ -1,9 +1,9 @@
 """Names of DeepSpeed that can be imported though nothing stands behind them yet.
 
-Scripts import the class of a pipeline or the wrapper of an fp16 optimizer at their head and use them in one branch
-only, or in an `isinstance`. So each name below is a class that has no instances: imports, `isinstance` and subclasses
-work, and a call ends in an error that names it. To refuse the import, as for every other unknown name, would end
-scripts that never come to the call.
+Scripts import the class of a pipeline, the wrapper of an fp16 optimizer or a part of ZeRO-3's machinery at their head
+and use them in one branch only, or in an `isinstance`. So each name below is a class that has no instances: imports,
+`isinstance` and subclasses work, and a call ends in an error that names it. To refuse the import, as for every other
+unknown name, would end scripts that never come to the call.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any, NoReturn
 
 from deepspeed._refusals import refusal
 
+_LINEAR = ("LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap")
 _PIPELINE = ("LayerSpec", "PipelineModule", "TiedLayerSpec")
 
 PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("PipelineEngine", "PipelineModule"),
+    "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "UNIVERSAL_CHECKPOINT_INFO"),
+    "deepspeed.checkpoint.ds_to_universal": ("main",),
+    "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.monitor": (),
@@ -30,6 +34,9 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.profiling": (),
     "deepspeed.profiling.flops_profiler": ("FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
+    "deepspeed.runtime.comm": (),
+    "deepspeed.runtime.comm.coalesced_collectives": ("all_to_all_quant_reduce", "reduce_scatter_coalesced"),
+    "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
     "deepspeed.runtime.fp16": (),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
     "deepspeed.runtime.fp16.onebit": ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
@@ -46,10 +53,25 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
         "PipelineParallelGrid",
         "ProcessTopology",
     ),
+    "deepspeed.runtime.precision_config": ("DeepSpeedFP16Config", "get_bfloat16_config"),
     "deepspeed.runtime.progressive_layer_drop": ("ProgressiveLayerDrop",),
     "deepspeed.runtime.sparse_tensor": ("SparseTensor",),
+    "deepspeed.runtime.swap_tensor": ("MIN_SWAPPABLE_BYTES",),
+    "deepspeed.runtime.torch_autocast": ("PARAM_COMM_DTYPE_ATTR_NAME", "get_comm_dtype", "has_comm_dtype"),
+    "deepspeed.runtime.zero": ("MiCS_Init",),
+    "deepspeed.runtime.zero.linear": _LINEAR,
+    "deepspeed.runtime.zero.offload_states": ("get_state_devices",),
+    "deepspeed.runtime.zero.parameter_offload": ("ZeROOrderedDict", "ensure_zero_ordered_dict"),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "CUDAQuantizer",
+        "InsertPostInitMethodToModuleSubClasses",
+        "MultipleAllGatherHandles",
+        "get_allgather_dtype",
+        "partitioned_param_data_shape",
+    ),
     "deepspeed.sequence": (),
     "deepspeed.sequence.layer": ("DistributedAttention",),
+    "deepspeed.utils.numa": ("parse_range_list",),
 }
 """Module -> the names of it that are such classes."""
 

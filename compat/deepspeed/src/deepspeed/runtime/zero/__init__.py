@@ -13,6 +13,7 @@ __getattr__, __dir__ = lazy(
         "TiledLinearReturnBias": "zeroshard.sharding.tiled:TiledLinearReturnBias",
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
         "config": "deepspeed.runtime.zero.config",
+        "leaf_module_config": "deepspeed.runtime.zero.leaf_module_config",
         "offload_config": "deepspeed.runtime.zero.offload_config",
         "parameter_offload": "deepspeed.runtime.zero.parameter_offload",
         "partition_parameters": "deepspeed.runtime.zero.partition_parameters",
