@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.distributed import run_ranks
-from zeroshard.errors import ConfigError, PlanError
+from zeroshard.errors import ConfigError, PlanError, UsageError
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 
@@ -194,3 +194,30 @@ def test_the_zero_section_is_an_object_with_every_key() -> None:
     assert config.offload_param is None
     with pytest.raises(ConfigError, match="stage3_prefetch"):
         DeepSpeedZeroConfig(stage3_prefetch=1)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("built", ["init", "engine"])
+def test_a_change_that_would_be_lost_is_refused_where_sanity_checks_are_on(built: str, checked: bool) -> None:
+    zero = {**CONFIG["zero_optimization"], "enable_sanity_checks": checked}
+    config = {**CONFIG, "zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    if built == "init":
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = nn.Linear(4, 4)
+    else:
+        model = nn.Linear(4, 4)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    def change() -> None:
+        with deepspeed.zero.GatheredParameters(model.weight), torch.no_grad():
+            model.weight.fill_(3.0)
+
+    if checked:
+        with pytest.raises(UsageError, match="without modifier_rank"):
+            change()
+    else:
+        change()
+        with deepspeed.zero.GatheredParameters(model.weight):
+            assert model.weight.detach().abs().max() < 1.0
+    if built == "engine":
+        engine.destroy()

@@ -14,7 +14,7 @@ from deepspeed import _config
 from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
 from deepspeed._lightning import divides_loss
 from deepspeed._optimizer import describe_optimizer
-from deepspeed._parameters import describe
+from deepspeed._parameters import describe, enables_checks
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
@@ -94,7 +94,7 @@ def initialize(
         if adapters:
             engine.adopt_adapters(AdaptersBetweenSteps(engine.module, adapters))
     stage_3 = engine.zero_optimization_stage() == 3
-    describe(engine.module.parameters(), resident=stage_3)
+    describe(engine.module.parameters(), resident=stage_3, checked=enables_checks(raw))
     if engine.optimizer is not None and stage_3:
         engine.optimizer.__dict__["parameter_offload"] = ParameterOffload(engine.module)
     logger.info("DeepSpeed info: version=%s, zeroshard %s under DeepSpeed's name", VERSION, zeroshard.__version__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -50,11 +50,27 @@ class _Status:
         return repr(self.now())
 
 
-def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False) -> None:
+_CHECKED = "_zeroshard_sanity_checks"
+"""On a parameter whose config enables sanity checks."""
+
+
+def enables_checks(config: Mapping[str, Any]) -> bool:
+    """Whether a config says `zero_optimization.enable_sanity_checks`."""
+    zero = config.get("zero_optimization")
+    return isinstance(zero, Mapping) and zero.get("enable_sanity_checks") in (True, 1)
+
+
+def is_checked(parameter: torch.Tensor) -> bool:
+    """Whether a change of the parameter that would be lost is an error."""
+    return _CHECKED in vars(parameter)
+
+
+def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False, checked: bool = False) -> None:
     """Put the attributes on parameters that are sharded, loosely or by an engine; others are left as they are.
 
     Args:
         resident: and on those of an engine that stay whole.
+        checked: their config enables sanity checks.
     """
     for parameter in parameters:
         found = _sharded(parameter, resident)
@@ -63,6 +79,9 @@ def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False) -> N
         shape, ranks, persists = found
         numel = shape.numel()
         attributes = vars(parameter)
+        attributes.pop(_CHECKED, None)
+        if checked:
+            attributes[_CHECKED] = True
         attributes.setdefault("ds_id", next(_IDS))
         attributes.update(
             ds_shape=shape,

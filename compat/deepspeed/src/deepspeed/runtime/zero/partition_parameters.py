@@ -18,7 +18,7 @@ from torch import nn
 import zeroshard
 from deepspeed import _config
 from deepspeed._exports import lazy
-from deepspeed._parameters import ZeroParamStatus, describe
+from deepspeed._parameters import ZeroParamStatus, describe, enables_checks, is_checked
 from zeroshard.cluster import rank_place
 from zeroshard.engine.between.gathered import GatheredParameters as _Gathered
 from zeroshard.engine.between.gathered import Unkept
@@ -78,6 +78,8 @@ class Init(ShardedInit):
             **others,
         )
         self._built: list[nn.Parameter] = []
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self._checked = source is not None and enables_checks(_config.read(source).root)
         if module is not None and enabled:
             self._shard(module)
 
@@ -85,7 +87,7 @@ class Init(ShardedInit):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        describe(self._built)
+        describe(self._built, checked=self._checked)
         self._built.clear()
 
     def _keep(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -103,11 +105,13 @@ class Init(ShardedInit):
                 dist.broadcast(value, 0)
             shard_loosely(parameter, value)
             parameter.data = value.new_empty(0)
-        describe(module.parameters())
+        describe(module.parameters(), checked=self._checked)
 
 
 class GatheredParameters(_Gathered):
     """As `zeroshard.GatheredParameters`; changes without a modifier_rank are dropped, not refused.
+
+    They are refused where the config of a parameter says `zero_optimization.enable_sanity_checks`.
 
     Args:
         params: may hold None, buffers and plain tensors, which are left alone.
@@ -123,6 +127,8 @@ class GatheredParameters(_Gathered):
         enabled: bool = True,
     ) -> None:
         super().__init__(params, modifier_rank, fwd_module, enabled)
+        if any(is_checked(member) for member in self._members):
+            self.unkept = Unkept.REFUSED
 
 
 def _dtype(config: Any) -> torch.dtype:
