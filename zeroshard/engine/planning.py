@@ -46,6 +46,7 @@ def make_plan(
     if isinstance(plan, Plan):
         if "accumulate" in changes and plan.policy.accumulate != accumulate:
             raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
+        check_wide(plan, source)
         return plan.with_policy(**changes)
     if isinstance(plan, int) and not isinstance(plan, bool):
         if plan not in STAGES:
@@ -62,14 +63,41 @@ def make_plan(
     recipe = dataclasses.replace(
         plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
     )
-    recipe = _with_update(recipe, source, device)
+    wide = recipe.precision.param is None and _has_wide(model)
+    recipe = _with_update(recipe, None if wide else source, device)
     if device.type == "cuda":
+        split = source is not None and source.split_master and not wide
         by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
-        recipe = for_gpu(recipe, split_master=source is not None and source.split_master and not by_processor)
+        recipe = for_gpu(recipe, split_master=split and not by_processor)
     made = build_plan(find_units(model, units), recipe, dp=world_size(), shard=shard_size)
     if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
         made = with_peer_copies(made)
+    check_wide(made, source)
     return made
+
+
+def is_wide(plan: Plan) -> bool:
+    """Whether some trainable parameters are float64."""
+    return any(group.trainable and group.param.dtype == "float64" for _, group in plan.groups())
+
+
+def check_wide(plan: Plan, source: Source | None) -> None:
+    """Raises PlanError where the optimizer would update float64 parameters through float32."""
+    if source is None or not is_wide(plan):
+        return
+    name = next(
+        group.layout.segments[0].name
+        for _, group in plan.groups()
+        if group.trainable and group.param.dtype == "float64"
+    )
+    streamed = plan.policy.host_update is HostUpdate.STREAMED
+    if streamed or not source.exact_wide:
+        what = "state that passes through the GPU" if streamed else source.name
+        raise PlanError(
+            f"parameter {name!r} is float64, but {what} is computed in float32: use Adam, AdamW, SGD, Adagrad, RMSprop "
+            "or another of torch's element-wise optimizers, with state on the device or updated by the processor, or "
+            "make the parameter float32"
+        )
 
 
 def check_update(plan: Plan, source: Source | None) -> None:
@@ -108,6 +136,10 @@ def _check_compressed(recipe: Recipe, name: str) -> None:
             f"{name} can't clip by the gradients' norm: after its warm-up they are never averaged. Set "
             "gradient_clipping (clip_norm) to 0"
         )
+
+
+def _has_wide(model: nn.Module) -> bool:
+    return any(parameter.dtype == torch.float64 and parameter.requires_grad for parameter in model.parameters())
 
 
 def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ def torch_source(
         defaults,
         moments,
         lambda site: TorchUpdate(kind, defaults, site.regions, groups),
+        exact_wide=True,
         client=optimizer,
     )
 
@@ -135,7 +136,7 @@ def flat_rule(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
         return None
     if any(group.get("maximize") or group.get("differentiable") or group.get("amsgrad") for group in groups):
         return None
-    if any(isinstance(group["lr"], torch.Tensor) for group in groups):
+    if any(_holds_tensors(group) for group in groups):
         return None
     if kind is torch.optim.AdamW:
         return ADAMW
@@ -150,6 +151,13 @@ def flat_rule(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
             momentum=any(group["momentum"] > 0 for group in groups), centered=any(group["centered"] for group in groups)
         )
     return None
+
+
+def _holds_tensors(group: Mapping[str, Any]) -> bool:
+    """Whether a hyper-parameter is a tensor, in whose precision torch computes."""
+    values = [value for key, value in group.items() if key != "params"]
+    flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    return any(isinstance(item, torch.Tensor) for item in flat)
 
 
 def check_elementwise(

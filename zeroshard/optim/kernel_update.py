@@ -33,7 +33,7 @@ class KernelUpdate(FlatUpdate):
         self._tiles: dict[int, torch.Tensor] = {}
         if rule in (ADAM, ADAMW) and find_spec("triton") is not None:
             for number, region in enumerate(regions):
-                if region.memory is None and region.master.is_cuda:
+                if region.memory is None and region.master.is_cuda and region.master.dtype != torch.float64:
                     self._tiles[number] = tile_table(region.pieces, region.master.device)
 
     def __str__(self) -> str:

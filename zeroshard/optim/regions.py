@@ -33,8 +33,8 @@ class Region:
     Attributes:
         label: unit and dtype, for messages.
         layout, start: the group's layout and the element at which this region begins.
-        master: float32 parameters, or the int16 remainder of split ones; `param` the compute-dtype parameters to
-            refresh, None where they are the master themselves.
+        master: float32 or float64 parameters, or the int16 remainder of split ones; `param` the compute-dtype
+            parameters to refresh, None where they are the master themselves.
         grad: gives the reduced gradients; they may be at another place in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
@@ -67,10 +67,12 @@ class Region:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())
 
     def new_state(self) -> torch.Tensor:
-        """Zeros, a float32 for each element of the region, where the update's state is to rest."""
+        """Zeros for each element of the region, float64 beside such parameters and else float32, where the update's
+        state is to rest."""
+        dtype = torch.float64 if self.master.dtype == torch.float64 else torch.float32
         if self.memory is not None:
-            return self.memory(self.master.numel(), torch.float32)
-        return torch.zeros_like(self.master, dtype=torch.float32)
+            return self.memory(self.master.numel(), dtype)
+        return torch.zeros_like(self.master, dtype=dtype)
 
     def runs(self, active: Sequence[bool], steps: Sequence[int]) -> list[Run]:
         """The runs to update: `active` and `steps` (updates so far) are per segment of the group."""

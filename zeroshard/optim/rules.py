@@ -1,7 +1,8 @@
 """Element-wise update rules on flat pieces of parameters, operation by operation as torch.optim computes them.
 
-A rule sees one contiguous run of float32 parameters with its gradients and state; it knows nothing of sharding. The
-operations and their order are those of torch's single-tensor implementations, so results are equal bit for bit.
+A rule sees one contiguous run of float32 or float64 parameters with its gradients and state; it knows nothing of
+sharding. The operations and their order are those of torch's single-tensor implementations, so results are equal bit
+for bit.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class Source:
         compressed: makes the update that averages momentum in compressed form; `update` is not used then.
         parameter_sums: float64 values per parameter that a step sums over the ranks.
         parameter_maxima: float64 values per parameter of which a compressed step takes the largest over the ranks.
+        exact_wide: whether `update` and `on_host` compute in float64 for float64 parameters; the others never do.
         client: the user's optimizer, None where the config names one.
     """
 
@@ -61,6 +62,7 @@ class Source:
     parameter_sums: int = 0
     parameter_maxima: int = 0
     compressed: Callable[[Site], CompressedUpdate] | None = None
+    exact_wide: bool = False
     client: torch.optim.Optimizer | None = None
 
 
@@ -90,6 +92,7 @@ def rule_source(
         if rule in (ADAM, ADAMW)
         else None,
         split_master=on_device,
+        exact_wide=True,
         client=client,
     )
 

@@ -117,7 +117,7 @@ class HostDriven(SavedState):
 
 
 class FlatUpdate(FlatState):
-    """A rule on flat regions, with its state in one flat float32 tensor per region and kind.
+    """A rule on flat regions, with its state in one flat tensor per region and kind.
 
     Args:
         groups: hyper-parameters of each optimizer group, for rules whose state does not start from 0.
@@ -164,7 +164,7 @@ class FlatUpdate(FlatState):
     ) -> None:
         """Update neighbouring elements alike."""
         cut = slice(run.start, run.end)
-        grad = scaled(region.grad()[cut], coefficient)
+        grad = scaled(region.grad()[cut], coefficient).to(region.master.dtype)
         self._rule.update(region.master[cut], grad, [kind[cut] for kind in state], hyper, run.step)
         if region.param is not None:
             region.param[cut].copy_(region.master[cut])
@@ -230,7 +230,7 @@ class TorchUpdate(SavedState):
             group.update(group_options(hyper[index]))
         for region, index, low, high, part in self._slices:
             on = active[region.first_flag + index]
-            part.grad = scaled(region.grad()[low:high], coefficient) if on else None
+            part.grad = scaled(region.grad()[low:high], coefficient).to(part.dtype) if on else None
         self._inner.step()
         for region, _, low, high, part in self._slices:
             if region.param is not None and part.grad is not None:
@@ -315,8 +315,11 @@ def refuse_unruly(name: str, hyper: Sequence[Mapping[str, Any]]) -> None:
 
 
 def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """The gradient in float32 times `coefficient`; in place where it is float32 already, for the step consumes it."""
-    if grad.dtype != torch.float32:
+    """The gradient in float32, or float64 where it is that, times `coefficient`.
+
+    In place where it has that dtype already, for the step consumes it.
+    """
+    if grad.dtype not in (torch.float32, torch.float64):
         grad = grad.float()
     return grad if coefficient == 1.0 else grad.mul_(coefficient)
 

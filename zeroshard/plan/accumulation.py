@@ -13,22 +13,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroshard.plan.builder import with_order
-from zeroshard.plan.dtypes import dtype_name
+from zeroshard.plan.dtypes import dtype_name, state_dtype
 from zeroshard.plan.placement import Residency, Tier
 from zeroshard.plan.plan import GroupPlan, Plan
 
 
 def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:
-    """The same plan with accumulators of `dtype` (None: float32); a plan that accumulates is returned as it is."""
+    """The same plan with accumulators of `dtype`; a plan that accumulates is returned as it is.
+
+    Args:
+        dtype: None is float32, and float64 for float64 parameters.
+    """
     if plan.policy.accumulate:
         return plan
-    kept = dtype_name(dtype or "float32")
+    kept = None if dtype is None else dtype_name(dtype)
     units = [replace(unit, groups=tuple(_accumulating(group, kept) for group in unit.groups)) for unit in plan.units]
     return with_order(units, plan.order, replace(plan.policy, accumulate=True), dp=plan.dp, shard=plan.shard)
 
 
-def _accumulating(group: GroupPlan, kept: str) -> GroupPlan:
+def _accumulating(group: GroupPlan, wanted: str | None) -> GroupPlan:
     if group.grad is None:
         return group
+    kept = wanted or state_dtype(group.param.dtype)
     grad = replace(group.grad, dtype=kept, residency=Residency.RESIDENT, tier=Tier.DEVICE)
     return replace(group, grad=grad, staged=grad.axis is not None or kept != group.wire)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
-from zeroshard.plan.dtypes import dtype_name, itemsize
+from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
@@ -33,7 +33,7 @@ class Precision:
     Attributes:
         param: compute dtype of floating parameters; None keeps each parameter's own.
         wire: dtype of gradients on the wire; None takes the compute dtype.
-        accumulate: dtype of gradients between micro-batches; None means float32.
+        accumulate: dtype of gradients between micro-batches; None means float32, and float64 for such parameters.
         master: dtype of master weights: 'float32', or 'int16' for the remainder beside bfloat16 parameters (see
             optim.split); None lets the caller choose, and is float32 here.
         keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
@@ -301,13 +301,13 @@ def _group_plan(
     precision = recipe.precision
     # A group that computes in float32 is never rounded on the wire unless the recipe says so.
     wire = dtype_name(precision.wire) if precision.wire else dtype
-    kept = dtype_name(precision.accumulate or "float32") if recipe.policy.accumulate else wire
+    kept = dtype_name(precision.accumulate or state_dtype(dtype)) if recipe.policy.accumulate else wire
     transient = bool(recipe.transient_gradients) and row.grad and not recipe.policy.accumulate and kept == wire
     grad = Placement(row.placed(row.grad), kept, residency=Residency.AROUND_USE if transient else Residency.RESIDENT)
     state_axis = row.placed(row.state)
     needs_slot = row.grad or kept != wire
     master = Placement(state_axis, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
-    moments = Placement(state_axis, "float32", copies=copies, blocks=blocks) if copies else None
+    moments = Placement(state_axis, state_dtype(dtype), copies=copies, blocks=blocks) if copies else None
     return GroupPlan(
         layout,
         trainable,

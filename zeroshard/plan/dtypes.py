@@ -31,6 +31,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return _STORED[name]
 
 
+def state_dtype(name: str) -> str:
+    """The dtype of master weights, moments and accumulated gradients of parameters in dtype `name`."""
+    return "float64" if name == "float64" else "float32"
+
+
 def itemsize(name: str) -> int:
     """Bytes per element."""
     return _STORED[name].itemsize

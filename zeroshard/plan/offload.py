@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 
 from zeroshard.errors import PlanError
-from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.dtypes import itemsize, state_dtype
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, HostUpdate, Plan, UnitPlan
 
@@ -142,8 +142,9 @@ def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupP
     if update is HostUpdate.PROCESSOR:
         if master is not None and master.dtype != "float32":
             raise PlanError(f"offload: the processor updates float32 master weights, not {master.dtype}")
-        own_master = group.param_on_host and group.param.dtype == "float32"
-        master = None if own_master else Placement(group.update_axis, "float32", Tier.HOST)
+        kept = state_dtype(group.param.dtype)
+        own_master = group.param_on_host and group.param.dtype == kept
+        master = None if own_master else Placement(group.update_axis, kept, Tier.HOST)
     elif master is not None:
         master = replace(master, tier=Tier.HOST)
     moments = replace(group.moments, tier=Tier.HOST) if group.moments is not None else None

@@ -36,7 +36,9 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
         return HostStateStepper(handle, source.on_host(site), scaler)
     if update is HostUpdate.STREAMED:
         return _streamed_stepper(handle, source, site, scaler)
-    on_device = handle.device.type == "cuda" and source.on_device is not None
+    # The kernels of the device compute in float32.
+    wide = any(region.master.dtype == torch.float64 for region in site.regions)
+    on_device = handle.device.type == "cuda" and source.on_device is not None and not wide
     if not (on_device and source.split_master):
         refuse_split(site.regions, source.name)
     if on_device:
