@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -56,6 +57,40 @@ def _generates_between_steps(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_model_generates_between_steps_each_rank_as_often_as_it_needs(stage: int) -> None:
     run_ranks(2, _generates_between_steps, stage)
+
+
+def test_versions_and_operators_are_written_down() -> None:
+    from deepspeed.git_version_info import compatible_ops, git_hash, installed_ops, torch_info, version
+
+    assert version == deepspeed.__version__
+    assert git_hash == deepspeed.__git_hash__
+    assert torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+    assert (torch_info["cuda_version"] == "0.0") == (torch.version.cuda is None)
+    assert compatible_ops["cpu_adam"]
+    assert set(installed_ops) == set(compatible_ops)
+    assert not any(installed_ops.values())
+
+
+def test_a_config_names_its_optimizer_and_levels_as_the_constants_do() -> None:
+    from deepspeed.runtime import config, constants
+
+    for name in ("ADAM", "ADAMW", "LAMB", "LION", "ADAGRAD", "MUON"):
+        values = {"train_batch_size": 1, "optimizer": {"type": getattr(config, f"{name}_OPTIMIZER")}}
+        assert deepspeed.DeepSpeedConfig(values).optimizer_name == name.lower()
+    assert config.get_log_level({}) is constants.LOG_LEVEL_DEFAULT is None
+    assert config.get_log_level({"log_level": "ERROR"}) == "ERROR"
+    assert config.get_gradient_clipping({}) == constants.GRADIENT_CLIPPING_DEFAULT == 1.0
+    assert config.get_gradient_clipping({"gradient_clipping": 0.5}) == 0.5
+
+
+def test_a_level_is_set_by_its_name() -> None:
+    from deepspeed.utils import set_log_level_from_string
+
+    mine = logging.getLogger("tests.compat.helpers")
+    set_log_level_from_string("error", mine)
+    assert mine.level == logging.ERROR
+    with pytest.raises(ValueError, match="'loud' is none of debug, info"):
+        set_log_level_from_string("loud", mine)
 
 
 def test_the_call_that_is_run_again_has_both_names() -> None:

@@ -10,6 +10,7 @@ __getattr__, __dir__ = lazy(
         "activation_checkpointing": "deepspeed.runtime.activation_checkpointing",
         "base_optimizer": "deepspeed.runtime.base_optimizer",
         "config": "deepspeed.runtime.config",
+        "constants": "deepspeed.runtime.constants",
         "dataloader": "deepspeed.runtime.dataloader",
         "engine": "deepspeed.runtime.engine",
         "lr_schedules": "deepspeed.runtime.lr_schedules",

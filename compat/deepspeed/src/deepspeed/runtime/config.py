@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from deepspeed import _config
 from deepspeed._exports import lazy
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError
 
 DeepSpeedConfigError = ConfigError
 
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "lamb", "lion"
+ADAGRAD_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "muon"
+ONEBIT_ADAM_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "zerooneadam"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+
 __getattr__, __dir__ = lazy(__name__, {})
+
+
+def get_log_level(config: Mapping[str, Any]) -> Any:
+    """The value of `log_level` in a config that was read; None where it is not given."""
+    return config.get("log_level", LOG_LEVEL_DEFAULT)
+
+
+def get_gradient_clipping(config: Mapping[str, Any]) -> Any:
+    """The value of `gradient_clipping` in a config that was read; the default where it is not given."""
+    return config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
 
 
 class DeepSpeedConfig:

@@ -13,6 +13,7 @@ __getattr__, __dir__ = lazy(
         "zero_to_fp32": "deepspeed.utils.zero_to_fp32",
         "logger": "deepspeed.utils.logging:logger",
         "log_dist": "deepspeed.utils.logging:log_dist",
+        "set_log_level_from_string": "deepspeed.utils.logging:set_log_level_from_string",
         "is_initialized": "deepspeed.comm:is_initialized",
         "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
         "OnDevice": "zeroshard:OnDevice",

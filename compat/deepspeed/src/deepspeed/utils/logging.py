@@ -14,6 +14,18 @@ logger = logging.getLogger("zeroshard")
 __getattr__, __dir__ = lazy(__name__, {})
 
 
+def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of the logger, or of another, by its name in any case.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    number = logging.getLevelName(level.upper())
+    if not isinstance(number, int):
+        raise ValueError(f"set_log_level_from_string: {level!r} is none of debug, info, warning, error and critical")
+    (custom_logger or logger).setLevel(number)
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks; None or -1 means all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
