@@ -9,11 +9,13 @@ loading of a pretrained model on one rank. Rejected for everybody: a tape is che
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -21,6 +23,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.deferred_calls import active_tape
 from zeroshard.sharding.loose import shard_loosely
@@ -31,7 +34,9 @@ from zeroshard.sharding.overlap import refuse_shared_memory
 class ShardedInit(Init):
     """As `Init`; at the end parameters are empty, sharded over the default process group, and can be gathered.
 
-    Only the outermost of nested contexts shards. A context that ends in an exception shards nothing.
+    Their values are rank 0's, as in a model that is sharded whole: ranks may draw other random numbers, and weights may
+    be set on rank 0 alone. All ranks leave the context together. Only the outermost of nested contexts shards; one that
+    ends in an exception shards nothing.
 
     Args:
         param_dtype: of all floating parameters afterwards; None leaves each its own.
@@ -42,6 +47,9 @@ class ShardedInit(Init):
         super().__init__(**options)
         self._param_dtype = param_dtype
         self._modules: dict[int, nn.Module] = {}
+        self._members: list[nn.Parameter] = []
+        self._shapes: list[torch.Size] = []
+        self._numbers: dict[int, int] = {}
         self._hooks = ExitStack()
         self._outermost = False
 
@@ -68,7 +76,13 @@ class ShardedInit(Init):
             roots = [module for module in modules if id(module) not in inner]
             for root in roots:
                 refuse_shared_memory(root)  # it can't be seen any more once each parameter has a shard of its own
-            materialize(nn.ModuleList(modules), None, self._keep)
+            built = nn.ModuleList(modules)
+            self._members = [parameter for parameter in built.parameters() if parameter.is_meta]
+            self._shapes = [member.shape for member in self._members]
+            self._numbers = {id(member): number for number, member in enumerate(self._members)}
+            _check_same(self._members, self.device)
+            materialize(built, None, self._keep)
+            self._receive()
             for root in roots:
                 guard_loose(root)
 
@@ -82,4 +96,47 @@ class ShardedInit(Init):
         dtype = self._param_dtype if self._param_dtype is not None and value.is_floating_point() else value.dtype
         value = value.to(dtype)
         fill_in_place(name, tensor, value.new_empty(0))
-        shard_loosely(tensor, value)
+        if not _several_ranks():
+            shard_loosely(tensor, value)
+        elif dist.get_rank() == 0:
+            _broadcast(torch.tensor([self._numbers[id(tensor)]], device=value.device))
+            shard_loosely(tensor, _broadcast(value))
+
+    def _receive(self) -> None:
+        """On other ranks than 0: its parameters in the order in which it makes them, which may be another than here."""
+        members, self._members = self._members, []
+        if not _several_ranks() or dist.get_rank() == 0:
+            return
+        for _ in members:
+            number = int(_broadcast(torch.zeros(1, dtype=torch.int64, device=self.device)))
+            shape, empty = self._shapes[number], members[number]
+            shard_loosely(empty, _broadcast(torch.empty(shape, dtype=empty.dtype, device=self.device)))
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _broadcast(value: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values; sent as bytes, for gloo does not send all dtypes."""
+    sent = value.detach().contiguous()
+    if sent.numel():
+        dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+    return sent
+
+
+def _check_same(members: list[nn.Parameter], device: torch.device) -> None:
+    """Raises UsageError, on all ranks, unless all have built parameters of the same shapes and dtypes."""
+    if not _several_ranks():
+        return
+    shapes = [f"{tuple(member.shape)} {member.dtype}" for member in members]
+    digest = hashlib.sha256("\n".join(shapes).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, own)
+    different = [rank for rank, other in enumerate(others) if not torch.equal(other, others[0])]
+    if different:
+        raise UsageError(
+            f"ranks {different} have built other parameters under Init than rank 0 (this rank: {len(shapes)} of them): "
+            "shapes, dtypes and order must be equal on all ranks, though values need not be"
+        )
