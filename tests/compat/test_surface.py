@@ -29,6 +29,7 @@ USED = [
     "deepspeed.comm.get_world_size",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
     "deepspeed.runtime.lr_schedules.WARMUP_LR",
+    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException",
     "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer",
@@ -82,7 +83,6 @@ PLACEHOLDERS = {
     "deepspeed.checkpoint.ds_to_universal.main": "load at any number of ranks",
     "deepspeed.runtime.zero.MiCS_Init": "no counterpart",
     "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": "the plan gathers",
-    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": "NVMe is not built yet",
 }
 # What they ask for only with features that are not built.
 REFUSED = {

@@ -56,7 +56,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.precision_config": ("DeepSpeedFP16Config", "get_bfloat16_config"),
     "deepspeed.runtime.progressive_layer_drop": ("ProgressiveLayerDrop",),
     "deepspeed.runtime.sparse_tensor": ("SparseTensor",),
-    "deepspeed.runtime.swap_tensor": ("MIN_SWAPPABLE_BYTES",),
     "deepspeed.runtime.torch_autocast": ("PARAM_COMM_DTYPE_ATTR_NAME", "get_comm_dtype", "has_comm_dtype"),
     "deepspeed.runtime.zero": ("MiCS_Init",),
     "deepspeed.runtime.zero.linear": _LINEAR,
