@@ -32,6 +32,10 @@ class UsageError(ZeroShardError, ValueError):
     """A call came at a moment or with arguments for which it has no meaning."""
 
 
+class UnscaledLossError(UsageError, RuntimeError):
+    """A backward in float16 began from a loss without the loss scale, so that its gradients would be too small."""
+
+
 class CheckpointError(ZeroShardError, ValueError):
     """A checkpoint is missing, torn or of another model; the message names file and tensor."""
 

@@ -28,6 +28,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, close
 from zeroshard.engine.planning import make_plan
+from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
@@ -294,4 +295,6 @@ def _engine_options(config: Config) -> EngineOptions:
         loader=LoaderOptions(drop_last=config.drop_last),
         saving=Saving(config.checkpoint.background, config.checkpoint.keep, config.checkpoint.directory),
         steps_per_print=config.steps_per_print,
+        counts_micro_batches=config.batch.managed,
+        settings=Settings(0 if config.zero.stage == "auto" else config.zero.stage, config.precision.compute),
     )

@@ -28,7 +28,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
     policy = ExecutionPolicy(
         prefetch=MAX_PREFETCH,
         reuse=zero.max_reuse_distance > 0,
-        accumulate=config.batch.accumulation > 1,
+        accumulate=config.batch.accumulation > 1 or not config.batch.managed,
         overlap_step=zero.overlap_comm,
         predivide=float(config.world_size) if reduction.prescale else reduction.predivide_factor,
         mean=reduction.op == "mean",

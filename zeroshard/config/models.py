@@ -159,6 +159,7 @@ class ObeyedSections(Section):
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
     gradient_accumulation_steps: Count | None = None
+    managed_gradient_accumulation: Flag = True
     dataloader_drop_last: Flag = False
     log_level: LogLevel | None = None
     steps_per_print: PrintInterval = None

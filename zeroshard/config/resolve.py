@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -307,7 +307,7 @@ class _Resolver:
         for name, value in zip(batch.NAMES, (result.train, result.micro, result.accumulation), strict=True):
             rule = "auto: " if name in self._autos else ""
             self._record(name, value, f"{rule}{origins[name]}" if name in origins else None)
-        return result
+        return replace(result, managed=sections.managed_gradient_accumulation)
 
     def _precision(self, sections: ObeyedSections) -> PrecisionConfig:
         bf16, fp16 = sections.bf16.enabled, sections.fp16.enabled

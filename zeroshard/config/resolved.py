@@ -104,11 +104,16 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """train = micro x accumulation x world size, in samples."""
+    """train = micro x accumulation x world size, in samples.
+
+    Attributes:
+        managed: whether the engine counts micro-batches to the last of a step; else the script's step() is an update.
+    """
 
     train: int
     micro: int
     accumulation: int
+    managed: bool = True
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,12 @@ class Batching:
     Attributes:
         sizes: the triple.
         since_step: micro-batches of the step that is being made.
+        counts: whether micro-batches are counted; else every call of step is an update.
     """
 
-    def __init__(self, sizes: BatchSizes, ranks: int) -> None:
+    def __init__(self, sizes: BatchSizes, ranks: int, *, counts: bool = True) -> None:
         self.sizes = sizes
+        self.counts = counts
         self.since_step = 0
         self._ranks = ranks
         self._manual: bool | None = None
@@ -36,7 +38,17 @@ class Batching:
         """Whether the coming (or running) micro-batch is the last before the update."""
         if self._manual is not None:
             return self._manual
-        return self.since_step + 1 >= self.sizes.accumulation
+        return self.counts and self.since_step + 1 >= self.sizes.accumulation
+
+    @property
+    def step_updates(self) -> bool:
+        """Whether a call of step now makes an update."""
+        return self.at_boundary or not self.counts
+
+    @property
+    def manual(self) -> bool:
+        """Whether somebody else decides which micro-batch is the last."""
+        return self._manual is not None
 
     def decide(self, is_boundary: bool | None) -> None:
         """Take over the decision; None gives it back. Raises UsageError for anything else than these."""
@@ -44,11 +56,16 @@ class Batching:
             raise UsageError(
                 f"set_gradient_accumulation_boundary({is_boundary!r}): True, False, or None to count again"
             )
+        if not self.counts:
+            raise UsageError(
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation false: every step() is the "
+                "boundary; leave out one of the two"
+            )
         self._manual = is_boundary
 
     def count(self) -> bool:
         """A micro-batch is over; whether it was the last before the update."""
-        boundary = self.at_boundary
+        boundary = self.step_updates
         self.since_step = 0 if boundary else self.since_step + 1
         return boundary
 

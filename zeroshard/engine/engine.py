@@ -83,6 +83,7 @@ class Engine(TrainingEngine):
                 "micro_steps": self.micro_steps,
                 "global_steps": self.global_steps,
                 "skipped_steps": self.skipped_steps,
+                "global_samples": self.global_samples,
                 "accumulation": self._batching.sizes.accumulation,
                 "train_batch": self._batching.sizes.train,
                 "data": self._data.saved(),
@@ -193,6 +194,7 @@ class Engine(TrainingEngine):
 
     def _count_from(self, counters: Mapping[str, Any]) -> None:
         self.global_steps, self.skipped_steps = counters["global_steps"], counters["skipped_steps"]
+        self.global_samples = counters.get("global_samples", self.global_steps * counters.get("train_batch", 0))
         accumulation = self._batching.sizes.accumulation
         same = counters["accumulation"] == accumulation
         # With another accumulation the next micro-batch is the first of a step.

@@ -192,7 +192,10 @@ def _chosen(
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside only accumulate on this rank; the next backward outside, or the step, reduces."""
-    with handle_of(model).runtime.no_sync():
+    runtime = handle_of(model).runtime
+    if not runtime.plan.policy.accumulate:
+        raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
+    with runtime.no_sync():
         yield
 
 

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from zeroshard.engine.backwards import Backwards
 from zeroshard.engine.batching import Batching, BatchSizes
 from zeroshard.engine.between.offload_states import offload_states, reload_states
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
+from zeroshard.engine.settings import AsksSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
 from zeroshard.engine.step.step_base import StepperBase
@@ -49,6 +51,8 @@ class EngineOptions:
         loader: how loaders are made.
         saving: how checkpoints are saved.
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
+        counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
+        settings: what is answered to those who ask for it.
     """
 
     accumulate_dtype: str | None = None
@@ -56,9 +60,11 @@ class EngineOptions:
     loader: LoaderOptions = field(default_factory=LoaderOptions)
     saving: Saving = Saving()
     steps_per_print: int | None = None
+    counts_micro_batches: bool = True
+    settings: Settings = field(default_factory=Settings)
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(nn.Module, AsksSettings):
     """Trains a sharded model with DeepSpeed's calls. Attributes it lacks are looked up on the model.
 
     Attributes:
@@ -66,6 +72,7 @@ class TrainingEngine(nn.Module):
         optimizer: the sharded optimizer, None when the engine can't train.
         lr_scheduler: stepped after each applied update, None when there is none.
         micro_steps, global_steps, skipped_steps: micro-batches, optimizer steps, and steps not applied.
+        global_samples: samples of all steps over all ranks.
     """
 
     def __init__(
@@ -83,8 +90,12 @@ class TrainingEngine(nn.Module):
         self.micro_steps = 0
         self.global_steps = 0
         self.skipped_steps = 0
+        self.global_samples = 0
         self._options = options or EngineOptions()
-        self._batching = Batching(batch, handle_of(model).plan.dp)
+        self._batching = Batching(batch, handle_of(model).plan.dp, counts=self._options.counts_micro_batches)
+        self._backwards = None
+        if optimizer is not None:
+            self._backwards = Backwards(handle_of(model).runtime, stepper_of(model).scaler, self._batching)
         self._inside_no_sync = False
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
@@ -123,17 +134,23 @@ class TrainingEngine(nn.Module):
         Returns:
             The loss as it was divided, without the loss scale.
         """
-        stepper = self._stepper("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"backward needs a scalar loss, got {what}; reduce it first, e.g. loss.mean()")
-        accumulation = self._batching.sizes.accumulation
-        if scale_wrt_gas and accumulation > 1:
-            loss = loss / accumulation
-        scaled = loss if stepper.scaler is None else loss.float() * stepper.scaler.scale
-        self._handle.runtime.set_boundary(self.is_gradient_accumulation_boundary())
-        scaled.backward(retain_graph=retain_graph)
-        return loss
+        self._stepper("backward")
+        self._handle.check_open()
+        assert self._backwards is not None
+        divided, scaled = self._backwards.prepared(loss, divide=scale_wrt_gas)
+        with self._backwards.of_engine():
+            scaled.backward(retain_graph=retain_graph)
+        return divided
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale: `engine.scale(loss).backward()` is `engine.backward(loss)`.
+
+        Without a loss scale (fp32, bf16) it is the loss; the division by the accumulation steps is in its backward.
+        """
+        self._stepper("scale")
+        self._handle.check_open()
+        assert self._backwards is not None
+        return self._backwards.scaled(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After each backward: at the boundary of the accumulation updates the parameters, else only counts.
@@ -143,23 +160,32 @@ class TrainingEngine(nn.Module):
         stepper = self._stepper("step")
         assert self.optimizer is not None
         if self._inside_no_sync:
-            raise UsageError("step() inside no_sync(): leave the context first")
-        arguments = step_arguments(self.lr_scheduler, lr_kwargs) if self._batching.at_boundary else {}
+            raise UsageError("step() inside no_sync() or coalesce_grad_reduction(): leave the context first")
+        arguments = step_arguments(self.lr_scheduler, lr_kwargs) if self._batching.step_updates else {}
         self.micro_steps += 1
         if not self._batching.count():
             return
         self._close_outcome(stepper)
         self.global_steps += 1
+        self.global_samples += self._samples()
         self._data.mark()
         self._uncounted = arguments
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self._batching.manual:
+            self._take_accumulators()
         every = self._options.steps_per_print
         due = every is not None and self.global_steps % every == 0
         if stepper.settled or due:
             self._close_outcome(stepper)
         if due:
             self._print_progress(stepper)
+
+    def _samples(self) -> int:
+        """Samples of the step that is being made."""
+        assert self._backwards is not None
+        backwards, sizes = self._backwards.count_from_here(), self._batching.sizes
+        return sizes.train if self._options.counts_micro_batches else sizes.train // sizes.accumulation * backwards
 
     def _print_progress(self, stepper: StepperBase) -> None:
         """One line on rank 0, for which the step waits for the device."""
@@ -187,18 +213,69 @@ class TrainingEngine(nn.Module):
         return self._batching.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Take over the decision which micro-batch is the last before the update; None gives it back."""
+        """Take over the decision which micro-batch is the last before the update; None gives it back.
+
+        All ranks say the same. A run of one micro-batch per step takes its accumulators when it first says False
+        between a step and the next forward; amid them, the sums of that step are whole on each rank.
+        """
         self._batching.decide(is_boundary)
+        if is_boundary is False:
+            self._take_accumulators()
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; else every `step()` is an update of the backwards since the last."""
+        return self._options.counts_micro_batches
+
+    def _take_accumulators(self) -> None:
+        """Several backwards are to come before a step: make room for their sums, where nothing is under way."""
+        if self.optimizer is not None and not self.plan.policy.accumulate and self._handle.runtime.at_rest:
+            self._stepper("set_gradient_accumulation_boundary").start_accumulating(self._options.accumulate_dtype)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate on this rank."""
+        self._take_accumulators()
         with self._handle.runtime.no_sync():
-            self._inside_no_sync = True
+            before, self._inside_no_sync = self._inside_no_sync, True
             try:
                 yield
             finally:
-                self._inside_no_sync = False
+                self._inside_no_sync = before
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside only accumulate on this rank; at the end of the block all is reduced at once, for one step.
+
+        An exception inside leaves nothing reduced. Called by all ranks, which make the same backwards.
+        """
+        if self._inside_no_sync:
+            raise UsageError("coalesce_grad_reduction() inside no_sync() or another one: leave the outer block first")
+        if not self._options.counts_micro_batches:
+            raise UsageError(
+                "coalesce_grad_reduction() with managed_gradient_accumulation false: step() ends the accumulation "
+                "there; use no_sync() to reduce once"
+            )
+        with self.no_sync():
+            yield
+        self._handle.runtime.finish_gradients()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what backwards left on each rank, if this micro-batch is the last of its step; called by all ranks.
+
+        The step does so by itself. `bucket_size` is accepted for DeepSpeed's sake; the plan says what is sent together.
+        """
+        if self._batching.step_updates and not self._inside_no_sync:
+            self._handle.runtime.finish_gradients()
+
+    def empty_partition_cache(self) -> None:
+        """Release what is gathered, and the device memory that torch keeps for later; called by all ranks."""
+        runtime = self._handle.runtime
+        if not runtime.at_rest:
+            raise UsageError("empty_partition_cache() between a forward and its step: call it after the step")
+        runtime.drain()
+        runtime.parameters.release_all()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step."""
@@ -315,6 +392,11 @@ class TrainingEngine(nn.Module):
         )
         self._data.adopt(loader)
         return loader
+
+    @property
+    def _settings(self) -> Settings:
+        """What the config says that is asked for by name."""
+        return self._options.settings
 
     @property
     def plan(self) -> Plan:

@@ -23,6 +23,11 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is running, which has an autograd of its own."""
+    return torch._C._are_functorch_transforms_active()
+
+
 class NodeOrder:
     """Whether the nodes of a graph run in the reverse order of their creation: each thread numbers those it makes.
 

@@ -172,8 +172,24 @@ class Gradients:
                     refuse_leftover(group, index, parameter)
                     parameter.grad = None
 
-    def finish_unit(self, unit: Unit, *, reduce_whole: bool, reduce_sharded: bool) -> None:
-        """Collect a unit whose gradients are complete, and reduce it where the flag for its placement says so."""
+    def stand_in(self) -> None:
+        """After a backward: give parameters the stand-ins for gradients that were collected.
+
+        Raises PlanError for a gradient that came after its unit was reduced.
+        """
+        for unit in self._storage.units:
+            for group in unit.trainable:
+                for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
+                    if parameter.grad is not None:
+                        name = group.plan.layout.segments[index].name
+                        raise PlanError(
+                            f"parameter {name!r} got a gradient after unit {unit.label!r} was reduced: it is "
+                            "used outside of its unit's forward. Name the module that uses it as the unit (units=...)"
+                        )
+                    parameter.grad = stand_in
+
+    def finish_unit(self, unit: Unit, factor: float, *, reduce_whole: bool, reduce_sharded: bool) -> None:
+        """Collect a unit whose gradients are complete, times `factor`; reduce it where its placement's flag says so."""
         self.collected += 1
         self._wait_for_update(unit)
         for group, fired in zip(unit.trainable, self._fired[unit.index], strict=True):
@@ -182,18 +198,19 @@ class Gradients:
             reduce = reduce_sharded if sharded else reduce_whole
             self._refuse_unplanned(unit)
             if sharded and reduce and not self._local[unit.index] and self._peers is not None:
-                self._reduce_by_peers(self._peers, unit, group, self._take(group, fired))
+                self._reduce_by_peers(self._peers, unit, group, self._take(group, fired, factor))
                 self._square(unit, group)
             elif sharded and reduce and not self._local[unit.index]:
                 self._wait_for_slot(unit)
-                self._collect(group, fired, self._wire(group), fresh=True)
+                self._collect(group, fired, self._wire(group), fresh=True, factor=factor)
                 self._reduce_slot(unit, group)
                 self._square(unit, group)
             else:
                 if self._peers is not None:
                     # Write after read: whole local gradients may still be sent from where they are about to be written.
                     self._peers.let_go()
-                self._collect(group, fired, self._whole(group), fresh=not self._local[unit.index])
+                fresh = not self._local[unit.index]
+                self._collect(group, fired, self._whole(group), fresh=fresh, factor=factor)
                 if reduce:
                     self._reduce_whole(unit, group)
         self._mark(unit, reduce_whole=reduce_whole, reduce_sharded=reduce_sharded)
@@ -284,8 +301,9 @@ class Gradients:
             what = "has been reduced already" if self._policy.accumulate else "has no accumulator in the plan"
             raise UsageError(
                 f"a second backward before the step: the gradient of unit {unit.label!r} {what}. "
-                "Give the number of micro-batches to shard(..., accumulate=True) or gradient_accumulation_steps, and "
-                "call step() or zero_grad() after the last of them"
+                "Say shard(..., accumulate=True), or give the engine gradient_accumulation_steps; where their number "
+                "is not known before, call engine.set_gradient_accumulation_boundary(False) ahead of all but the last, "
+                "or set managed_gradient_accumulation to false. Call step() or zero_grad() after the last"
             )
 
     def _wire(self, group: Group) -> torch.Tensor:
@@ -302,6 +320,8 @@ class Gradients:
             # Never narrower than the wire, so that no_sync is no less exact than reducing each micro-batch.
             kept, wire = torch_dtype(group.plan.grad.dtype), torch_dtype(group.plan.wire)
             dtype = kept if kept.itemsize >= wire.itemsize else wire
+            if not self._policy.accumulate:  # then the plan's gradients are not meant to be added to
+                dtype = torch.promote_types(dtype, torch.float32)
             group.local = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.device)
         return group.local
 
@@ -311,8 +331,8 @@ class Gradients:
             # Write after read: the slot belongs to the reduce of its last unit until that has finished.
             self._streams.wait(Stream.COMPUTE, self._free[slot])
 
-    def _collect(self, group: Group, fired: list[bool], target: torch.Tensor, *, fresh: bool) -> None:
-        """Move the gradients of a group into `target`: over what is there when fresh, else added to it."""
+    def _collect(self, group: Group, fired: list[bool], target: torch.Tensor, *, fresh: bool, factor: float) -> None:
+        """Move the gradients of a group, times `factor`, into `target`: over what is there when fresh, else added."""
         cuts = self._cuts_of(group, target)
         views, grads, empty = [], [], []
         for index, (view, parameter) in enumerate(zip(cuts.views, group.parameters, strict=True)):
@@ -329,16 +349,19 @@ class Gradients:
                 torch._foreach_zero_(empty)  # a slot is dirty: what got no gradient must not keep another unit's
             if grads:
                 torch._foreach_copy_(views, grads)
+                if factor != 1.0:
+                    torch._foreach_mul_(views, factor)
         elif grads:
-            torch._foreach_add_(views, grads)
+            torch._foreach_add_(views, grads, alpha=factor)
 
-    def _take(self, group: Group, fired: list[bool]) -> list[torch.Tensor | None]:
-        """The gradients of a group, taken off their parameters; None where there is none."""
+    def _take(self, group: Group, fired: list[bool], factor: float) -> list[torch.Tensor | None]:
+        """The gradients of a group times `factor`, taken off their parameters; None where there is none."""
         taken: list[torch.Tensor | None] = []
         for index, parameter in enumerate(group.parameters):
             grad = None
             if parameter.grad is not None:
                 grad = _dense(parameter, group, index).contiguous()
+                grad = grad if factor == 1.0 else grad * factor
                 parameter.grad = None
                 fired[index] = True
             taken.append(grad)

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from zeroshard.engine.memory.storage import Unit
+from zeroshard.errors import UsageError
+
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """All tensors in a module's output: nested tuples, lists, mappings and dataclasses."""
@@ -28,3 +31,14 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         for item in vars(value).values():  # an output class of the user's own; not what hangs on its members
             if isinstance(item, (torch.Tensor, tuple, list, Mapping)):
                 yield from tensors_in(item)
+
+
+def refuse_no_tensor(unit: Unit, output: object) -> None:
+    """Raises UsageError where nothing would tell when the backward needs the unit's parameters."""
+    needed = unit.plan.sharded and any(True for _ in unit.trainable)
+    if needed and next(tensors_in(output), None) is None:
+        raise UsageError(
+            f"unit {unit.label!r} returned no tensor (a {type(output).__name__}), so its backward can't be seen, and "
+            "its parameters would not be there: return what the loss is made of (tensors, or tuples, lists, mappings, "
+            "objects of them), or run the model under torch.no_grad()"
+        )

@@ -41,10 +41,13 @@ class CallTracker:
         self._count = 0
         self._passes: list[weakref.ref[ForwardPass]] = []
         self.current: ForwardPass | None = None
+        self.waits = False
+        """Whether a pass has begun since the last backward ended: equal on all ranks, whatever graphs still live."""
 
     def begin_pass(self) -> None:
         """The model's forward begins under grad."""
         self.current = ForwardPass()
+        self.waits = True
         self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
 
@@ -66,6 +69,7 @@ class CallTracker:
 
     def end_backward(self) -> None:
         """The backward has ended: the passes that it went through are over."""
+        self.waits = False
         for live in self._live():
             live.over, live.reached = live.over or live.reached, False
 

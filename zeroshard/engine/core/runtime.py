@@ -23,7 +23,15 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
-from zeroshard.engine.core.autograd import NodeOrder, accumulates, carrier, graph_task, in_backward, node_number
+from zeroshard.engine.core.autograd import (
+    NodeOrder,
+    accumulates,
+    carrier,
+    graph_task,
+    in_backward,
+    node_number,
+    transforming,
+)
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inner_backward import (
@@ -33,14 +41,15 @@ from zeroshard.engine.core.inner_backward import (
     refuse_sharded,
 )
 from zeroshard.engine.core.inspection import Inspection
-from zeroshard.engine.core.outputs import tensors_in
+from zeroshard.engine.core.interrupted import EndOfBackward, refuse_half_done, refuse_transform
+from zeroshard.engine.core.outputs import refuse_no_tensor, tensors_in
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker, ForwardPass
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Stream, Streams
 from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage, Unit
-from zeroshard.errors import PlanError, UsageError
+from zeroshard.errors import UsageError
 from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered
 from zeroshard.plan.plan import Plan
@@ -99,6 +108,8 @@ class Runtime:
         self._saw_forward = False
         self._backward_running = False
         self._task = -1  # the graph of the pass's backward, while it runs
+        self._ending: Callable[[], object] = lambda: None
+        self._rule: Callable[[], float] = lambda: 1.0
         self._collects = True
         self._owed: deque[int] = deque()
         self._end = 0
@@ -128,6 +139,7 @@ class Runtime:
         if index == self._root:
             self._begin_pass()
         elif self._tracker.current is None and torch.is_grad_enabled():
+            refuse_transform(self.units)
             self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
@@ -144,8 +156,9 @@ class Runtime:
                 self._watch(index, output, None, self._tracker.recomputed_call(index))
             return
         call = self._tracker.end_call(index)
-        if call is not None and torch.is_grad_enabled():
-            self._refuse_no_tensor(index, output)
+        if call is not None and torch.is_grad_enabled() and not transforming():
+            if index != self._root:
+                refuse_no_tensor(self.units[index], output)
             self._watch(index, output, *call)
         if index == self._root:
             self._end_pass()
@@ -181,19 +194,9 @@ class Runtime:
                 self.post_forward(self._root, output)
             self._inside = self._part = None
 
-    def _refuse_no_tensor(self, index: int, output: object) -> None:
-        """Raises UsageError: nothing would tell when the backward needs the unit's parameters."""
-        unit = self.units[index]
-        needed = index != self._root and unit.plan.sharded and any(True for _ in unit.trainable)
-        if needed and next(tensors_in(output), None) is None:
-            raise UsageError(
-                f"unit {unit.label!r} returned no tensor (a {type(output).__name__}), so its backward can't be seen, "
-                "and its parameters would not be there: return what the loss is made of (tensors, or tuples, lists, "
-                "mappings, objects of them), or run the model under torch.no_grad()"
-            )
-
     def _begin_pass(self) -> None:
         self.parking.refuse("a forward", Parkable.LP_PARAMS)
+        refuse_transform(self.units)
         self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
@@ -291,6 +294,8 @@ class Runtime:
         """
         if self._inner.running:
             return False
+        if self._backward_running and self._ending() is None:
+            refuse_half_done("a backward")
         collects = accumulates(
             parameter for unit in self.units for group in unit.trainable for parameter in group.parameters
         )
@@ -305,7 +310,10 @@ class Runtime:
 
     def _begin_backward(self, collects: bool) -> None:
         self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
+        self._factor = self._rule() if collects else 1.0
         self._backward_running, self._task, self._collects = True, graph_task(), collects
+        end = EndOfBackward(self._end_backward)
+        self._ending = weakref.ref(end)
         self.streams.follow_caller()
         self._tracker.end_pass()
         if not self._order.kept():
@@ -316,16 +324,17 @@ class Runtime:
         self.gradients.notice_dropped()
         if self._collects:
             self.gradients.discard_leftovers()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _pay(self) -> None:
         """Finish owed units, in the order of the list, as long as their gradients are complete."""
         while self._owed and (self._end < 0 or self._tracker.complete(self._owed[0], self._end)):
             unit = self.units[self._owed.popleft()]
             whole = self._boundary if self._boundary is not None else not self.plan.policy.accumulate
-            reduce = not (self._no_sync or self.keeps_local)
+            local = self._boundary is False and not self.plan.policy.accumulate  # it has no accumulators
+            reduce = not (self._no_sync or self.keeps_local or local)
             if self._collects:
-                self.gradients.finish_unit(unit, reduce_whole=whole and reduce, reduce_sharded=reduce)
+                self.gradients.finish_unit(unit, self._factor, reduce_whole=whole and reduce, reduce_sharded=reduce)
             if unit.index != self._root:
                 self.parameters.release(unit.index)
 
@@ -336,16 +345,8 @@ class Runtime:
         self._backward_running = False
         self._order.backward_ends()
         self._tracker.end_backward()
-        for unit in self.units if self._collects else ():
-            for group in unit.trainable:
-                for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
-                    if parameter.grad is not None:
-                        name = group.plan.layout.segments[index].name
-                        raise PlanError(
-                            f"parameter {name!r} got a gradient after unit {unit.label!r} was reduced: it is "
-                            "used outside of its unit's forward. Name the module that uses it as the unit (units=...)"
-                        )
-                    parameter.grad = stand_in
+        if self._collects:
+            self.gradients.stand_in()
 
     # Both.
 
@@ -367,6 +368,8 @@ class Runtime:
     def inspect(self) -> None:
         """Before a step. Raises UsageError when parameters or gradients are not what the step would work on."""
         self.parking.refuse("a step")
+        if self._backward_running:
+            refuse_half_done("a step")
         self.gradients.notice_dropped()
         self.inspection.before_step(present=self.gradients.present)
 
@@ -420,8 +423,6 @@ class Runtime:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate locally; the next one outside, or the step, reduces."""
-        if not self.plan.policy.accumulate:
-            raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
         previous, self._no_sync = self._no_sync, True
         try:
             yield
@@ -431,6 +432,15 @@ class Runtime:
     def set_boundary(self, boundary: bool | None) -> None:
         """Whether the next backward is the last before the step; None: not known, whole gradients wait for the step."""
         self._boundary = boundary
+
+    def before_each_backward(self, rule: Callable[[], float]) -> None:
+        """When a backward that gives gradients begins, ask `rule` by what to multiply these; it may refuse."""
+        self._rule = rule
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no forward waits for its backward and no gradients for their step; equal on all ranks."""
+        return not (self._tracker.waits or self._forward.started or self._backward_running or self.gradients.present)
 
     @property
     def seen_order(self) -> tuple[int, ...] | None:

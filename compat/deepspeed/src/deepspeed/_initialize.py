@@ -86,7 +86,8 @@ def initialize(
             mesh_param=mesh_param,
         )
     engine.adopt(raw)
-    engine.divides_loss = not divides_loss(model)
+    if divides_loss(model):
+        engine.leave_division()
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     if engine.optimizer is not None:
         describe_optimizer(engine.optimizer, stepper_of(engine.module).scaler)

@@ -78,6 +78,12 @@ class DeepSpeedEngine(Engine):
         self._own = handle_of(self.module)
         vars(self.module)[_ENGINE] = weakref.ref(self)
 
+    def leave_division(self) -> None:
+        """From now on the caller divides the loss by the accumulation steps, whichever way a backward is called."""
+        self.divides_loss = False
+        if self._backwards is not None:
+            self._backwards.divides = False
+
     def adopt_adapters(self, adapters: AdaptersBetweenSteps) -> None:
         """From now on these adapters are there after each step."""
         self._adapters = adapters
@@ -90,7 +96,7 @@ class DeepSpeedEngine(Engine):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As zeroshard's; AdaLoRA's adapters and their gradients are there afterwards."""
-        adapters, updates = self._adapters, self.is_gradient_accumulation_boundary()
+        adapters, updates = self._adapters, self._batching.step_updates
         if adapters is None or not updates:
             super().step(lr_kwargs)
             return
@@ -134,20 +140,6 @@ class DeepSpeedEngine(Engine):
     def config(self) -> dict[str, Any]:
         """The config as it was given; not that of the model, which is `engine.module.config`."""
         return self._raw
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage of the config."""
-        return int(self._section("zero_optimization").get("stage") or 0)
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def bfloat16_enabled(self) -> bool:
-        return self._section("bf16").get("enabled") is True
-
-    def fp16_enabled(self) -> bool:
-        return self._section("fp16").get("enabled") is True
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

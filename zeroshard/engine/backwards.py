@@ -1,0 +1,109 @@
+"""How an engine takes part in every backward of its model, whoever starts it.
+
+    engine.backward(loss)            loss / accumulation steps * loss scale, before the graph runs
+    engine.scale(loss).backward()    the same, divided by a hook on the scaled loss
+    loss.backward()                  gradients / accumulation steps, as they are collected; refused under a loss scale
+
+The loss of a direct backward may be made outside of the engine, of several of its outputs or of those of several
+engines, so no tensor is there whose gradient alone could be divided: hooks on the outputs would divide twice where one
+output is made of another. What is collected is divided once, and for each engine by its own number of steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeroshard.engine.batching import Batching
+from zeroshard.engine.core.autograd import graph_task
+from zeroshard.engine.core.runtime import Runtime
+from zeroshard.errors import UnscaledLossError, UsageError
+from zeroshard.optim.loss_scale import LossScaler
+
+_DIVIDED: weakref.WeakKeyDictionary[Backwards, int] = weakref.WeakKeyDictionary()
+"""The graph that each engine divided the loss of last. A loss may be made of several engines' outputs, and the others
+see nothing of it but the graph that runs: what one has divided they must not divide again."""
+
+
+class Backwards:
+    """Divides and scales the losses of one engine.
+
+    Attributes:
+        divides: whether the engine divides by the accumulation steps where the call does not say.
+        since_step: backwards that gave gradients since `count_from_here`.
+    """
+
+    def __init__(self, runtime: Runtime, scaler: LossScaler | None, batching: Batching) -> None:
+        self.divides = True
+        self.since_step = 0
+        self._scaler = scaler
+        self._batching = batching
+        self._runtime = runtime
+        self._inside = False
+        runtime.before_each_backward(self._begins)
+
+    def _begins(self) -> float:
+        """What the gradients of the backward that begins are multiplied by. Raises UnscaledLossError."""
+        divided_by = next((engine for engine, task in _DIVIDED.items() if task == graph_task()), None)
+        if self._scaler is not None and not self._inside and divided_by is not self:
+            raise UnscaledLossError(
+                "loss.backward() under a loss scale: gradients in float16 would vanish, and the step would divide them "
+                "by the scale once more. Call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self.since_step += 1
+        self._runtime.set_boundary(self._batching.at_boundary)
+        return 1.0 if self._inside or divided_by is not None or not self.divides else 1.0 / self._steps
+
+    @property
+    def _steps(self) -> int:
+        return self._batching.sizes.accumulation
+
+    @contextmanager
+    def of_engine(self) -> Iterator[None]:
+        """Inside, a backward that the engine starts runs on a loss that is divided and scaled already."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def prepared(self, loss: torch.Tensor, *, divide: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss as it is divided, and the same scaled, for a backward inside `of_engine`."""
+        check_scalar("backward", loss)
+        if divide and self._steps > 1:
+            loss = loss / self._steps
+            loss.register_hook(self._mark)
+        return loss, loss if self._scaler is None else loss.float() * self._scaler.scale
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale. Its backward divides by the accumulation steps."""
+        check_scalar("scale", loss)
+        if not loss.requires_grad:
+            raise UsageError("scale needs a loss that was made with gradients; it is for the backward alone")
+        scaled = loss.view_as(loss) if self._scaler is None else loss.float() * self._scaler.scale
+        scaled.register_hook(self._divide)
+        return scaled
+
+    def _mark(self, _: torch.Tensor) -> None:
+        _DIVIDED[self] = graph_task()
+
+    def _divide(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._inside:
+            raise UsageError("engine.backward(engine.scale(loss)) would scale twice: call engine.backward(loss)")
+        _DIVIDED[self] = graph_task()
+        return gradient / self._steps if self.divides and self._steps > 1 else gradient
+
+    def count_from_here(self) -> int:
+        """The backwards since the last call."""
+        count, self.since_step = self.since_step, 0
+        return count
+
+
+def check_scalar(call: str, loss: object) -> None:
+    """Raises UsageError for what is no loss."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(f"{call} needs a scalar loss, got {what}; reduce it first, e.g. loss.mean()")
