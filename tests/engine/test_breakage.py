@@ -167,10 +167,10 @@ def _hyper(key: str, value: object) -> Callable[[nn.Module, ShardedOptimizer], N
 
 
 BREAKS = {
-    "in place, between backward and step": Break(_change, "was changed"),
-    "other data": Break(_replace_data, "was given other data"),
-    "another shape": Break(_resize, "has another shape than"),
-    "another dtype": Break(_double, "is torch.float64 now"),
+    "in place, between backward and step": Break(_change, "was changed|values of parameter"),
+    "other data": Break(_replace_data, "was given other data|values of parameter"),
+    "another shape": Break(_resize, "has another shape than|values of parameter"),
+    "another dtype": Break(_double, "is torch.float64 now|values of parameter"),
     "one gradient dropped": Break(_drop_one, "had its gradient taken away"),
     "a parameter added": Break(_replace, "was added or replaced"),
     "a group dropped": Break(lambda _, optimizer: optimizer.param_groups.clear(), "param_groups hold other parameters"),

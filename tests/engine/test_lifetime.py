@@ -228,7 +228,7 @@ def test_code_is_compiled_amid_an_accumulation() -> None:
     """Parameters carry stand-ins then, which torch.compile describes beside them."""
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
     for parameter in model.parameters():
-        parameter.grad = sharded_gradient(parameter)
+        parameter.grad = sharded_gradient(parameter, parameter.detach().clone())
     compiled = torch.compile(model, backend="aot_eager")
     for length in (3, 5):
         ids = torch.arange(length)

@@ -86,7 +86,8 @@ def test_frozen_parameters_have_no_other_state() -> None:
 def test_slots_are_beside_the_state() -> None:
     state = state_bytes(plan_of(blocks(6), 3, dp=2, prefetch=1))
     assert (state.gather_slots, state.reduce_slots) == (2 * 4096, 2 * 4096)
-    assert state.total == state.state + state.gather_slots + state.reduce_slots
+    assert state.total == state.state + state.gather_slots + state.reduce_slots + state.at_rest
+    assert state.at_rest == 4  # one element of float32
 
 
 def test_a_reduce_that_is_added_or_cast_lands_beside_the_slot() -> None:

@@ -141,8 +141,7 @@ def _trains(rank: int, world: int) -> None:
     reference = train_reference(TASK, Setting(), world).parameters
     for stage in (2, 3):
         assert_close(train_sharded(TASK, Setting(plan=stage), rank).parameters, reference, 2e-6)
-    with pytest.raises(RuntimeError, match="Name the module that reads it as the unit"):
-        train_sharded(UNREGISTERED, Setting(), rank)
+        assert_close(train_sharded(UNREGISTERED, Setting(plan=stage), rank).parameters, reference, 2e-6)
 
 
 def test_an_external_parameter_is_there_when_the_other_module_reads_it() -> None:
@@ -163,8 +162,7 @@ def test_registering_late_or_for_another_model_is_refused() -> None:
         find_units(model)
     sharded, _ = shard_task(UNREGISTERED, Setting())
     assert isinstance(sharded, _Language)
-    with pytest.raises(UsageError, match=r"'embedding\.weight' is in unit 'embedding' already"):
-        zeroshard.register_external_parameter(sharded.head, sharded.embedding.weight)
+    zeroshard.register_external_parameter(sharded.head, sharded.embedding.weight)  # late, and no less obeyed
     zeroshard.register_external_parameter(sharded.embedding, sharded.embedding.weight)
     zeroshard.close(sharded)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.engine.memory.storage import Group
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.plan.memory import StateBytes
 from zeroshard.plan.placement import Tier
@@ -38,6 +38,7 @@ def held_bytes(model: nn.Module) -> StateBytes:
             if tensor.dim() and not name.endswith("steps") and not _on_host(name, regions)
         ),
         gather_slots=_nbytes(runtime.storage.gather_slots),
+        at_rest=_nbytes(empty for group in groups for empty in group.empties),
         reduce_slots=_nbytes(runtime.storage.reduce_slots),
         no_sync=_nbytes(group.local for group in groups),
         state_buffers=_nbytes(stepper_of(model).state_buffers),

@@ -21,7 +21,7 @@ from torch import nn
 from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
-from zeroshard.sharding.loose import hang, shard_loosely
+from zeroshard.sharding.loose import hang, rest_loosely, shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -91,7 +91,7 @@ def from_pretrained(
                 return
             value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             fill_in_place(name, tensor, value.new_empty(0))
-            shard_loosely(tensor, value)
+            shard_loosely(tensor, value, name)
 
         materialize(model, None, keep, wanted=lambda name: stored.get(name) is None)
         target = torch.device(device) if device is not None else _default_device()
@@ -175,6 +175,7 @@ def _fill(
     own = files.read(weight.name, bounds[rank], bounds[rank + 1])
     fill_in_place(name, tensor, torch.empty(0, dtype=kind, device=device))
     hang(tensor, weight.shape, bounds, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
+    rest_loosely(tensor, name)
 
 
 def _default_device() -> torch.device:

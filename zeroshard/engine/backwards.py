@@ -43,7 +43,7 @@ class Backwards:
         self._batching = batching
         self._runtime = runtime
         self._inside = False
-        runtime.before_each_backward(self._begins)
+        runtime.reducing.before_each_backward(self._begins)
 
     def _begins(self) -> float:
         """What the gradients of the backward that begins are multiplied by. Raises UnscaledLossError."""
@@ -54,7 +54,7 @@ class Backwards:
                 "by the scale once more. Call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self.since_step += 1
-        self._runtime.set_boundary(self._batching.at_boundary)
+        self._runtime.reducing.set_boundary(self._batching.at_boundary)
         return 1.0 if self._inside or divided_by is not None or not self.divides else 1.0 / self._steps
 
     @property

@@ -12,22 +12,23 @@ from zeroshard.engine.between.closed_state import guard_closed_state
 from zeroshard.engine.between.gathered import unmark_parameters
 from zeroshard.engine.between.offload_states import reload_states
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.memory.storage import Group
-from zeroshard.sharding.loose import hang
+from zeroshard.engine.memory.group import Group
+from zeroshard.sharding.loose import hang, rest_loosely
 from zeroshard.sharding.loose_guard import guard_loose
+from zeroshard.sharding.resting import unguarded
 
 
 def close_handle(handle: Handle) -> None:
     """Close the model of `handle`."""
     reload_states(handle.runtime.model)
     handle.close()
+    handle.runtime.reads.forget()
     unmark_parameters(handle)
     for unit in handle.runtime.units:
         for group in unit.groups:
-            for parameter, empty in zip(group.parameters, group.empties, strict=True):
-                parameter.grad = None
-                if group.plan.param.axis is not None:
-                    parameter.data = empty
+            with unguarded():
+                for parameter in group.parameters:
+                    parameter.grad = None
             if group.plan.param.axis is not None:
                 _hang(group, handle.comm.mesh)
     guard_loose(handle.runtime.model)
@@ -46,3 +47,4 @@ def _hang(group: Group, mesh: Mesh) -> None:
         bounds = [*(start - segment.offset for start in starts), *[segment.numel] * (others + 1)]
         own, _ = group.own_part(index)
         hang(parameter, segment.shape, bounds, values[own] if kept else values.new_empty(0))
+        rest_loosely(parameter, segment.name)

@@ -195,7 +195,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     runtime = handle_of(model).runtime
     if not runtime.plan.policy.accumulate:
         raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
-    with runtime.no_sync():
+    with runtime.reducing.no_sync():
         yield
 
 

@@ -235,7 +235,7 @@ class TrainingEngine(nn.Module, AsksSettings):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate on this rank."""
         self._take_accumulators()
-        with self._handle.runtime.no_sync():
+        with self._handle.runtime.reducing.no_sync():
             before, self._inside_no_sync = self._inside_no_sync, True
             try:
                 yield

@@ -28,7 +28,8 @@ def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:
         return plan
     kept = None if dtype is None else dtype_name(dtype)
     units = [replace(unit, groups=tuple(_accumulating(group, kept) for group in unit.groups)) for unit in plan.units]
-    return with_order(units, plan.order, replace(plan.policy, accumulate=True), dp=plan.dp, shard=plan.shard)
+    policy = replace(plan.policy, accumulate=True)
+    return with_order(units, plan.order, policy, dp=plan.dp, shard=plan.shard, kept=plan.kept)
 
 
 def _accumulating(group: GroupPlan, wanted: str | None) -> GroupPlan:

@@ -158,16 +158,22 @@ def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
 
 
 def with_order(
-    units: Sequence[UnitPlan], order: Sequence[int], policy: ExecutionPolicy, *, dp: int, shard: int
+    units: Sequence[UnitPlan],
+    order: Sequence[int],
+    policy: ExecutionPolicy,
+    *,
+    dp: int,
+    shard: int,
+    kept: Sequence[int] = (),
 ) -> Plan:
     """The plan whose forward uses `units` in `order`; slots are assigned anew."""
     sharded = [index for index in order if units[index].sharded]
-    root = [index for index in sharded if units[index].name == ""]
+    root = [index for index in dict.fromkeys(sharded) if units[index].name == "" or index in kept]
     sizes = [unit.gathered_nbytes for unit in units]
     gather = _gather_slots(sharded, root, sizes, policy)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
-    return Plan(dp, shard, tuple(units), tuple(order), policy, gather, reduce)
+    return Plan(dp, shard, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
 
 
 def _gather_slots(
@@ -192,7 +198,12 @@ def with_peer_copies(plan: Plan) -> Plan:
     if problem is not None:
         raise PlanError(f"peer_copies: {problem}")
     policy = replace(plan.policy, peer_copies=True)
-    return with_order(plan.units, plan.order, policy, dp=plan.dp, shard=plan.shard)
+    return with_order(plan.units, plan.order, policy, dp=plan.dp, shard=plan.shard, kept=plan.kept)
+
+
+def with_kept(plan: Plan, kept: Sequence[int]) -> Plan:
+    """The same plan with these units gathered for the whole pass, each in a slot of its own."""
+    return with_order(plan.units, plan.order, plan.policy, dp=plan.dp, shard=plan.shard, kept=kept)
 
 
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:
@@ -208,7 +219,7 @@ def reordered(plan: Plan, order: Sequence[int]) -> Plan:
             place = len(whole) - whole[::-1].index(before) if before is not None else 0
             whole.insert(place, index)
         before = index
-    return with_order(plan.units, whole, plan.policy, dp=plan.dp, shard=plan.shard)
+    return with_order(plan.units, whole, plan.policy, dp=plan.dp, shard=plan.shard, kept=plan.kept)
 
 
 def recipe_policy(units: Sequence[UnitPlan], recipe: Recipe) -> ExecutionPolicy:

@@ -29,6 +29,8 @@ class StateBytes:
     """Buffers through which state that rests in host memory passes to be updated."""
     host: int = 0
     """Host memory; everything else is the device's."""
+    at_rest: int = 0
+    """One element of each dtype of parameters: what those stand on that are elsewhere."""
     step: int = 0
     """Taken by a step and given back by it: what brings whole matrices together (Muon), on the rank with the most."""
 
@@ -40,7 +42,7 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Device memory: state, slots and buffers; without what no_sync would add and a step takes for a moment."""
-        return self.state + self.gather_slots + self.reduce_slots + self.state_buffers
+        return self.state + self.gather_slots + self.reduce_slots + self.state_buffers + self.at_rest
 
 
 def state_bytes(plan: Plan) -> StateBytes:
@@ -61,6 +63,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         no_sync=no_sync,
         state_buffers=sum(stream_buffer_nbytes(plan)),
         host=host_nbytes(plan),
+        at_rest=sum(itemsize(dtype) for dtype in {group.param.dtype for _, group in plan.groups()}),
         step=exchange_buffers(plan),
     )
 

@@ -245,6 +245,8 @@ class Plan:
     policy: ExecutionPolicy
     gather_slots: SlotPlan
     reduce_slots: SlotPlan
+    kept: tuple[int, ...] = ()
+    """Units besides the root that are gathered for a whole pass: other modules than their own read their parameters."""
 
     def axis_size(self, axis: str) -> int:
         """Ranks along a mesh axis."""
@@ -293,6 +295,9 @@ def _check(plan: Plan) -> None:
     for unit in plan.order:
         if not 0 <= unit < len(plan.units):
             raise PlanError(f"order names unit {unit}, but there are {len(plan.units)} units")
+    for unit in plan.kept:
+        if not (0 <= unit < len(plan.units) and plan.units[unit].name):
+            raise PlanError(f"kept names unit {unit}, which is not a unit besides the root")
     if plan.policy.prefetch < 0:
         raise PlanError(f"policy.prefetch must not be negative, is {plan.policy.prefetch}")
     if plan.policy.peer_copies and (problem := peer_problem(plan)) is not None:

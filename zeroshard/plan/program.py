@@ -85,12 +85,13 @@ def _first_gathers(forward: Program, *, limit: int, skip: set[int]) -> list[int]
 def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
     """One pass over the units: gathers as early as slots and prefetch distance allow, each use, each release."""
     slots, units = plan.gather_slots.of_unit, plan.units
-    root = {index for index, unit in enumerate(units) if unit.name == ""}
+    root = [index for index, unit in enumerate(units) if unit.name == ""] + sorted(plan.kept)
     calls = [(unit, len(list(group))) for unit, group in groupby(unit for unit in order if unit not in root)]
     body = [unit for unit, _ in calls]
     last_use = {unit: index for index, unit in enumerate(body)}
     live: set[int] = set()
-    ops: list[Op] = [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.GATHER, OpKind.USE)]
+    # The use of the root comes last: a pass begins by running to it.
+    ops = [Op(OpKind.GATHER, unit) for unit in root] + [Op(OpKind.USE, unit) for unit in reversed(root)]
     issued = 0
     for index, (unit, times) in enumerate(calls):
         while issued < len(body) and issued <= index + plan.policy.prefetch:
@@ -112,5 +113,5 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
         if slot is not None:
             live.discard(slot)
     if reduce:
-        ops += [Op(kind, unit) for unit in sorted(root) for kind in (OpKind.REDUCE, OpKind.RELEASE)]
+        ops += [Op(kind, unit) for unit in root for kind in (OpKind.REDUCE, OpKind.RELEASE)]
     return tuple(ops)

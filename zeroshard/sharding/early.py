@@ -97,10 +97,10 @@ class ShardedInit(Init):
         value = value.to(dtype)
         fill_in_place(name, tensor, value.new_empty(0))
         if not _several_ranks():
-            shard_loosely(tensor, value)
+            shard_loosely(tensor, value, name)
         elif dist.get_rank() == 0:
             _broadcast(torch.tensor([self._numbers[id(tensor)]], device=value.device))
-            shard_loosely(tensor, _broadcast(value))
+            shard_loosely(tensor, _broadcast(value), name)
 
     def _receive(self) -> None:
         """On other ranks than 0: its parameters in the order in which it makes them, which may be another than here."""

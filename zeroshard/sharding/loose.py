@@ -18,10 +18,20 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zeroshard.errors import UsageError
+from zeroshard.sharding.resting import Resting, is_resting, name_at_rest, rest, stretched
 
 _LOOSE = "_zeroshard_loose"
+_WHY = (
+    "this rank holds only a part of it, and no engine has it: the model was built under an Init that shards, or its "
+    "engine was closed (engine.destroy(), zeroshard.close())"
+)
+_CURE = (
+    "call zeroshard.initialize() or shard() first, or read it on all ranks inside "
+    "zeroshard.GatheredParameters([parameter])"
+)
 _COPY = "__deepcopy__"
 """copy.deepcopy looks at the object itself before its class."""
 
@@ -53,21 +63,28 @@ class LooseShard:
         self.values.copy_(torch.where(self.values.to(new.dtype) == new, self.values, new.to(self.values.dtype)))
 
 
-def shard_loosely(parameter: torch.Tensor, value: torch.Tensor) -> LooseShard:
-    """Hang an even share of `value` on `parameter`; the caller empties the parameter's data. No communication."""
+def shard_loosely(parameter: torch.Tensor, value: torch.Tensor, name: str = "") -> None:
+    """Hang an even share of `value` on `parameter`, which rests from here. No communication."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
     share = -(-value.numel() // ranks)
     bounds = tuple(min(share * number, value.numel()) for number in range(ranks + 1))
     own = value.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]].clone()
-    return hang(parameter, tuple(value.shape), bounds, own)
+    hang(parameter, tuple(value.shape), bounds, own)
+    rest_loosely(parameter, name)
 
 
-def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], values: torch.Tensor) -> LooseShard:
-    """Hang this rank's part on `parameter`."""
-    loose = LooseShard(tuple(shape), tuple(bounds), values)
-    vars(parameter)[_LOOSE] = loose
+def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], values: torch.Tensor) -> None:
+    """Hang this rank's part on `parameter`; `rest_loosely` is to follow."""
+    vars(parameter)[_LOOSE] = LooseShard(tuple(shape), tuple(bounds), values)
     vars(parameter)[_COPY] = _Copier(parameter)
-    return loose
+
+
+def rest_loosely(parameter: torch.Tensor, name: str = "") -> None:
+    """Let a loose parameter rest."""
+    loose = loose_of(parameter)
+    assert loose is not None
+    record = Resting(name or name_at_rest(parameter), None, _WHY, _CURE)
+    rest(parameter, record, stretched(loose.shape, parameter.dtype, parameter.device))
 
 
 class _Copier:
@@ -81,9 +98,13 @@ class _Copier:
         parameter = self._of()
         assert parameter is not None
         loose = loose_of(parameter)
-        copied = type(parameter).__deepcopy__(parameter, memo)
-        if loose is not None and tuple(parameter.shape) != loose.shape:
-            hang(copied, loose.shape, loose.bounds, loose.values.clone())
+        if loose is None or not is_resting(parameter):
+            return type(parameter).__deepcopy__(parameter, memo)
+        nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        copied = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+        hang(copied, loose.shape, loose.bounds, loose.values.clone())
+        rest_loosely(copied)
+        memo[id(parameter)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.sharding.loose import loose_of
+from zeroshard.sharding.resting import is_resting
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
@@ -32,7 +33,7 @@ class _LooseGuard:
             return  # a hook in compiled code would cut it in two
         for name, parameter in reachable_parameters(module):
             loose = loose_of(parameter)
-            if loose is not None and tuple(parameter.shape) != loose.shape:
+            if loose is not None and is_resting(parameter):
                 where = f"{self.path!r} ({type(module).__name__})" if self.path else f"the {type(module).__name__}"
                 raise UsageError(
                     f"forward of {where}: its parameter {name!r} is sharded, and this rank holds only a part of it. "

@@ -13,6 +13,7 @@ from torch import nn
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError
 from zeroshard.sharding.loose import loose_of
+from zeroshard.sharding.resting import is_resting
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
@@ -30,7 +31,7 @@ class _ClosedState:
         """Raises UsageError, or puts a stand-in, where a parameter of the module itself is empty."""
         for name, parameter in reachable_parameters(module):
             loose = loose_of(parameter)
-            if loose is None or tuple(parameter.shape) == loose.shape or f"{prefix}{name}" not in state:
+            if loose is None or not is_resting(parameter) or f"{prefix}{name}" not in state:
                 continue
             if not self.names:
                 raise UsageError(

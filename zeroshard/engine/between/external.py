@@ -7,30 +7,23 @@ from torch import nn
 
 from zeroshard.arguments import need_kind
 from zeroshard.engine.between.gathered import place_of
-from zeroshard.errors import UsageError
 from zeroshard.sharding.marks import add_external, remove_external
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Say that `module.forward` reads a parameter of another module, such as the embedding's weight in a head.
 
-    A parameter that two units read belongs to the root unit, which stays gathered for the whole pass. To be called
-    before shard() or initialize().
-
-    Raises:
-        UsageError: the model is sharded already, and the parameter is not there when the module runs.
+    A parameter that two units read belongs to the root unit, which stays gathered for the whole pass. Once the model
+    is sharded its unit stays gathered so from the next step on. Called by all ranks. What nobody registers is gathered
+    when it is read, and so from the second step on.
     """
     _check(module, parameter)
     place = place_of(parameter)
     if place is not None:
-        handle, unit, group, index = place
+        handle, unit, _, _ = place
         owner = handle.runtime.model.get_submodule(unit.plan.name)
         if all(member is not module for member in owner.modules()):
-            name = group.plan.layout.segments[index].name
-            raise UsageError(
-                f"register_external_parameter: {name!r} is in unit {unit.label!r} already; register it before shard() "
-                "or initialize()"
-            )
+            handle.runtime.reads.expect(unit.index)
     add_external(module, parameter)
 
 

@@ -16,11 +16,12 @@ from torch import nn
 
 from zeroshard.arguments import need_kind
 from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.loose_values import gather_loose
-from zeroshard.engine.memory.storage import Group, Unit
 from zeroshard.errors import UsageError
-from zeroshard.sharding.loose import LooseShard, loose_of
+from zeroshard.sharding.loose import LooseShard, loose_of, rest_loosely
 from zeroshard.sharding.marks import PARAMETER_OF
+from zeroshard.sharding.resting import is_resting, wake
 
 _HELD = "_zeroshard_gathered"
 """On a parameter while a GatheredParameters has it."""
@@ -89,7 +90,7 @@ class GatheredParameters:
         self._held: list[torch.Tensor] = []
         self._places: list[tuple[torch.Tensor, Place]] = []
         self._loose: list[tuple[torch.Tensor, LooseShard]] = []
-        self._gathered: list[tuple[torch.Tensor, Unit, Group, int]] = []
+        self._gathered: list[tuple[Unit, Group, int]] = []
         self._versions: dict[int, int] = {}
         self._before: list[torch.Tensor | None] = []
 
@@ -106,7 +107,7 @@ class GatheredParameters:
             handle.runtime.drain()
         self._gather()
         for parameter, loose in self._loose:
-            parameter.data = gather_loose(loose, parameter.device).to(parameter.dtype)
+            wake(parameter, gather_loose(loose, parameter.device).to(parameter.dtype))
         self._held = [member for member, _ in (*self._places, *self._loose)]
         for member in self._held:
             vars(member)[_HELD] = True
@@ -118,13 +119,13 @@ class GatheredParameters:
         wholes: dict[int, torch.Tensor] = {}
         for parameter, (handle, unit, group, index) in self._places:
             segment = group.plan.layout.segments[index]
-            in_use = tuple(parameter.shape) == segment.shape and segment.numel > 0
+            in_use = not is_resting(parameter)
             if group.plan.param.axis is None or (in_use and self._modifier is None):
                 continue  # whole already; what is in use is released before changes are kept
             if id(group) not in wholes:
                 wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
-            parameter.data = wholes[id(group)][segment.offset : segment.end].view(segment.shape)
-            self._gathered.append((parameter, unit, group, index))
+            wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
+            self._gathered.append((unit, group, index))
             group.lent.add(index)
 
     def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
@@ -156,11 +157,11 @@ class GatheredParameters:
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
                 )
         finally:
-            for parameter, unit, group, index in self._gathered:
+            for unit, group, index in self._gathered:
                 group.lent.discard(index)
-                parameter.data = (group.views if unit.in_use else group.empties)[index]
+                group.show_one(index) if unit.in_use or unit.held else group.hide_one(index)
             for parameter, _ in self._loose:
-                parameter.data = parameter.data.new_empty(0)
+                rest_loosely(parameter)
             for parameter, (handle, *_) in self._places:
                 handle.runtime.inspection.accept(parameter)
             for member in self._held:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.parking import Parkable
-from zeroshard.engine.memory.storage import Group
 from zeroshard.engine.step.attached import find_stepper
 from zeroshard.errors import UsageError
 from zeroshard.plan.placement import Tier
@@ -127,6 +127,4 @@ def _show(handle: Handle, *, whole: bool) -> None:
     for unit in handle.runtime.units:
         for group in unit.groups:
             if _rests_whole(group):
-                shown = group.views if whole else group.empties
-                for parameter, value in zip(group.parameters, shown, strict=True):
-                    parameter.data = value
+                group.show() if whole else group.hide()

@@ -30,11 +30,13 @@ from zeroshard.engine.core.inspection import refuse_leftover
 from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Event, Stream, Streams
-from zeroshard.engine.memory.storage import Group, Storage, Unit
+from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
+from zeroshard.sharding.resting import unguarded
 
 
 @dataclass(frozen=True)
@@ -161,32 +163,39 @@ class Gradients:
     def notice_dropped(self) -> None:
         """Forget gradients that the user dropped through the model: model.zero_grad() removes all stand-ins."""
         members = (p for unit in self._storage.units for group in unit.trainable for p in group.parameters)
-        if self.present and all(parameter.grad is None for parameter in members):
+        with unguarded():
+            dropped = self.present and all(parameter.grad is None for parameter in members)
+        if dropped:
             self.clear()
 
     def discard_leftovers(self) -> None:
         """Before a backward: parameters carry no gradient, so that autograd hands new ones over without adding."""
-        for unit in self._storage.units:
-            for group in unit.trainable:
-                for index, parameter in enumerate(group.parameters):
-                    refuse_leftover(group, index, parameter)
-                    parameter.grad = None
+        with unguarded():
+            for unit in self._storage.units:
+                for group in unit.trainable:
+                    for index, parameter in enumerate(group.parameters):
+                        refuse_leftover(group, index, parameter)
+                        parameter.grad = None
 
-    def stand_in(self) -> None:
-        """After a backward: give parameters the stand-ins for gradients that were collected.
+    def show_collected(self) -> None:
+        """After a backward: all gradients are in the engine's buffers, and parameters get stand-ins for them."""
+        with unguarded():
+            for unit in self._storage.units:
+                for group in unit.trainable:
+                    for index, (parameter, stand_in) in enumerate(
+                        zip(group.parameters, group.stand_ins(), strict=True)
+                    ):
+                        assert parameter.grad is None, group.plan.layout.segments[index].name
+                        parameter.grad = stand_in
 
-        Raises PlanError for a gradient that came after its unit was reduced.
-        """
-        for unit in self._storage.units:
-            for group in unit.trainable:
-                for index, (parameter, stand_in) in enumerate(zip(group.parameters, group.stand_ins(), strict=True)):
-                    if parameter.grad is not None:
-                        name = group.plan.layout.segments[index].name
-                        raise PlanError(
-                            f"parameter {name!r} got a gradient after unit {unit.label!r} was reduced: it is "
-                            "used outside of its unit's forward. Name the module that uses it as the unit (units=...)"
-                        )
-                    parameter.grad = stand_in
+    def collect_late(self, group: Group, fired: list[bool], factor: float) -> None:
+        """Add gradients that came late, times `factor`, to whole local ones that wait for a reduce."""
+        self._collect(group, fired, self._whole(group), fresh=False, factor=factor)
+
+    def changed(self, group: Group) -> None:
+        """Gradients were changed where they rest: squares of what was there before count no more."""
+        self._squared.discard(id(group))
+        self.square_again(group)
 
     def finish_unit(self, unit: Unit, factor: float, *, reduce_whole: bool, reduce_sharded: bool) -> None:
         """Collect a unit whose gradients are complete, times `factor`; reduce it where its placement's flag says so."""

@@ -23,7 +23,7 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.statistics import Statistics
-from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.plan import Plan
 

@@ -18,9 +18,10 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.guard import ShardedGradient
-from zeroshard.engine.memory.storage import Group, Unit
 from zeroshard.errors import UsageError
+from zeroshard.sharding.resting import is_resting, unguarded
 
 _CHANGE = (
     "change parameters inside zeroshard.GatheredParameters(parameters, modifier_rank=0), which gathers them and keeps "
@@ -32,6 +33,11 @@ _BETWEEN = (
     f"model's forward. Use parameters in modules only; {_CHANGE}"
 )
 _ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
+_REPLACED = (
+    "was given other data while it was gathered (parameter.data = ..., in a forward say), which would be lost; change "
+    "its values in place under torch.no_grad() where parameters rest whole (stages 0 to 2), or between steps inside "
+    "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+)
 _RESIZED = "has another shape than when the model was sharded; resize it before shard() or initialize()"
 _DTYPE = "choose the dtype before shard(), or a precision in the plan or config"
 _FROZEN = (
@@ -58,9 +64,10 @@ class Inspection:
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
         self._versions: dict[int, int] = {}
-        for _, group in self._groups():
-            for parameter in group.parameters:
-                self.accept(parameter)
+        with unguarded():
+            for _, group in self._groups():
+                for parameter in group.parameters:
+                    self.accept(parameter)
 
     def accept(self, parameter: torch.Tensor) -> None:
         """The parameter's values, as they are now, are kept or given back."""
@@ -68,14 +75,15 @@ class Inspection:
 
     def take_over(self) -> None:
         """Let master weights follow what was changed in place. Raises UsageError for changes that would be lost."""
-        for unit, group in self._groups():
-            for index, parameter in enumerate(group.parameters):
-                if parameter._version != self._versions[id(parameter)]:
-                    self._changed(unit, group, index, parameter)
+        with unguarded():
+            for unit, group in self._groups():
+                for index, parameter in enumerate(group.parameters):
+                    if parameter._version != self._versions[id(parameter)]:
+                        self._changed(unit, group, index, parameter)
 
     def _changed(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
         sharded = group.plan.param.axis is not None
-        if sharded and parameter.numel() and (not unit.in_use or index in group.lent):
+        if sharded and not is_resting(parameter) and (not unit.in_use or index in group.lent) and not unit.held:
             return  # inside a GatheredParameters, which looks itself
         self.accept(parameter)
         if sharded:
@@ -89,15 +97,16 @@ class Inspection:
 
     def before_pass(self) -> None:
         """Raises UsageError when parameters are not what was sharded."""
-        for _, group in self._groups():
-            dtype, trainable = group.whole.dtype, group.plan.trainable
-            for index, parameter in enumerate(group.parameters):
-                if parameter.numel() and parameter.shape != group.views[index].shape:
-                    _refuse(group, index, _RESIZED)
-                if parameter.dtype != dtype:
-                    _refuse(group, index, f"was sharded as {dtype} and is {parameter.dtype} now; {_DTYPE}")
-                if parameter.requires_grad and not trainable and torch.is_grad_enabled():
-                    _refuse(group, index, _FROZEN)
+        with unguarded():
+            for _, group in self._groups():
+                dtype, trainable = group.whole.dtype, group.plan.trainable
+                for index, parameter in enumerate(group.parameters):
+                    if parameter.shape != group.views[index].shape:
+                        _refuse(group, index, _RESIZED)
+                    if parameter.dtype != dtype:
+                        _refuse(group, index, f"was sharded as {dtype} and is {parameter.dtype} now; {_DTYPE}")
+                    if parameter.requires_grad and not trainable and torch.is_grad_enabled():
+                        _refuse(group, index, _FROZEN)
 
     def before_step(self, *, present: bool) -> None:
         """Raises UsageError for data and gradients that the step would not see.
@@ -106,22 +115,33 @@ class Inspection:
             present: whether the engine holds gradients.
         """
         self.take_over()
-        for unit, group in self._groups():
-            for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
-                elsewhere = parameter.data_ptr() != view.data_ptr() if unit.in_use else parameter.numel() > 0
-                if elsewhere and view.numel():
-                    _refuse(group, index, _ELSEWHERE)
-                if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
-                    continue
-                if parameter.grad is not None:
-                    _refuse(group, index, _UNCOLLECTED)
-                if present:
-                    _refuse(group, index, _TAKEN)
+        with unguarded():
+            for unit, group in self._groups():
+                self._before_step(unit, group, present)
+
+    def _before_step(self, unit: Unit, group: Group, present: bool) -> None:
+        for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
+            elsewhere = parameter.data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
+            if elsewhere and view.numel() and not unit.held:
+                _refuse(group, index, _ELSEWHERE)
+            if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
+                continue
+            if parameter.grad is not None:
+                _refuse(group, index, _UNCOLLECTED)
+            if present:
+                _refuse(group, index, _TAKEN)
 
     def _groups(self) -> Iterator[tuple[Unit, Group]]:
         for unit in self._units:
             for group in unit.groups:
                 yield unit, group
+
+
+def refuse_replaced(group: Group) -> None:
+    """Raises UsageError where a parameter in use was given other data, which is lost when the unit is released."""
+    index = group.replaced()
+    if index is not None:
+        _refuse(group, index, _REPLACED)
 
 
 def refuse_leftover(group: Group, index: int, parameter: nn.Parameter) -> None:

@@ -10,7 +10,7 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -18,9 +18,11 @@ import torch
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Buffers, Event, Stream, Streams
-from zeroshard.engine.memory.storage import Group, Storage, Unit
+from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
@@ -123,17 +125,61 @@ class Parameters:
         unit = self._storage.units[index]
         if not unit.in_use:
             unit.in_use = True
-            for group in unit.groups:
-                _show(group, group.views)
-                group.fit_stand_ins()
+            if not unit.held:
+                unit.show()
 
     def release(self, index: int) -> None:
-        """Compute is done with the unit: a sharded one gets empty parameters and its slot may be written again."""
+        """Compute is done with the unit: the parameters of a sharded one rest and its slot may be written again.
+
+        Raises UsageError where code of the model gave a parameter other data, which would be lost.
+        """
         slot = self._slots[index]
         if slot is None:
             return
-        self._vacate(self._storage.units[index], slot)
+        unit = self._storage.units[index]
+        if unit.in_use:
+            for group in unit.groups:
+                refuse_replaced(group)
+        self._vacate(unit, slot)
         self._ledger.release(index)
+
+    def hold(self, index: int) -> None:
+        """Make a unit whole in memory of its own, until `let_go`: something reads it outside of its own forward.
+
+        Its slot can't serve: other units come there while what was read is in use. But views of the slot that autograd
+        saved when the unit's own forward ran are valid again only there, so gathers into the slot go on beside this.
+        """
+        unit = self._storage.units[index]
+        if self._slots[index] is None or unit.held:
+            return
+        if index in self._written or self._updates.begun(index):
+            self._await_written(index)
+        # Write after read: the memory comes from the allocator, and belongs to what compute has yet to run there.
+        self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
+        unit.held = True
+        for group in unit.groups:
+            for launch in self._launches_apart(unit, group):
+                self._log.record("all-gather", unit.label, group.plan.gathered_nbytes)
+                self._streams.launch(Stream.GATHER, launch, (("shard", index),), (("held", index),))
+        # Read after write: the memory belongs to the gather until it has landed.
+        self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
+        self._streams.touch(reads=(("held", index),))
+        unit.show()
+
+    def let_go(self) -> None:
+        """Nothing reads units outside of their own forward any more: give the memory of `hold` back."""
+        for unit in self._storage.units:
+            if unit.held:
+                unit.give_apart_back()
+
+    def _launches_apart(self, unit: Unit, group: Group) -> Iterator[Callable[[], Pending]]:
+        """What gathers a group into its memory of `hold`: by collectives, where slots are gathered by copies too."""
+        gathers, whole = self._gathers[unit.plan.axis], group.take_apart()
+        if group.plan.param_on_host:
+            start, end = group.plan.layout.shard_range(group.rank)
+            yield partial(_gather_from_host, gathers, whole, whole[start:end], group.shard, unit.label)
+        else:
+            yield lambda: gathers.all_gather(whole, group.shard, unit.label)
 
     def resting(self) -> Hashable:
         """What is gathered, on its way or waited for just now: equal values lead to the same operations."""
@@ -142,9 +188,12 @@ class Parameters:
 
     def release_all(self) -> None:
         """Release every sharded unit in use, as after a forward that an exception ended."""
+        self.let_go()
         for unit in self._storage.units:
-            if unit.in_use:
-                self.release(unit.index)
+            slot = self._slots[unit.index]
+            if unit.in_use and slot is not None:
+                self._vacate(unit, slot)
+                self._ledger.release(unit.index)
 
     def _await_written(self, index: int) -> None:
         """Read after write: shards belong to the optimizer until its step has run on the compute stream.
@@ -172,8 +221,8 @@ class Parameters:
         if not unit.in_use:
             return
         unit.in_use = False
-        for group in unit.groups:
-            _show(group, group.empties)
+        if not unit.held:
+            unit.hide()
         self._streams.touch(reads=self._used(unit.index))
         self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
 
@@ -214,6 +263,7 @@ class Parameters:
     def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
         """What was gathered before is stale; `in_parts` as `written` has it."""
         self._early = 0
+        self.let_go()
         for unit in self._storage.units:
             slot = self._slots[unit.index]
             if self._streams.poisons and slot is not None:
@@ -266,13 +316,6 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
-
-
-def _show(group: Group, values: list[torch.Tensor]) -> None:
-    """Let parameters be `values`; those that a GatheredParameters holds keep the memory that it gave them."""
-    for number, (parameter, value) in enumerate(zip(group.parameters, values, strict=True)):
-        if number not in group.lent:
-            parameter.data = value
 
 
 def _lent(unit: Unit) -> bool:

@@ -25,7 +25,7 @@ from zeroshard.comm.copies import device_copies
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.streams import Event, Step, Stream, Streams
-from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.optim.kernels.rows import OwnPiece, RowSum
 
 HELD = ("sending", 0)

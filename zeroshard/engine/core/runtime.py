@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,18 +41,23 @@ from zeroshard.engine.core.inner_backward import (
 )
 from zeroshard.engine.core.inspection import Inspection
 from zeroshard.engine.core.interrupted import EndOfBackward, refuse_half_done, refuse_transform
+from zeroshard.engine.core.late_gradients import LateGradients
 from zeroshard.engine.core.outputs import refuse_no_tensor, tensors_in
+from zeroshard.engine.core.outside_reads import OutsideReads
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker, ForwardPass
 from zeroshard.engine.core.pending_updates import PendingUpdates
+from zeroshard.engine.core.reducing import Reducing
 from zeroshard.engine.core.streams import Stream, Streams
+from zeroshard.engine.memory.group import Unit
 from zeroshard.engine.memory.parking import Parkable, Parking
-from zeroshard.engine.memory.storage import Storage, Unit
+from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
 from zeroshard.plan.accumulation import with_accumulation
-from zeroshard.plan.builder import reordered
+from zeroshard.plan.builder import reordered, with_kept
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import Op, OpKind, build_programs
+from zeroshard.sharding.resting import unguarded
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Runtime:
         self.parking = Parking()
         self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
         self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
+        self._late = LateGradients(storage.units, self.gradients, streams, reduces, log)
         self.inspection = Inspection(storage.units)
         self._inner = InnerBackward(storage.units, self.parameters)
         self.names_in_state_dict = False
@@ -99,17 +104,16 @@ class Runtime:
         self._tracker = CallTracker()
         self._order = NodeOrder()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
+        self.reads = OutsideReads(storage.units, self.parameters, self._tracker)
         self._inside: int | None = None
+        self._alone: int | None = None
         self._part: int | None = None
-        self._no_sync = False
-        self._keeps_local: Callable[[], bool] = lambda: False
-        self._boundary: bool | None = None
+        self.reducing = Reducing()
         self._seen_order: list[int] | None = []
         self._saw_forward = False
         self._backward_running = False
         self._task = -1  # the graph of the pass's backward, while it runs
         self._ending: Callable[[], object] = lambda: None
-        self._rule: Callable[[], float] = lambda: 1.0
         self._collects = True
         self._owed: deque[int] = deque()
         self._end = 0
@@ -120,6 +124,7 @@ class Runtime:
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
+        self.reads.kept = (self._root, *plan.kept)
         self._programs = build_programs(plan)
         self._forward = Cursor(self._programs.forward, self._execute)
         self._backward = Cursor(self._programs.backward, self._execute)
@@ -142,6 +147,9 @@ class Runtime:
             refuse_transform(self.units)
             self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
+        if self._inside is None:
+            self._alone = index
+        self.reads.in_forward = True
         self._tracker.start_call(index)
         in_pass = self._tracker.current is not None and index != self._root and self._part is None
         if self._seen_order is not None and in_pass and not self._saw_forward:
@@ -162,8 +170,12 @@ class Runtime:
             self._watch(index, output, *call)
         if index == self._root:
             self._end_pass()
-        elif not self._forward.run_release(index):
+        elif index not in self.reads.kept and not self._forward.run_release(index):
             self.parameters.release(index)
+        if self._alone == index:
+            self._alone, self.reads.in_forward = None, False
+            if not torch.is_grad_enabled():
+                self.reads.release()
 
     def enter(self, face: int) -> None:
         """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
@@ -177,7 +189,7 @@ class Runtime:
         """Such a module has run, or ended in an exception."""
         mine = in_backward() or self._inside == face
         if self._inside == face:
-            self._inside = None
+            self._inside, self.reads.in_forward = None, False
         if mine and not failed:
             self.post_forward(self._root, output)
 
@@ -193,10 +205,12 @@ class Runtime:
             if not failed:
                 self.post_forward(self._root, output)
             self._inside = self._part = None
+            self.reads.in_forward = False
 
     def _begin_pass(self) -> None:
         self.parking.refuse("a forward", Parkable.LP_PARAMS)
         refuse_transform(self.units)
+        self._alone = None
         self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
@@ -206,6 +220,7 @@ class Runtime:
             torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
         if torch.is_grad_enabled():
             self._tracker.begin_pass()
+        self.reads.begin_pass()
 
     def _end_pass(self) -> None:
         if self._part is None:
@@ -216,7 +231,7 @@ class Runtime:
             # The forwards of further micro-batches are the same again.
             self._saw_forward = self._saw_forward or self._part is None
         else:
-            self.parameters.release(self._root)
+            self.reads.release()
         self._tracker.end_pass()
 
     def _recover(self) -> None:
@@ -310,8 +325,9 @@ class Runtime:
 
     def _begin_backward(self, collects: bool) -> None:
         self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
-        self._factor = self._rule() if collects else 1.0
+        self.reducing.begin_backward(collects)
         self._backward_running, self._task, self._collects = True, graph_task(), collects
+        self._alone, self.reads.in_forward = None, False
         end = EndOfBackward(self._end_backward)
         self._ending = weakref.ref(end)
         self.streams.follow_caller()
@@ -324,17 +340,16 @@ class Runtime:
         self.gradients.notice_dropped()
         if self._collects:
             self.gradients.discard_leftovers()
+        self.reads.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _pay(self) -> None:
         """Finish owed units, in the order of the list, as long as their gradients are complete."""
         while self._owed and (self._end < 0 or self._tracker.complete(self._owed[0], self._end)):
             unit = self.units[self._owed.popleft()]
-            whole = self._boundary if self._boundary is not None else not self.plan.policy.accumulate
-            local = self._boundary is False and not self.plan.policy.accumulate  # it has no accumulators
-            reduce = not (self._no_sync or self.keeps_local or local)
             if self._collects:
-                self.gradients.finish_unit(unit, self._factor, reduce_whole=whole and reduce, reduce_sharded=reduce)
+                whole, sharded = self.reducing.reduces(self.plan.policy.accumulate)
+                self.gradients.finish_unit(unit, self.reducing.factor, reduce_whole=whole, reduce_sharded=sharded)
             if unit.index != self._root:
                 self.parameters.release(unit.index)
 
@@ -345,8 +360,11 @@ class Runtime:
         self._backward_running = False
         self._order.backward_ends()
         self._tracker.end_backward()
+        self.parameters.let_go()
         if self._collects:
-            self.gradients.stand_in()
+            for index in self._late.add(self.reducing.factor, self.plan.policy.predivide):
+                self.reads.expect(index)
+            self.gradients.show_collected()
 
     # Both.
 
@@ -376,7 +394,7 @@ class Runtime:
     def finish_gradients(self) -> None:
         """Reduce whatever no backward has reduced; compute then waits for all reduces."""
         self.streams.follow_caller()
-        for index in () if self.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
+        for index in () if self.reducing.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
@@ -406,36 +424,11 @@ class Runtime:
     def clear_gradients(self) -> None:
         """Forget all gradients, as optimizer.zero_grad() does."""
         self.gradients.clear()
-        for unit in self.units:
-            for group in unit.trainable:
-                for parameter in group.parameters:
-                    parameter.grad = None
-
-    @property
-    def keeps_local(self) -> bool:
-        """Whether gradients stay each rank's own, in the step too."""
-        return self._keeps_local()
-
-    def keep_local_while(self, condition: Callable[[], bool]) -> None:
-        """Reduce no gradients while `condition()`, which is equal on all ranks: the optimizer averages by itself."""
-        self._keeps_local = condition
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate locally; the next one outside, or the step, reduces."""
-        previous, self._no_sync = self._no_sync, True
-        try:
-            yield
-        finally:
-            self._no_sync = previous
-
-    def set_boundary(self, boundary: bool | None) -> None:
-        """Whether the next backward is the last before the step; None: not known, whole gradients wait for the step."""
-        self._boundary = boundary
-
-    def before_each_backward(self, rule: Callable[[], float]) -> None:
-        """When a backward that gives gradients begins, ask `rule` by what to multiply these; it may refuse."""
-        self._rule = rule
+        with unguarded():
+            for unit in self.units:
+                for group in unit.trainable:
+                    for parameter in group.parameters:
+                        parameter.grad = None
 
     @property
     def at_rest(self) -> bool:
@@ -453,6 +446,11 @@ class Runtime:
         plan = self.plan if order is None else reordered(self.plan, (self._root, *order))
         if plan.order != self.plan.order:
             self._adopt(plan)
+
+    def foresee_reads(self) -> None:
+        """Between steps: have the plan keep the units that other modules than their own read."""
+        if new := self.reads.take():
+            self._adopt(with_kept(self.plan, (*self.plan.kept, *new)))
 
     def start_accumulating(self, dtype: str | None) -> None:
         """Between steps: take accumulators of `dtype` for several micro-batches per step, if there are none yet."""

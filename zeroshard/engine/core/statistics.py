@@ -16,7 +16,7 @@ import torch
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.engine.core.runtime import Runtime
-from zeroshard.engine.memory.storage import Group
+from zeroshard.engine.memory.group import Group
 from zeroshard.optim.kernels.norm import KERNEL_DTYPES, SquaredNorm
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 

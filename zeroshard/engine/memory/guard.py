@@ -84,10 +84,15 @@ class ShardedValue(torch.Tensor):
         return f"ShardedValue({tuple(self.shape)}, held by zeroshard)"
 
 
-def sharded_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """A stand-in with the shape, dtype and device that `parameter.grad` must have, without memory of its own."""
-    # It refuses to be computed with, so it may as well stand on the parameter's own memory.
-    return parameter.detach().as_subclass(ShardedGradient)
+def sharded_gradient(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A stand-in with the shape, dtype and device that `parameter.grad` must have, without memory of its own.
+
+    Args:
+        memory: what it stands on, for it refuses to be computed with; of the parameter's shape.
+    """
+    stand_in = parameter.detach()  # has the parameter's version counter: what autograd adds to it is seen there
+    stand_in.data = memory
+    return stand_in.as_subclass(ShardedGradient)
 
 
 def sharded_value(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

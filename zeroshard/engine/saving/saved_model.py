@@ -25,7 +25,7 @@ from zeroshard.checkpoint.meeting import LABEL
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.memory.storage import Group, Unit
+from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePart
 from zeroshard.optim.split import join, split

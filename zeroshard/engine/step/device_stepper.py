@@ -20,7 +20,7 @@ import torch
 
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.statistics import digest_terms
-from zeroshard.engine.memory.storage import Group
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.step.step_base import StepperBase, regions_of_units
 from zeroshard.errors import UsageError
 from zeroshard.optim.kernels.norm import FINITE, SquaredNorm

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.memory.storage import Group
+from zeroshard.engine.memory.group import Group
 from zeroshard.optim.regions import Region
 from zeroshard.optim.site import Site
 from zeroshard.plan.placement import Tier

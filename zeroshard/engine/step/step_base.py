@@ -226,6 +226,7 @@ class StepperBase(ABC):
         """After the first forward: run the lists in the order in which it used the units, if all ranks saw the same."""
         runtime, control = self.handle.runtime, self.handle.comm.control
         seen = runtime.seen_order
+        runtime.foresee_reads()
         if seen is None:
             return
         units = len(runtime.units)

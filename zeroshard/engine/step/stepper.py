@@ -69,7 +69,7 @@ class HostStepper(StepperBase):
                 self._norms,
                 digest=comm.log.digest(),
                 first_replica=first_replica,
-                whole=handle.runtime.keeps_local,
+                whole=handle.runtime.reducing.keeps_local,
             )
             if not handle.last.agree:
                 comm.watchdog.explain_mismatch()
@@ -96,7 +96,8 @@ class HostStepper(StepperBase):
 
     def _refuse(self, norm: float) -> None:
         """The gradients are not finite: nothing is updated."""
-        name = first_nonfinite(self.handle.runtime, self.handle.comm.control, whole=self.handle.runtime.keeps_local)
+        runtime = self.handle.runtime
+        name = first_nonfinite(runtime, self.handle.comm.control, whole=runtime.reducing.keeps_local)
         before = None if self.scaler is None else float(self.scaler.scale)
         self._update_scale(overflow=True)
         scales = None if self.scaler is None or before is None else (before, float(self.scaler.scale))

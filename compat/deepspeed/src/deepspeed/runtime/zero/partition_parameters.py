@@ -97,14 +97,13 @@ class Init(ShardedInit):
 
     def _shard(self, module: nn.Module) -> None:
         device = default_device()
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             value = parameter.data.to(device)
             if value.is_floating_point() and self._param_dtype is not None:
                 value = value.to(self._param_dtype)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(value, 0)
-            shard_loosely(parameter, value)
-            parameter.data = value.new_empty(0)
+            shard_loosely(parameter, value, name)
         describe(module.parameters(), checked=self._checked)
 
 

@@ -1,0 +1,297 @@
+"""Resting parameters: their values are on other ranks or in host memory, and reading them never goes unnoticed.
+
+    p = model.head.weight        # sharded, at rest
+    p.shape, p.dtype, p.grad     what it is when it is whole (numel() is 0: libraries ask so whether it is sharded)
+    p.norm(), p * 2, f(p)        inside of a forward: its unit is gathered first, and the operation runs on the values
+                                 elsewhere: an error that names the parameter and what to do
+
+A resting parameter is the same object under another class, whose `__torch_function__` sees every operation; in use it
+has its own class back, so that the operations of a forward cost nothing. Its memory is one NaN, stretched to the whole
+shape: what autograd makes of it has the right shape even where the first operation that meets it is a custom
+`autograd.Function`, and code that passes `__torch_function__` by computes NaN, not a wrong number. Rejected: an
+ordinary tensor of no elements, of which sums and norms are a silent 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+
+from zeroshard.errors import UsageError
+
+_RECORD = "_zeroshard_resting"
+
+_P = TypeVar("_P", bound=torch.Tensor)
+Fetch = Callable[[], None]
+"""Makes a resting parameter whole for the operation that is about to read it, or returns without doing so."""
+
+
+@dataclass
+class Resting:
+    """What is known of a parameter that rests.
+
+    Attributes:
+        name: for messages.
+        fetch: called before an operation that reads the values; None, or a call after which the parameter still rests,
+            refuses the operation.
+        why: how the parameter came to be elsewhere, as a sentence for the message.
+        cure: what to do, for the message.
+    """
+
+    name: str
+    fetch: Fetch | None = None
+    why: str = "it is sharded, and this rank holds only a part of it"
+    cure: str = (
+        "read it inside a forward of the model, or on all ranks inside zeroshard.GatheredParameters([parameter]); "
+        "zeroshard.safe_get_full_fp32_param(parameter) gives a copy, and at stages 0 to 2 parameters are whole"
+    )
+
+
+class RestingShape(tuple[int, ...]):
+    """The whole shape of a resting parameter. It equals (0,) as well: some libraries ask so whether one is sharded."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) is True or other == (0,)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def numel(self) -> int:
+        """As `numel()` of the parameter: 0."""
+        return 0
+
+
+_AS_IT_IS = frozenset(
+    {"dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "_version", "_base"}
+    | {"_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "name", "names", "itemsize"}
+    | {"is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quantized", "is_nested"}
+    | {"is_xla", "is_xpu", "is_mps", "is_hpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "volatile", "grad_dtype"}
+)
+"""Attributes that are the same at rest; they may be set, too."""
+_CALLS = frozenset(
+    {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_floating_point"}
+    | {"is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "is_coalesced"}
+    | {"is_distributed", "element_size", "get_device", "has_names", "_is_view", "_is_zerotensor", "is_tensor"}
+    | {"_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "_is_all_true"}
+)
+"""Functions that read no values."""
+_CONVERSIONS = frozenset(
+    {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "share_memory_", "pin_memory"}
+)
+"""Functions that return the parameter itself where there is nothing to convert."""
+
+
+def _shape(tensor: torch.Tensor) -> RestingShape:
+    return RestingShape(_plain(torch.Tensor.size, tensor))
+
+
+def _size(tensor: torch.Tensor, dim: int | None = None) -> int | RestingShape:
+    return _shape(tensor) if dim is None else _shape(tensor)[dim]
+
+
+def _stride(tensor: torch.Tensor, dim: int | None = None) -> int | tuple[int, ...]:
+    shape = tuple(_shape(tensor))
+    strides = tuple(math.prod(max(1, size) for size in shape[place + 1 :]) for place in range(len(shape)))
+    return strides if dim is None else strides[dim]
+
+
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "shape": _shape,
+    "size": _size,
+    "ndim": lambda tensor: len(_shape(tensor)),
+    "dim": lambda tensor: len(_shape(tensor)),
+    "ndimension": lambda tensor: len(_shape(tensor)),
+    "stride": _stride,
+    "__len__": lambda tensor: _shape(tensor)[0],
+    "is_contiguous": lambda tensor, *_, **__: True,
+    "numel": lambda tensor: 0,
+    "nelement": lambda tensor: 0,
+    "nbytes": lambda tensor: 0,
+    "storage_offset": lambda tensor: 0,
+    "__repr__": lambda tensor, **_: f"{_named(tensor)} of shape {tuple(_shape(tensor))}, {tensor.dtype}, at rest",
+}
+"""What is answered for the whole parameter, or for none of its elements."""
+_MEMORY: Mapping[str, Callable[..., Any]] = {
+    "data_ptr": lambda tensor: 0,
+    "untyped_storage": lambda tensor: torch.UntypedStorage(0, device=tensor.device),
+}
+"""Where the memory is: outside of a forward there is none."""
+_PICKLES = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
+_HANDLES = frozenset({"detach", "detach_", "data"})
+"""What hands the memory on without reading it: outside of a forward, a tensor that is guarded as the parameter is."""
+
+
+def _plain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _called(func: Callable[..., Any]) -> tuple[str, bool]:
+    """Name of a function of torch, or of the attribute that it gets or sets; and whether it sets one."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(getattr(func, "__self__", None), "__name__", name)), name != "__get__"
+    return name.split(".")[0], False
+
+
+class Guard:
+    """What a resting parameter's class has before its own: every operation passes here."""
+
+    whole_class: type[Any]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Raises UsageError for what would read the values, unless they can be had here."""
+        return _answer(func, args, dict(kwargs or {}))
+
+
+class GuardedValue(Guard, torch.Tensor):
+    """What `detach()` and `.data` of a resting parameter give: as useless, and as guarded, as the parameter."""
+
+
+def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name, sets = _called(func)
+    if name in _CALLS or name in _AS_IT_IS:
+        return _plain(func, *args, **kwargs)
+    first = args[0] if args else None
+    if sets and name == "data" and len(args) > 1 and args[1] is first:
+        return None  # as module.to(device) does where there is nothing to move
+    alone = isinstance(first, Guard) and not sets
+    if alone and name in _ANSWERS:
+        arguments = () if name in _AS_ATTRIBUTES and getattr(func, "__name__", "") == "__get__" else args[1:]
+        return _ANSWERS[name](first, *arguments, **kwargs)
+    if alone and name in _CONVERSIONS:
+        converted = _plain(func, *args, **kwargs)
+        if converted is first:
+            return first
+    _fetch_all((args, kwargs))
+    still = next(_resting_in((args, kwargs)), None)
+    if still is None:
+        return func(*args, **kwargs)
+    if alone and name in _MEMORY:
+        return _MEMORY[name](first)
+    if alone and name in _HANDLES:
+        return _guarded(still)
+    raise _refusal(still, name)
+
+
+_AS_ATTRIBUTES = frozenset({"shape", "ndim", "nbytes"})
+
+
+def _resting_in(value: object) -> Iterator[torch.Tensor]:
+    """The resting parameters among the arguments of an operation."""
+    if isinstance(value, Guard):
+        assert isinstance(value, torch.Tensor)
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _resting_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _resting_in(item)
+
+
+def _fetch_all(arguments: object) -> None:
+    for tensor in list(_resting_in(arguments)):
+        record = _record(tensor)
+        if isinstance(tensor, Guard) and record.fetch is not None:
+            record.fetch()
+
+
+def _guarded(tensor: torch.Tensor) -> torch.Tensor:
+    value = _plain(torch.Tensor.detach, tensor).as_subclass(GuardedValue)
+    # Without a way to fetch: it stays what it is when the parameter is gathered.
+    vars(value)[_RECORD] = replace(_record(tensor), fetch=None)
+    return value
+
+
+def _refusal(tensor: torch.Tensor, name: str) -> UsageError:
+    record = _record(tensor)
+    if name in _PICKLES:
+        return UsageError(
+            f"{_named(tensor)} can't be pickled or copied (torch.save(model), copy.deepcopy): its values are not here: "
+            f"{record.why}. Take zeroshard.full_state_dict(model), or do it inside zeroshard.GatheredParameters"
+        )
+    return UsageError(
+        f"torch's {name.strip('_')}: the values of {_named(tensor)} are not here: {record.why}. To compute with them, "
+        f"{record.cure}. To change or replace them, use zeroshard.GatheredParameters([parameter], modifier_rank=0)"
+    )
+
+
+def name_at_rest(tensor: torch.Tensor) -> str:
+    """The name that the parameter had when it rested last; "" where it has none."""
+    record: Resting | None = vars(tensor).get(_RECORD)
+    return "" if record is None else record.name
+
+
+def _named(tensor: torch.Tensor) -> str:
+    name = name_at_rest(tensor)
+    return f"parameter {name!r}" if name else "a parameter"
+
+
+def _record(tensor: torch.Tensor) -> Resting:
+    found: Resting = vars(tensor)[_RECORD]
+    return found
+
+
+@cache
+def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class of a parameter of class `whole` while it rests; a subclass of it."""
+    assert not issubclass(whole, Guard)
+    return type(f"Resting{whole.__name__}", (Guard, whole), {"__module__": __name__, "whole_class": whole})
+
+
+def whole_class(parameter: _P) -> type[_P]:
+    """The parameter's own class, whether it rests or not."""
+    kind = type(parameter)
+    return cast("type[_P]", kind.whole_class) if issubclass(kind, Guard) else kind
+
+
+def is_resting(tensor: torch.Tensor) -> bool:
+    """Whether the parameter's values are elsewhere."""
+    return isinstance(tensor, Guard)
+
+
+def unguarded() -> AbstractContextManager[Any]:
+    """Inside, resting parameters are what their memory is; also for loops over attributes that cost less so."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def stretched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a shape on the memory of one element: NaN, or 0 in a dtype that has none."""
+    one = torch.full((1,), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
+    return stretch(one, shape)
+
+
+def stretch(one: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of a shape, all of whose elements are the single one of `one`."""
+    return one.as_strided(tuple(shape), (0,) * len(shape))
+
+
+def rest(parameter: torch.Tensor, record: Resting, value: torch.Tensor) -> None:
+    """Let the parameter rest; `value` is `stretched` to its shape."""
+    wake(parameter, value)
+    vars(parameter)[_RECORD] = record
+    parameter.__class__ = resting_class(type(parameter))
+
+
+def wake(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Give the parameter values, and its own class back."""
+    parameter.__class__ = whole_class(parameter)
+    parameter.data = value
