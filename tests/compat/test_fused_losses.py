@@ -1,6 +1,6 @@
-"""Losses that read `lm_head.weight` outside of the head's forward train at stages 0 to 2 as in plain torch, bit by bit.
+"""Losses that read `lm_head.weight` outside of the head's forward train at every stage as in plain torch, bit for bit.
 
-Stage 2 runs always. `ZEROSHARD_HF_TESTS=1` adds the other stages, and the losses of Liger and TRL that run on a CPU,
+Stage 3 runs always. `ZEROSHARD_HF_TESTS=1` adds the other stages, and the losses of Liger and TRL that run on a CPU,
 where those are installed (Liger's head wants TRITON_INTERPRET=1); the GPU's turn is tests/gpu/test_fused_losses.py.
 """
 
@@ -44,13 +44,13 @@ def _train(
     ]
 
 
-def test_losses_that_read_the_heads_weight_train_as_in_plain_torch_at_stage_2() -> None:
-    assert run_ranks(2, _train, (2,)) == [[], []]
+def test_losses_that_read_the_heads_weight_train_as_in_plain_torch_at_stage_3() -> None:
+    assert run_ranks(2, _train, (3,)) == [[], []]
 
 
 @full
 def test_losses_that_read_the_heads_weight_train_as_in_plain_torch_at_other_stages() -> None:
-    assert run_ranks(2, _train, (0, 1)) == [[], []]
+    assert run_ranks(2, _train, (0, 1, 2)) == [[], []]
 
 
 def _liger() -> dict[str, Trainable]:
@@ -70,20 +70,20 @@ def _trl() -> dict[str, Trainable]:
 def test_ligers_losses_train_as_in_plain_torch() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")
-    assert run_ranks(2, _train, (0, 1, 2), _liger, timeout=600) == [[], []]
+    assert run_ranks(2, _train, (0, 1, 2, 3), _liger, timeout=600) == [[], []]
 
 
 @full
 def test_trls_head_trains_as_in_plain_torch() -> None:
     pytest.importorskip("trl")
-    assert run_ranks(2, _train, (0, 1, 2), _trl, timeout=300) == [[], []]
+    assert run_ranks(2, _train, (0, 1, 2, 3), _trl, timeout=300) == [[], []]
 
 
 def _trainer_with_liger(rank: int, world: int, base: str) -> list[float]:
     gaps: list[float] = []
     for changes in ({}, {"gradient_checkpointing": True}):
         runs: list[tiny.Run] = []
-        for stage in (None, 0, 1, 2):
+        for stage in (None, 0, 1, 2, 3):
             settings = {**LIGER, "eval_strategy": "no", **changes}
             model = tiny.model("llama")  # under arguments for stage 3 it would be built by other random numbers
             run = tiny.trainer(tiny.arguments(Path(base), stage, {}, **settings), model)
