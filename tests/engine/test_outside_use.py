@@ -5,8 +5,6 @@ And parts of a model that are called by themselves, as `generate` calls an encod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -19,7 +17,6 @@ from tests.support.models import VOCABULARY, WIDTH, Batch, Task, language_loss, 
 from tests.support.training import Setting, assert_close, assert_same, sgd, shard_task, train_reference, train_sharded
 from tests.support.zoo import Mlp, Stack
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.errors import DivergenceError
 
 STAGES = (0, 1, 2, 3)
 
@@ -110,71 +107,6 @@ def _other_errors(rank: int, world: int) -> None:
 
 def test_other_errors_are_left_as_they_are() -> None:
     run_ranks(2, _other_errors)
-
-
-class _Raises(nn.Module):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.blocks, self.error = nn.ModuleList([Mlp(), Mlp()]), error
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise self.error
-
-
-_HINT = "read outside of its unit's forward is empty"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB"
-        ),
-        RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
-        RuntimeError("Sizes of tensors must match except in dimension 0. Expected 3 but got 4"),
-        IndexError("index 5 is out of bounds for dimension 0 with size 3"),
-        DivergenceError("rank 1 waits for all ranks while rank 0 waited for all-gather (0 of its log)"),
-    ],
-)
-def test_a_0_that_is_no_size_is_not_taken_for_an_empty_parameter(error: Exception) -> None:
-    model, _ = zeroshard.shard(_Raises(error), plan=3)
-    with pytest.raises(type(error)) as caught:
-        model(torch.ones(2, WIDTH))
-    assert _HINT not in str(caught.value)
-
-
-_USES: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
-    lambda x, empty: functional.linear(x, empty),
-    lambda x, empty: functional.linear(x, torch.ones(WIDTH, WIDTH), empty),
-    lambda x, empty: x * empty,
-    lambda x, empty: functional.layer_norm(x, (WIDTH,), empty),
-    lambda x, empty: functional.batch_norm(x, torch.zeros(WIDTH), torch.ones(WIDTH), empty),
-    lambda x, empty: empty.view(WIDTH, WIDTH),
-    lambda x, empty: empty.t() @ empty[0],
-    lambda x, empty: empty.transpose(0, 1),
-    lambda x, empty: torch.cat([x, empty[None]]),
-    lambda x, empty: torch.outer(x[0], empty) @ x,
-    lambda x, empty: torch.dot(x[0], empty),
-    lambda x, empty: empty.max(),
-    lambda x, empty: empty.max(dim=0),
-    lambda x, empty: functional.prelu(x, empty),
-    lambda x, empty: empty.item(),
-]
-
-
-@pytest.mark.parametrize("use", _USES)
-def test_what_torch_says_of_an_empty_parameter_is_explained(
-    use: Callable[[torch.Tensor, torch.Tensor], object],
-) -> None:
-    try:
-        use(torch.ones(2, WIDTH), torch.empty(0))
-    except (RuntimeError, IndexError) as error:
-        said = error
-    else:
-        pytest.fail("torch takes it")
-    model, _ = zeroshard.shard(_Raises(said), plan=3)
-    with pytest.raises(type(said), match=_HINT):
-        model(torch.ones(2, WIDTH))
 
 
 class _Backbone(nn.Module):

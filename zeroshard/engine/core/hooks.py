@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,15 +17,6 @@ from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.marks import external_parameters
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
-
-_SIZE_0 = re.compile(
-    r"""[(\[,][ ]?0[)\],]                                         # (0), [0], [32, 0]
-    | \b0x\d+\b | \b\d+x0\b                                    # 0x32, 32x0
-    | \bsize[ ]0\b | \b0[ ]elements | \bnon-zero[ ]size
-    | \b(?:got|has|not|numel\(\)[ ]==|numbers[ ]=)[ ]0\b""",
-    re.VERBOSE,
-)
-"""A size of 0 in a message of torch. A bare 0 is also in what it says of GPU 0 (out of memory), rank 0, dimension 0."""
 
 
 def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
@@ -216,8 +206,7 @@ def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None
 
 
 def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], None]:
-    """Say in a size mismatch against an empty tensor that the parameter may be sharded just then, and in a mismatch of
-    dtypes that some modules were kept in float32.
+    """Say in a mismatch of dtypes that some modules were kept in float32.
 
     torch calls the hook while it handles the exception of a forward; nothing else sees it before the user does.
     """
@@ -226,14 +215,7 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
         error = sys.exc_info()[1]
         if output is not None or not isinstance(error, (RuntimeError, IndexError)) or "zeroshard" in str(error):
             return
-        if isinstance(error, ZeroShardError):  # it says itself what to do
-            return
-        if _mentions_nothing(str(error)):
-            error.args = (
-                f"{error}\nzeroshard: a parameter that is read outside of its unit's forward is empty. Name the module "
-                "that reads it as the unit (shard(..., units=[...])), or read it inside zeroshard.GatheredParameters",
-            )
-        elif several_dtypes and "dtype" in str(error):
+        if several_dtypes and "dtype" in str(error) and not isinstance(error, ZeroShardError):
             error.args = (
                 f"{error}\nzeroshard: some modules were kept in float32 beside others in lower precision "
                 "(data_types.keep_in_fp32_modules in the config, keep_fp32 in the recipe, or the model's own list). "
@@ -241,11 +223,6 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
             )
 
     return hook
-
-
-def _mentions_nothing(message: str) -> bool:
-    """Whether a message of torch speaks of a dim of size 0."""
-    return _SIZE_0.search(message) is not None
 
 
 def _has_several_dtypes(runtime: Runtime) -> bool:
