@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
+    from zeroshard.engine.between.clip_value import clip_grad_value_
     from zeroshard.engine.between.external import register_external_parameter, unregister_external_parameter
     from zeroshard.engine.between.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
     from zeroshard.engine.between.memory_use import memory_status, see_memory_usage
@@ -106,6 +107,7 @@ _HOME = {
     "build_plan": "zeroshard.plan.builder",
     "checkpoint_activations": "zeroshard.sharding.activations",
     "clip_grad_norm_": "zeroshard.engine.native",
+    "clip_grad_value_": "zeroshard.engine.between.clip_value",
     "close": "zeroshard.engine.native",
     "drain": "zeroshard.engine.native",
     "from_pretrained": "zeroshard.checkpoint.pretrained",
@@ -185,6 +187,7 @@ __all__ = [
     "build_plan",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "close",
     "drain",
     "from_pretrained",

@@ -295,6 +295,7 @@ def _engine_options(config: Config) -> EngineOptions:
         loader=LoaderOptions(drop_last=config.drop_last),
         saving=Saving(config.checkpoint.background, config.checkpoint.keep, config.checkpoint.directory),
         steps_per_print=config.steps_per_print,
+        clip_value=config.gradient_clip_value,
         counts_micro_batches=config.batch.managed,
         settings=Settings(0 if config.zero.stage == "auto" else config.zero.stage, config.precision.compute),
     )

@@ -152,6 +152,7 @@ class ObeyedSections(Section):
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
     communication_data_type: DtypeName | None = None
+    gradient_clip_value: NonNegative = 0.0
     gradient_clipping: NonNegative = 1.0
     prescale_gradients: Flag = False
     gradient_predivide_factor: Positive = 1.0

@@ -177,6 +177,7 @@ class _Resolver:
             precision=precision,
             loss_scale=_loss_scale(sections),
             batch=batch_config,
+            gradient_clip_value=sections.gradient_clip_value,
             gradient_clipping=clipping,
             reduction=ReductionConfig(
                 sections.prescale_gradients, sections.gradient_predivide_factor, sections.gradient_allreduce_op

@@ -177,6 +177,7 @@ class Config:
     precision: PrecisionConfig
     loss_scale: LossScaleConfig | None
     batch: BatchConfig
+    gradient_clip_value: float
     gradient_clipping: float
     reduction: ReductionConfig
     optimizer: OptimizerConfig | None

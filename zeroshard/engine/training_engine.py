@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine.backwards import Backwards
 from zeroshard.engine.batching import Batching, BatchSizes
+from zeroshard.engine.between.clip_value import clip_grad_value_
 from zeroshard.engine.between.offload_states import offload_states, reload_states
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
@@ -51,6 +52,7 @@ class EngineOptions:
         loader: how loaders are made.
         saving: how checkpoints are saved.
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
+        clip_value: what each element of the gradients is held within; 0 is no limit.
         counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
         settings: what is answered to those who ask for it.
     """
@@ -60,6 +62,7 @@ class EngineOptions:
     loader: LoaderOptions = field(default_factory=LoaderOptions)
     saving: Saving = Saving()
     steps_per_print: int | None = None
+    clip_value: float = 0.0
     counts_micro_batches: bool = True
     settings: Settings = field(default_factory=Settings)
 
@@ -170,6 +173,8 @@ class TrainingEngine(nn.Module, AsksSettings):
         self.global_samples += self._samples()
         self._data.mark()
         self._uncounted = arguments
+        if self._options.clip_value and self._handle.runtime.gradients.present:
+            clip_grad_value_(self.module, self._options.clip_value)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self._batching.manual:
