@@ -338,6 +338,22 @@ def test_a_resting_parameter_says_what_it_is() -> None:
     run_ranks(2, _answers)
 
 
+def _after_failures(rank: int, world: int) -> None:
+    model, _ = shard_task(_task(_linear, Around()), Setting(plan=3))
+    parameter = model.get_parameter("blocks.0.up.weight")
+    for failing in (lambda: model.get_submodule("blocks.1")(torch.ones(3, WIDTH + 1)), lambda: model(torch.ones(2, 2))):
+        with pytest.raises((RuntimeError, IndexError)):
+            failing()
+        if rank == 0:  # alone: a gather would wait for the others
+            with pytest.raises(UsageError, match="GatheredParameters"):
+                parameter.norm()
+    language_loss(model, Batch(0, 0, rank)).backward()
+
+
+def test_a_forward_that_failed_is_over_for_those_who_read() -> None:
+    run_ranks(2, _after_failures)
+
+
 class _Renormalized(nn.Linear):
     """Gives its weight other data in its forward."""
 

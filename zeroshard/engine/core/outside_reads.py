@@ -32,7 +32,8 @@ class OutsideReads:
 
     Attributes:
         kept: units that the plan keeps whole for each pass: the root, and those read before.
-        in_forward: whether a forward of the model, or of a part of it, is running.
+        in_forward: whether a forward of the model, or of a part of it that reads the root, is running. One of a unit by
+            itself does not count: nobody would tell if an exception ended it.
     """
 
     def __init__(self, units: list[Unit], parameters: Parameters, tracker: CallTracker) -> None:

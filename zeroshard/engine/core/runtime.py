@@ -106,7 +106,6 @@ class Runtime:
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
         self.reads = OutsideReads(storage.units, self.parameters, self._tracker)
         self._inside: int | None = None
-        self._alone: int | None = None
         self._part: int | None = None
         self.reducing = Reducing()
         self._seen_order: list[int] | None = []
@@ -147,9 +146,6 @@ class Runtime:
             refuse_transform(self.units)
             self.streams.follow_caller()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
-        if self._inside is None:
-            self._alone = index
-        self.reads.in_forward = True
         self._tracker.start_call(index)
         in_pass = self._tracker.current is not None and index != self._root and self._part is None
         if self._seen_order is not None and in_pass and not self._saw_forward:
@@ -170,19 +166,18 @@ class Runtime:
             self._watch(index, output, *call)
         if index == self._root:
             self._end_pass()
-        elif index not in self.reads.kept and not self._forward.run_release(index):
+        elif index in self.reads.kept:
+            if self._inside is None and not torch.is_grad_enabled():  # called by itself: no pass ends behind it
+                self.parameters.release(index)
+        elif not self._forward.run_release(index):
             self.parameters.release(index)
-        if self._alone == index:
-            self._alone, self.reads.in_forward = None, False
-            if not torch.is_grad_enabled():
-                self.reads.release()
 
     def enter(self, face: int) -> None:
         """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
         if in_backward():
             self.parameters.use(self._root)
         elif self._inside is None:
-            self._inside = face
+            self._inside, self.reads.in_forward = face, True
             self.pre_forward(self._root)
 
     def leave(self, face: int, output: object, *, failed: bool) -> None:
@@ -197,6 +192,7 @@ class Runtime:
         """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
         if not in_backward() and self._inside is None:
             self._inside = self._part = part
+            self.reads.in_forward = True
             self.pre_forward(self._root)
 
     def leave_part(self, part: int, output: object, *, failed: bool) -> None:
@@ -210,7 +206,6 @@ class Runtime:
     def _begin_pass(self) -> None:
         self.parking.refuse("a forward", Parkable.LP_PARAMS)
         refuse_transform(self.units)
-        self._alone = None
         self.streams.follow_caller()
         if self._backward_running or self._forward.started:
             self._recover()
@@ -327,7 +322,7 @@ class Runtime:
         self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
         self.reducing.begin_backward(collects)
         self._backward_running, self._task, self._collects = True, graph_task(), collects
-        self._alone, self.reads.in_forward = None, False
+        self.reads.in_forward = False
         end = EndOfBackward(self._end_backward)
         self._ending = weakref.ref(end)
         self.streams.follow_caller()
