@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.pretrained import Pretrained, from_pretrained
     from zeroshard.comm.join import init_distributed
     from zeroshard.engine.automatic import AutoPlan
-    from zeroshard.engine.between.access import (
+    from zeroshard.engine.graphed import GraphedStep
+    from zeroshard.engine.native import (
+        clip_grad_norm_,
+        close,
+        drain,
+        get_global_grad_norm,
+        no_sync,
+        peer_memory_nbytes,
+        plan_of,
+        shard,
+    )
+    from zeroshard.engine.outside_step.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -26,22 +37,11 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
-    from zeroshard.engine.between.clip_value import clip_grad_value_
-    from zeroshard.engine.between.external import register_external_parameter, unregister_external_parameter
-    from zeroshard.engine.between.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
-    from zeroshard.engine.between.memory_use import memory_status, see_memory_usage
-    from zeroshard.engine.between.offload_states import offload_states, reload_states
-    from zeroshard.engine.graphed import GraphedStep
-    from zeroshard.engine.native import (
-        clip_grad_norm_,
-        close,
-        drain,
-        get_global_grad_norm,
-        no_sync,
-        peer_memory_nbytes,
-        plan_of,
-        shard,
-    )
+    from zeroshard.engine.outside_step.clip_value import clip_grad_value_
+    from zeroshard.engine.outside_step.external import register_external_parameter, unregister_external_parameter
+    from zeroshard.engine.outside_step.gathered import GatheredParameters, full_state_dict, iterate_full_parameters
+    from zeroshard.engine.outside_step.memory_use import memory_status, see_memory_usage
+    from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
     from zeroshard.engine.saving.checkpoints import load, save, wait_for_checkpoint
     from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
@@ -87,7 +87,7 @@ _HOME = {
     "AutoPlan": "zeroshard.engine.automatic",
     "CPUAdam": "zeroshard.optim.cpu_adam",
     "ExecutionPolicy": "zeroshard.plan.plan",
-    "GatheredParameters": "zeroshard.engine.between.gathered",
+    "GatheredParameters": "zeroshard.engine.outside_step.gathered",
     "GraphedStep": "zeroshard.engine.graphed",
     "Init": "zeroshard.sharding.deferred",
     "Lamb": "zeroshard.optim.named",
@@ -107,38 +107,38 @@ _HOME = {
     "build_plan": "zeroshard.plan.builder",
     "checkpoint_activations": "zeroshard.sharding.activations",
     "clip_grad_norm_": "zeroshard.engine.native",
-    "clip_grad_value_": "zeroshard.engine.between.clip_value",
+    "clip_grad_value_": "zeroshard.engine.outside_step.clip_value",
     "close": "zeroshard.engine.native",
     "drain": "zeroshard.engine.native",
     "from_pretrained": "zeroshard.checkpoint.pretrained",
-    "full_state_dict": "zeroshard.engine.between.gathered",
+    "full_state_dict": "zeroshard.engine.outside_step.gathered",
     "get_global_grad_norm": "zeroshard.engine.native",
     "init_distributed": "zeroshard.comm.join",
     "initialize": "zeroshard.from_config",
-    "iterate_full_parameters": "zeroshard.engine.between.gathered",
+    "iterate_full_parameters": "zeroshard.engine.outside_step.gathered",
     "load": "zeroshard.engine.saving.checkpoints",
     "no_sync": "zeroshard.engine.native",
-    "offload_states": "zeroshard.engine.between.offload_states",
+    "offload_states": "zeroshard.engine.outside_step.offload_states",
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
     "save": "zeroshard.engine.saving.checkpoints",
-    "safe_get_full_fp32_param": "zeroshard.engine.between.access",
-    "safe_get_full_grad": "zeroshard.engine.between.access",
-    "safe_get_full_optimizer_state": "zeroshard.engine.between.access",
-    "safe_get_local_fp32_param": "zeroshard.engine.between.access",
-    "safe_get_local_grad": "zeroshard.engine.between.access",
-    "safe_get_local_optimizer_state": "zeroshard.engine.between.access",
-    "safe_set_full_fp32_param": "zeroshard.engine.between.access",
-    "safe_set_full_grad": "zeroshard.engine.between.access",
-    "safe_set_full_optimizer_state": "zeroshard.engine.between.access",
-    "safe_set_local_fp32_param": "zeroshard.engine.between.access",
-    "safe_set_local_grad": "zeroshard.engine.between.access",
-    "safe_set_local_optimizer_state": "zeroshard.engine.between.access",
-    "reload_states": "zeroshard.engine.between.offload_states",
-    "register_external_parameter": "zeroshard.engine.between.external",
-    "unregister_external_parameter": "zeroshard.engine.between.external",
-    "see_memory_usage": "zeroshard.engine.between.memory_use",
-    "memory_status": "zeroshard.engine.between.memory_use",
+    "safe_get_full_fp32_param": "zeroshard.engine.outside_step.access",
+    "safe_get_full_grad": "zeroshard.engine.outside_step.access",
+    "safe_get_full_optimizer_state": "zeroshard.engine.outside_step.access",
+    "safe_get_local_fp32_param": "zeroshard.engine.outside_step.access",
+    "safe_get_local_grad": "zeroshard.engine.outside_step.access",
+    "safe_get_local_optimizer_state": "zeroshard.engine.outside_step.access",
+    "safe_set_full_fp32_param": "zeroshard.engine.outside_step.access",
+    "safe_set_full_grad": "zeroshard.engine.outside_step.access",
+    "safe_set_full_optimizer_state": "zeroshard.engine.outside_step.access",
+    "safe_set_local_fp32_param": "zeroshard.engine.outside_step.access",
+    "safe_set_local_grad": "zeroshard.engine.outside_step.access",
+    "safe_set_local_optimizer_state": "zeroshard.engine.outside_step.access",
+    "reload_states": "zeroshard.engine.outside_step.offload_states",
+    "register_external_parameter": "zeroshard.engine.outside_step.external",
+    "unregister_external_parameter": "zeroshard.engine.outside_step.external",
+    "see_memory_usage": "zeroshard.engine.outside_step.memory_use",
+    "memory_status": "zeroshard.engine.outside_step.memory_use",
     "TiledLinear": "zeroshard.sharding.tiled",
     "OnDevice": "zeroshard.sharding.on_device",
     "PREEMPTED": "zeroshard.engine.saving.preemption",

@@ -15,8 +15,8 @@ from tests.checkpoint.deepspeed.make_fixtures import CASES, build_model
 from tests.checkpoint.test_deepspeed import CHECKPOINTS, opened, truth
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.own import write_own
-from zeroshard.engine.between.gathered import full_state_dict
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.outside_step.gathered import full_state_dict
 
 STEPS, MORE = 3, 4
 

@@ -16,7 +16,7 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.export.hf import export_hf
 from zeroshard.checkpoint.opened import open_checkpoint
-from zeroshard.engine.between.gathered import full_state_dict
+from zeroshard.engine.outside_step.gathered import full_state_dict
 from zeroshard.errors import CheckpointError, UsageError
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
+from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.attached import attach_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper

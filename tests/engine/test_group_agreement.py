@@ -12,8 +12,8 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, square_loss
 from tests.support.zoo import Stack
-from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
+from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.sites import make_regions

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroshard
-from zeroshard.engine.between.memory_use import memory_use
+from zeroshard.engine.outside_step.memory_use import memory_use
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system has no /proc")

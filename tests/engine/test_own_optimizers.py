@@ -32,10 +32,10 @@ from tests.support.training import (
     train_sharded,
 )
 from zeroshard.config import load_config
-from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.sites import make_site

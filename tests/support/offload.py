@@ -10,10 +10,10 @@ from torch import nn
 import zeroshard
 from tests.support.models import Batch, Task
 from tests.support.training import Outcome, Setting, adamw, build, full_parameters
-from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.native import close
+from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.attached import attach_optimizer
 from zeroshard.engine.step.device_stepper import DeviceStepper

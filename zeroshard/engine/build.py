@@ -13,8 +13,6 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.waiting import Waiter
 from zeroshard.comm.watchdog import Watchdog
-from zeroshard.engine.between.closed_state import unguard_closed_state
-from zeroshard.engine.between.gathered import place_of
 from zeroshard.engine.core.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.core.hooks import install_hooks
 from zeroshard.engine.core.runtime import Runtime
@@ -22,6 +20,8 @@ from zeroshard.engine.core.streams import CudaStreams, QueuedStreams, Streams
 from zeroshard.engine.memory.host_memory import open_host_memory
 from zeroshard.engine.memory.peer_memory import PeerAllocator, open_peers
 from zeroshard.engine.memory.storage import Storage
+from zeroshard.engine.outside_step.closed_state import unguard_closed_state
+from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize

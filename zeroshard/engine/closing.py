@@ -8,11 +8,11 @@ part of the first one is kept. No communication: a rank that closes alone, in an
 from __future__ import annotations
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.engine.between.closed_state import guard_closed_state
-from zeroshard.engine.between.gathered import unmark_parameters
-from zeroshard.engine.between.offload_states import reload_states
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.outside_step.closed_state import guard_closed_state
+from zeroshard.engine.outside_step.gathered import unmark_parameters
+from zeroshard.engine.outside_step.offload_states import reload_states
 from zeroshard.sharding.loose import hang, rest_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.resting import unguarded

@@ -20,11 +20,11 @@ from typing_extensions import Unpack
 
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.engine.automatic import OFFLOADS, AutoPlan, assumed_example, choose, example_of, reachable
-from zeroshard.engine.between.gathered import mark_parameters
 from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.closing import close_handle
 from zeroshard.engine.core.handle import find_handle, handle_of
 from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
 from zeroshard.engine.step.choice import make_stepper

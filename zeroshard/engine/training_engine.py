@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine.backwards import Backwards
 from zeroshard.engine.batching import Batching, BatchSizes
-from zeroshard.engine.between.clip_value import clip_grad_value_
-from zeroshard.engine.between.offload_states import offload_states, reload_states
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
+from zeroshard.engine.outside_step.clip_value import clip_grad_value_
+from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.settings import AsksSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroshard.checkpoint.values import as_numbers, in_kind, other_kinds, pack, unpack
-from zeroshard.engine.between.gathered import name_of
+from zeroshard.engine.outside_step.gathered import name_of
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.optimizer import ShardedOptimizer
 

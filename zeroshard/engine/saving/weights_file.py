@@ -19,8 +19,8 @@ from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.checkpoint.meeting import together
 from zeroshard.checkpoint.owned import Owner, clear, delete
-from zeroshard.engine.between.gathered import iterate_full_parameters
 from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.outside_step.gathered import iterate_full_parameters
 from zeroshard.engine.saving.checkpoints import checked_directory, saver_of
 from zeroshard.engine.saving.saved_model import persistent_buffers
 from zeroshard.errors import CheckpointError, UsageError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import zeroshard
-from zeroshard.engine.between.gathered import place_of
+from zeroshard.engine.outside_step.gathered import place_of
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import zeroshard
-from zeroshard.engine.between.gathered import GatheredParameters, place_of
+from zeroshard.engine.outside_step.gathered import GatheredParameters, place_of
 
 _KEPT = "_zeroshard_kept_gradient"
 """On an adapter between the step and what follows it: its gradient, as the step applied it."""

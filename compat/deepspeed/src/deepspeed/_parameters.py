@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.engine.between.gathered import GatheredParameters, place_of
+from zeroshard.engine.outside_step.gathered import GatheredParameters, place_of
 from zeroshard.sharding.loose import loose_of
 
 _IDS = itertools.count()

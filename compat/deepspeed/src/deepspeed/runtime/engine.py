@@ -16,10 +16,10 @@ from torch import nn
 from deepspeed._adalora import AdaptersBetweenSteps
 from deepspeed._client_state import plain, restored
 from deepspeed._exports import lazy
-from zeroshard.engine.between.gathered import iterate_full_parameters
 from zeroshard.engine.core.handle import Handle, find_handle, handle_of
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.native import close
+from zeroshard.engine.outside_step.gathered import iterate_full_parameters
 from zeroshard.engine.saving.checkpoints import ClientState
 from zeroshard.engine.saving.saved_model import persistent_buffers
 from zeroshard.engine.step.attached import find_optimizer

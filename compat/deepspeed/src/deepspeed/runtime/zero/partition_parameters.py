@@ -20,9 +20,9 @@ from deepspeed import _config
 from deepspeed._exports import lazy
 from deepspeed._parameters import ZeroParamStatus, describe, enables_checks, is_checked
 from zeroshard.cluster import rank_place
-from zeroshard.engine.between.gathered import GatheredParameters as _Gathered
-from zeroshard.engine.between.gathered import Unkept
 from zeroshard.engine.build import default_device
+from zeroshard.engine.outside_step.gathered import GatheredParameters as _Gathered
+from zeroshard.engine.outside_step.gathered import Unkept
 from zeroshard.sharding.early import ShardedInit
 from zeroshard.sharding.loose import shard_loosely
 

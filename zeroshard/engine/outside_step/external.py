@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zeroshard.arguments import need_kind
-from zeroshard.engine.between.gathered import place_of
+from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.sharding.marks import add_external, remove_external
 
 

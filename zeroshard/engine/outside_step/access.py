@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroshard.engine.between.gathered import place_of
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
 from zeroshard.optim.saved_state import PackedState, StatePart
