@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,33 @@ def test_parameters_rest_in_host_memory_where_nothing_is_trained() -> None:
     for _ in range(2):
         assert torch.equal(engine(x), expected)
     engine.destroy()
-    with pytest.raises(ConfigError, match=r"offload_param\.device .* needs stage 3$"):
-        load_config({**config, "zero_optimization": {**zero, "stage": 2}}, world_size=1)
-    with pytest.raises(ConfigError, match="needs stage 3 and offload_optimizer"):
-        load_config({**CONFIG, "zero_optimization": zero}, world_size=1)
+
+
+def test_parameters_in_host_memory_take_the_state_along_and_have_no_effect_below_stage_3() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "param_persistence_threshold": 0}
+    with pytest.warns(zeroshard.errors.ZeroShardWarning, match=r"offload_param\.device .* optimizer's state .* too"):
+        config = load_config({**CONFIG, "zero_optimization": zero}, world_size=1)
+    assert config.zero.offload is not None
+    assert (config.zero.offload.ratio, config.zero.offload.param) == (1.0, True)
+    for stage in (0, 1, 2):
+        with pytest.warns(zeroshard.errors.ZeroShardWarning, match=rf"offload_param\.device .* at stage {stage}"):
+            config = load_config({**CONFIG, "zero_optimization": {**zero, "stage": stage}}, world_size=1)
+        assert config.zero.offload is None
+
+
+@pytest.mark.parametrize("every", [2, None])
+def test_the_time_of_the_parts_of_a_step_is_printed_where_it_is_asked_for(
+    every: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, _ = start({**CONFIG, "wall_clock_breakdown": True, "steps_per_print": every})
+    train(engine, 5)
+    told = [line for line in capsys.readouterr().out.splitlines() if "forward" in line]
+    pattern = r"step (\d): forward (\S+) ms, backward (\S+) ms, step (\S+) ms \(mean of (\d) steps?\)"
+    found = [re.fullmatch(pattern, line) for line in told]
+    assert [(line and line[1], line and line[5]) for line in found] == (
+        [(str(step), "1") for step in (1, 2, 3, 4, 5)] if every is None else [("2", "2"), ("4", "2")]
+    )
+    assert all(line is not None and min(float(line[part]) for part in (2, 3, 4)) > 0 for line in found)
+    engine, _ = start(CONFIG)
+    train(engine, 2)
+    assert "forward" not in capsys.readouterr().out

@@ -1,8 +1,8 @@
 """Every error that zeroshard raises on purpose.
 
 A message says what is wrong, where (JSON path, unit, parameter or rank) and what to do. Mistakes of the user are also
-`ValueError`s, so that callers who know nothing of zeroshard can catch them; a broken invariant of our own is an
-`assert`, never one of these.
+`ValueError`s, so that callers who know nothing of zeroshard can catch them; wrong calls and configs are also
+`AssertionError`s, which scripts for DeepSpeed expect of them. A broken invariant of our own is a plain `assert`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class ZeroShardError(Exception):
     """Base of every error raised by zeroshard."""
 
 
-class ConfigError(ZeroShardError, ValueError):
+class ConfigError(ZeroShardError, ValueError, AssertionError):
     """The configuration can't be obeyed; the message names the JSON path. `problems` holds all that were found."""
 
     def __init__(self, *problems: str) -> None:
@@ -28,7 +28,7 @@ class PlanError(ZeroShardError, ValueError):
     """The model, optimizer and plan can't be put together; the message names the unit or parameter."""
 
 
-class UsageError(ZeroShardError, ValueError):
+class UsageError(ZeroShardError, ValueError, AssertionError):
     """A call came at a moment or with arguments for which it has no meaning."""
 
 

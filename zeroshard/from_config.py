@@ -293,9 +293,16 @@ def _engine_options(config: Config) -> EngineOptions:
         accumulate_dtype=config.precision.grad_accum,
         autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
         loader=LoaderOptions(drop_last=config.drop_last),
-        saving=Saving(config.checkpoint.background, config.checkpoint.keep, config.checkpoint.directory),
+        saving=Saving(
+            config.checkpoint.background,
+            config.checkpoint.keep,
+            config.checkpoint.directory,
+            config.checkpoint.tag_validation,
+        ),
         steps_per_print=config.steps_per_print,
         clip_value=config.gradient_clip_value,
+        ignore_unused=config.zero.ignore_unused,
+        breakdown=config.breakdown,
         counts_micro_batches=config.batch.managed,
         settings=Settings(0 if config.zero.stage == "auto" else config.zero.stage, config.precision.compute),
     )

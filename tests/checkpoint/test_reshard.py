@@ -164,8 +164,8 @@ def _asynchronous(rank: int, world_size: int, base: str) -> None:
             engine.save_checkpoint(base, tag="odd", background=background)
     del engine.module.odd
     assert find(base).name == "global_step4"
-    with pytest.raises(CheckpointError, match="do not agree on tag"):
-        engine.save_checkpoint(base, tag=f"rank{rank}")
+    with pytest.raises(CheckpointError, match="do not agree on tag, save_latest"):
+        engine.save_checkpoint(base, tag="differing", save_latest=rank == 0)
     engine.save_checkpoint(base, tag="again", background=False)
     assert find(base).name == "again"
     for made in (engine, resumed, fresh):

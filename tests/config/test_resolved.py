@@ -191,7 +191,6 @@ CPU = {"device": "cpu"}
 @pytest.mark.parametrize(
     ("zero", "wrong"),
     [
-        ({"stage": 2, "offload_param": CPU, "offload_optimizer": CPU}, "offload_param.device .* needs stage 3"),
         (
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
             "offload_param.device .* ratio 1",

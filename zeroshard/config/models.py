@@ -82,6 +82,7 @@ class ZeroSection(Section):
     max_live_parameters: Size = 1_000_000_000
     max_reuse_distance: Size = 1_000_000_000
     overlap_comm: Flag | None = None
+    ignore_unused_parameters: Flag = True
     leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
     offload_optimizer: OffloadOptimizerSection = Field(default_factory=OffloadOptimizerSection)
     offload_param: OffloadParamSection = Field(default_factory=OffloadParamSection)
@@ -126,6 +127,7 @@ class CheckpointSection(Section):
     in_background: Flag = Field(default=False, alias="async")
     keep: Count | None = None
     directory: Text | None = None
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], one_of("Ignore", "Warn", "Fail")] = "Warn"
 
 
 class ElasticitySection(Section):
@@ -164,4 +166,5 @@ class ObeyedSections(Section):
     dataloader_drop_last: Flag = False
     log_level: LogLevel | None = None
     steps_per_print: PrintInterval = None
+    wall_clock_breakdown: Flag = False
     zero_allow_untested_optimizer: Flag = False

@@ -184,10 +184,11 @@ class _Resolver:
             ),
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
-            checkpoint=CheckpointConfig(saving.in_background, saving.keep, saving.directory),
+            checkpoint=CheckpointConfig(saving.in_background, saving.keep, saving.directory, saving.tag_validation),
             activations=_activations(sections),
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
+            breakdown=sections.wall_clock_breakdown,
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
             log_level=sections.log_level,
             origins=FrozenMap(self._all_origins()),
@@ -269,6 +270,7 @@ class _Resolver:
             max_reuse_distance=zero.max_reuse_distance,
             leaf_modules=LeafModules(**dict(zero.leaf_module)),
             offload=self._offload(zero),
+            ignore_unused=zero.ignore_unused_parameters,
             automatic_memory=zero.automatic.device_memory,
             automatic_length=zero.automatic.sequence_length,
         )
@@ -281,17 +283,26 @@ class _Resolver:
         if optimizer.device == "cpu" and zero.stage == 0:
             what = 'is "cpu", which needs state that is divided; use stage 1, 2 or 3'
             self._refuse(f"{section}.offload_optimizer.device", what)
-        divided = zero.stage in (3, "auto")
-        if param.device == "cpu" and optimizer.device == "none" and not self._trains:
-            if not divided:
-                self._refuse(f"{section}.offload_param.device", 'is "cpu", which needs stage 3')
-            return OffloadConfig(1.0, True, optimizer.pin_memory)
-        if param.device == "cpu" and (not divided or optimizer.device == "none" or optimizer.ratio < 1):
-            what = 'is "cpu", which needs stage 3 and offload_optimizer with device "cpu" and ratio 1'
-            self._refuse(f"{section}.offload_param.device", what)
-        if optimizer.device == "none":
+        moves_param = param.device == "cpu" and self._moves_param(zero)
+        if optimizer.device == "none" and not moves_param:
             return None
-        return OffloadConfig(optimizer.ratio, param.device == "cpu", optimizer.pin_memory)
+        return OffloadConfig(1.0 if moves_param else optimizer.ratio, moves_param, optimizer.pin_memory)
+
+    def _moves_param(self, zero: ZeroSection) -> bool:
+        """Whether parameters rest in host memory, where offload_param asks for it; says what goes along, or why not."""
+        optimizer, path = zero.offload_optimizer, "zero_optimization.offload_param.device"
+        origin = self._origin(path)
+        if zero.stage not in (3, "auto"):
+            self._problems.warn(f'{path} ({origin}): "cpu" has no effect at stage {zero.stage}, only at stage 3')
+            return False
+        if optimizer.device == "cpu" and optimizer.ratio < 1:
+            self._refuse(path, 'is "cpu", which needs an offload_optimizer of ratio 1')
+        elif optimizer.device == "none" and self._trains:
+            self._problems.warn(
+                f'{path} ({origin}): "cpu" takes the optimizer\'s state to host memory too; say so with '
+                '"offload_optimizer": {"device": "cpu"}'
+            )
+        return True
 
     def _refuse(self, path: str, what: str) -> None:
         self._problems.add(path, self._origin(path), what)

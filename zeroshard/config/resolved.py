@@ -58,6 +58,7 @@ class ZeroConfig:
 
     Attributes:
         stage: "auto" until the planner has chosen.
+        ignore_unused: whether parameters may stay without a gradient.
         automatic_memory, automatic_length: for that choice: bytes of each device, tokens of a sequence.
     """
 
@@ -70,6 +71,7 @@ class ZeroConfig:
     max_reuse_distance: int
     leaf_modules: LeafModules
     offload: OffloadConfig | None
+    ignore_unused: bool = True
     automatic_memory: int | None = None
     automatic_length: int | None = None
 
@@ -161,11 +163,15 @@ class ActivationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one."""
+    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
+
+    `tag_validation` says what is done where ranks give different tags.
+    """
 
     background: bool
     keep: int | None
     directory: str | None
+    tag_validation: Literal["Ignore", "Warn", "Fail"]
 
 
 @dataclass(frozen=True)
@@ -186,6 +192,7 @@ class Config:
     activations: ActivationConfig
     drop_last: bool
     steps_per_print: int | None
+    breakdown: bool
     allow_untested_optimizer: bool
     log_level: str | None
     origins: Mapping[str, str]

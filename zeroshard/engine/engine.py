@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from zeroshard.engine.native import close
 from zeroshard.engine.saving import checkpoints
 from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
+from zeroshard.engine.saving.tags import agreed_tag
 from zeroshard.engine.saving.weights_file import save_16bit_model
 from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.errors import UsageError, ZeroShardWarning
@@ -58,7 +59,8 @@ class Engine(TrainingEngine):
         """Save everything needed to go on; called by all ranks.
 
         Args:
-            tag: folder name; by default `global_step<N>`.
+            tag: folder name; by default `global_step<N>`. Where the ranks' differ, rank 0's counts, and
+                `checkpoint.tag_validation` of the config says whether that is an error, a warning or neither.
             client_state: plain values that `load_checkpoint` gives back, or a function that gives them.
             save_latest: make it the one that `load_checkpoint` without a tag loads.
             exclude_frozen_parameters: leave out what no optimizer trains, the base of a LoRA model say.
@@ -72,7 +74,7 @@ class Engine(TrainingEngine):
         checkpoints.save(
             self.module,
             save_dir,
-            tag if tag is not None else f"global_step{self.global_steps}",
+            self._agreed_tag(tag if tag is not None else f"global_step{self.global_steps}"),
             scheduler=self.lr_scheduler,
             client_state=client_state,
             background=self._options.saving.background if background is None else background,
@@ -90,6 +92,10 @@ class Engine(TrainingEngine):
             },
         )
         return True
+
+    def _agreed_tag(self, tag: str) -> str:
+        meeting = checkpoints.saver_of(self._handle).meeting()
+        return agreed_tag(meeting, tag, self._options.saving.tag_validation)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is written in the background is whole. Raises CheckpointError if it failed."""

@@ -10,7 +10,7 @@ engine.step()                        at the last micro-batch: update, zero the g
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine.backwards import Backwards
 from zeroshard.engine.batching import Batching, BatchSizes
+from zeroshard.engine.breakdown import Breakdown, Part
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
 from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
+from zeroshard.engine.outside_step.unused import refuse_unused
+from zeroshard.engine.saving.tags import TagValidation
 from zeroshard.engine.settings import AsksSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
@@ -32,14 +35,20 @@ from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
 
+_UNTIMED = nullcontext()
+
 
 @dataclass(frozen=True)
 class Saving:
-    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one."""
+    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
+
+    `tag_validation` says what is done where ranks give different tags.
+    """
 
     background: bool = False
     keep: int | None = None
     directory: str | None = None
+    tag_validation: TagValidation = "Warn"
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class EngineOptions:
         saving: how checkpoints are saved.
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
         clip_value: what each element of the gradients is held within; 0 is no limit.
+        ignore_unused: whether parameters may stay without a gradient in a step; else that is an error.
+        breakdown: whether forward, backward and step are timed, and printed with the progress or after each step.
         counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
         settings: what is answered to those who ask for it.
     """
@@ -63,6 +74,8 @@ class EngineOptions:
     saving: Saving = Saving()
     steps_per_print: int | None = None
     clip_value: float = 0.0
+    ignore_unused: bool = True
+    breakdown: bool = False
     counts_micro_batches: bool = True
     settings: Settings = field(default_factory=Settings)
 
@@ -102,6 +115,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         self._inside_no_sync = False
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
+        self._breakdown = Breakdown(handle_of(model).device) if self._options.breakdown else None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -124,8 +138,11 @@ class TrainingEngine(nn.Module, AsksSettings):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, under torch.autocast where the config says so."""
         dtype = self._options.autocast
-        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+        with self._timed("forward"), nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             return self.module(*args, **kwargs)
+
+    def _timed(self, part: Part) -> AbstractContextManager[None]:
+        return _UNTIMED if self._breakdown is None else self._breakdown.of(part)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch.
@@ -141,7 +158,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         self._handle.check_open()
         assert self._backwards is not None
         divided, scaled = self._backwards.prepared(loss, divide=scale_wrt_gas)
-        with self._backwards.of_engine():
+        with self._timed("backward"), self._backwards.of_engine():
             scaled.backward(retain_graph=retain_graph)
         return divided
 
@@ -173,10 +190,8 @@ class TrainingEngine(nn.Module, AsksSettings):
         self.global_samples += self._samples()
         self._data.mark()
         self._uncounted = arguments
-        if self._options.clip_value and self._handle.runtime.gradients.present:
-            clip_grad_value_(self.module, self._options.clip_value)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self._timed("step"):
+            self._update(self.optimizer)
         if self._batching.manual:
             self._take_accumulators()
         every = self._options.steps_per_print
@@ -185,6 +200,20 @@ class TrainingEngine(nn.Module, AsksSettings):
             self._close_outcome(stepper)
         if due:
             self._print_progress(stepper)
+        if self._breakdown is not None:
+            self._breakdown.end_step()
+            if due or every is None:
+                self._print_breakdown(self._breakdown)
+
+    def _update(self, optimizer: ShardedOptimizer) -> None:
+        """Update the parameters from the gradients, as the config says, and forget these."""
+        present = self._handle.runtime.gradients.present
+        if present and not self._options.ignore_unused:
+            refuse_unused(self._handle)
+        if present and self._options.clip_value:
+            clip_grad_value_(self.module, self._options.clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
 
     def _samples(self) -> int:
         """Samples of the step that is being made."""
@@ -202,6 +231,11 @@ class TrainingEngine(nn.Module, AsksSettings):
         told = [f"rate {rates}"] if rates else []
         told += [] if norm is None else [f"gradient norm {norm:g}"]
         print(f"step {self.global_steps}: {', '.join([*told, f'{self.skipped_steps} skipped'])}", flush=True)
+
+    def _print_breakdown(self, breakdown: Breakdown) -> None:
+        """One line on rank 0 on the steps that the device has done by now, without waiting for it."""
+        if self._handle.comm.mesh.rank == 0 and (line := breakdown.line()) is not None:
+            print(f"step {self.global_steps}: {line}", flush=True)
 
     def _close_outcome(self, stepper: StepperBase) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""

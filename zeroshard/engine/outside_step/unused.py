@@ -1,0 +1,42 @@
+"""An error for parameters without a gradient, where `zero_optimization.ignore_unused_parameters` asks for one.
+
+All ranks compare before the step, so all of them raise the same error and none waits for another. Rejected: each rank
+looking at its own gradients alone, where those that miss none would step on into a collective by themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.engine.core.handle import Handle
+from zeroshard.errors import UsageError
+
+_SHOWN = 5
+
+
+def refuse_unused(handle: Handle) -> None:
+    """Called by all ranks after the last backward of a step.
+
+    Raises:
+        UsageError: some parameters got no gradient since the last step on some rank; it names the first of them.
+    """
+    runtime, control = handle.runtime, handle.comm.control
+    names: list[str] = []
+    flags: list[bool] = []
+    for unit in runtime.units:
+        for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
+            names += [segment.name for segment in group.plan.layout.segments]
+            flags += fired
+    missing = torch.tensor([0 if flag else control.size - control.rank for flag in flags], device=handle.device)
+    control.wait(control.all_reduce(missing, "(unused parameters)", op=dist.ReduceOp.MAX))
+    found = [(name, control.size - behind) for name, behind in zip(names, missing.tolist(), strict=True) if behind]
+    if not found:
+        return
+    shown = ", ".join(f"{name!r} (rank {rank})" for name, rank in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise UsageError(
+        f"step(): no gradient came since the last step for {shown}{more}, and "
+        "zero_optimization.ignore_unused_parameters is false. Use them in the loss, freeze them (requires_grad=False), "
+        "or set the key to true, which leaves them as they are"
+    )
