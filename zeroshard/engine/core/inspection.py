@@ -7,7 +7,7 @@
     requires_grad switched on                   refused in a pass with gradients: the plan has none for it
 
 Reads version counters, addresses and types, never values, so it costs no kernel. Rejected: comparing values with their
-master weights in each step. In-place changes of `p.data` have no counter and are not seen.
+master weights in each step. In-place changes of `p.data` have no counter: the first passes look for them (changes).
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ _BETWEEN = (
     f"model's forward. Use parameters in modules only; {_CHANGE}"
 )
 _ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
-_REPLACED = (
-    "was given other data while it was gathered (parameter.data = ..., in a forward say), which would be lost; change "
-    "its values in place under torch.no_grad() where parameters rest whole (stages 0 to 2), or between steps inside "
-    "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+_INSTEAD = (
+    "which would be lost; change its values in place under torch.no_grad() where parameters rest whole (stages 0 to "
+    "2), or between steps inside zeroshard.GatheredParameters(parameters, modifier_rank=0)"
+)
+_REPLACED = f"was given other data while it was gathered (parameter.data = ..., in a forward say), {_INSTEAD}"
+_WRITTEN = (
+    "was changed in place while it was gathered, in a forward or in its recomputation (parameter.data.clamp_(...), "
+    f"say), {_INSTEAD}"
 )
 _RESIZED = "has another shape than when the model was sharded; resize it before shard() or initialize()"
 _DTYPE = "choose the dtype before shard(), or a precision in the plan or config"
@@ -142,6 +146,15 @@ def refuse_replaced(group: Group) -> None:
     index = group.replaced()
     if index is not None:
         _refuse(group, index, _REPLACED)
+
+
+def refuse_written(unit: Unit, number: int) -> NoReturn:
+    """Raises UsageError for a parameter, by its number in the unit, that was written on while it was gathered."""
+    for group in unit.groups:
+        if number < len(group.parameters):
+            _refuse(group, number, _WRITTEN)
+        number -= len(group.parameters)
+    raise AssertionError(f"unit {unit.label!r} has no parameter of number {number}")
 
 
 def refuse_leftover(group: Group, index: int, parameter: nn.Parameter) -> None:

@@ -18,6 +18,7 @@ import torch
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Buffers, Event, Stream, Streams
@@ -39,6 +40,7 @@ class Parameters:
 
     Attributes:
         each_by_itself: all gathers wait for their own unit alone, not only the first ones.
+        changes: looks at what code of the model writes on gathered parameters.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Parameters:
         self._storage = storage
         self._gathers = gathers
         self.each_by_itself = False
+        self.changes = ForwardChanges(storage.device)
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -127,11 +130,13 @@ class Parameters:
             unit.in_use = True
             if not unit.held:
                 unit.show()
+            if self.changes.active:
+                self.changes.look(unit, held=False)
 
     def release(self, index: int) -> None:
         """Compute is done with the unit: the parameters of a sharded one rest and its slot may be written again.
 
-        Raises UsageError where code of the model gave a parameter other data, which would be lost.
+        Raises UsageError where code of the model gave a parameter other data, or wrote on it: that would be lost.
         """
         slot = self._slots[index]
         if slot is None:
@@ -140,6 +145,8 @@ class Parameters:
         if unit.in_use:
             for group in unit.groups:
                 refuse_replaced(group)
+            if self.changes.expected:
+                self.changes.compare(unit, held=False)
         self._vacate(unit, slot)
         self._ledger.release(index)
 
@@ -165,11 +172,15 @@ class Parameters:
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
         self._streams.touch(reads=(("held", index),))
         unit.show()
+        if self.changes.active:
+            self.changes.look(unit, held=True)
 
     def let_go(self) -> None:
         """Nothing reads units outside of their own forward any more: give the memory of `hold` back."""
         for unit in self._storage.units:
             if unit.held:
+                if self.changes.expected:
+                    self.changes.compare(unit, held=True)
                 unit.give_apart_back()
 
     def _launches_apart(self, unit: Unit, group: Group) -> Iterator[Callable[[], Pending]]:
@@ -188,6 +199,7 @@ class Parameters:
 
     def release_all(self) -> None:
         """Release every sharded unit in use, as after a forward that an exception ended."""
+        self.changes.forget()
         self.let_go()
         for unit in self._storage.units:
             slot = self._slots[unit.index]
@@ -263,6 +275,7 @@ class Parameters:
     def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
         """What was gathered before is stale; `in_parts` as `written` has it."""
         self._early = 0
+        self.changes.forget()
         self.let_go()
         for unit in self._storage.units:
             slot = self._slots[unit.index]

@@ -31,6 +31,7 @@ from zeroshard.engine.core.autograd import (
     node_number,
     transforming,
 )
+from zeroshard.engine.core.changes import WholeChanges
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inner_backward import (
@@ -98,6 +99,7 @@ class Runtime:
         self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
         self._late = LateGradients(storage.units, self.gradients, streams, reduces, log)
         self.inspection = Inspection(storage.units)
+        self._whole_changes = WholeChanges(storage.units, storage.device)
         self._inner = InnerBackward(storage.units, self.parameters)
         self.names_in_state_dict = False
         """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
@@ -210,6 +212,7 @@ class Runtime:
         if self._backward_running or self._forward.started:
             self._recover()
         self._order.forward_begins()
+        self.parameters.changes.begin_pass()
         self.inspection.before_pass()
         if torch.is_autocast_enabled(self.storage.device.type):
             torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
@@ -383,6 +386,9 @@ class Runtime:
         self.parking.refuse("a step")
         if self._backward_running:
             refuse_half_done("a step")
+        if self._whole_changes.due:
+            self.drain()
+            self._whole_changes.follow()
         self.gradients.notice_dropped()
         self.inspection.before_step(present=self.gradients.present)
 

@@ -134,6 +134,10 @@ class Group:
                 parameter.data = empty
                 parameter.__class__ = resting_class(own)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def values(self, *, held: bool) -> list[torch.Tensor]:
+        """The whole parameters in the unit's slot, or in the memory beside it."""
+        return self.views if not held or self._apart is None else self._apart
+
     def hide_one(self, index: int) -> None:
         """Let one parameter rest, whoever holds it."""
         rest(self.parameters[index], self.records[index], self.empties[index])

@@ -1,0 +1,113 @@
+"""Notices, in the first passes and steps, what was written on parameters past their version counters.
+
+    gathered       use        fingerprints of the unit's parameters
+                   release    the same again: where they differ the change would be lost, and is refused
+    resting whole  step       parameters that are not their master weights, rounded: master weights follow
+
+`with torch.no_grad(): self.weight.clamp_()` counts up the parameter's version, which every step looks at (see
+inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a kernel of one's own. So
+the first passes look at the values, with gradients and without, and in the recomputation of their backward. Code that
+does so in every pass is found there; later passes issue no kernel for it. Parameters that rest whole without master
+weights need no look: the step updates the values that it finds.
+Rejected: a class of its own for parameters in use, whose `data` is watched. torch.compile treats every operation on
+such a parameter as one that is overridden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zeroshard.engine.core.inspection import refuse_written
+from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.sharding.fingerprint import Fingerprints
+
+PASSES = 3
+"""Passes of each kind, and steps, that are looked at."""
+
+
+class ForwardChanges:
+    """Compares what is gathered with what is released.
+
+    Attributes:
+        active: whether units that come into use are looked at.
+        expected: fingerprints of the units in use that were looked at, by unit and whether it is held.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.active = False
+        self.expected: dict[tuple[int, bool], torch.Tensor] = {}
+        self._fingerprints = Fingerprints(device)
+        self._on_gpu = device.type == "cuda"
+        self._passes = {True: 0, False: 0}
+
+    def begin_pass(self) -> None:
+        """A forward of the model begins."""
+        kind = torch.is_grad_enabled()
+        self.active = self._passes[kind] < PASSES
+        if self.active:
+            self._passes[kind] += 1
+            self.active = not (self._on_gpu and torch.cuda.is_current_stream_capturing())
+
+    def look(self, unit: Unit, *, held: bool) -> None:
+        """The unit's parameters have just got their values."""
+        self.expected[unit.index, held] = self._of(unit, held)
+
+    def compare(self, unit: Unit, *, held: bool) -> None:
+        """The unit is about to be released. Raises UsageError where its parameters have been written on."""
+        before = self.expected.pop((unit.index, held), None)
+        if before is None:
+            return
+        different = (self._of(unit, held) != before).tolist()
+        if not self.expected:
+            self._fingerprints.give_memory_back()
+        if True in different:
+            refuse_written(unit, different.index(True))
+
+    def forget(self) -> None:
+        """What was looked at is not compared: it was released unseen, or the shards were written."""
+        if self.expected:
+            self.expected.clear()
+            self._fingerprints.give_memory_back()
+
+    def _of(self, unit: Unit, held: bool) -> torch.Tensor:
+        return self._fingerprints.of(value for group in unit.groups for value in group.values(held=held))
+
+
+class WholeChanges:
+    """Lets master weights follow what was written on parameters that rest whole, in the first steps; in all of them
+    once there was something."""
+
+    def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
+        self._groups = [group for unit in units for group in unit.trainable if _can_differ(group)]
+        self._on_gpu = device.type == "cuda"
+        self._steps = 0
+        self._found = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that begins is looked at."""
+        if not self._groups or (self._steps >= PASSES and not self._found):
+            return False
+        return not (self._on_gpu and torch.cuda.is_current_stream_capturing())
+
+    def follow(self) -> None:
+        """A step begins, and nothing is in flight."""
+        self._steps += 1
+        for group in self._groups:
+            if _differs(group):
+                self._found = True
+                for index, parameter in enumerate(group.parameters):
+                    group.follow(index, parameter.detach())
+
+
+def _can_differ(group: Group) -> bool:
+    return group.plan.param.axis is None and group.master is not None and not group.split
+
+
+@torch.no_grad()
+def _differs(group: Group) -> bool:
+    values = group.update_param.to(group.device)
+    rounded = group.master_values().to(values.dtype)
+    return bool(((values != rounded) & ~(values.isnan() & rounded.isnan())).any())
