@@ -32,6 +32,10 @@ class UsageError(ZeroShardError, ValueError, AssertionError):
     """A call came at a moment or with arguments for which it has no meaning."""
 
 
+class TilingError(UsageError, RuntimeError):
+    """A layer can't be cut into so many tiles."""
+
+
 class UnscaledLossError(UsageError, RuntimeError):
     """A backward in float16 began from a loss without the loss scale, so that its gradients would be too small."""
 

@@ -41,6 +41,7 @@ from zeroshard.optim.sources import Source
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
+from zeroshard.sharding.early import outside_of_init
 from zeroshard.sharding.marks import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -126,7 +127,42 @@ def build_engine(
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
 ) -> tuple[AnyEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
-    """As `initialize`, with an engine of another class."""
+    """As `initialize`, with an engine of another class. A model of an `Init` that is still open is built first."""
+    with outside_of_init(model):
+        return _build_engine(
+            kind,
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            distributed_port,
+            mpu,
+            dist_init_required,
+            collate_fn,
+            config,
+            mesh_param,
+            config_params,
+        )
+
+
+def _build_engine(
+    kind: type[AnyEngine],
+    args: Any,
+    model: nn.Module | None,
+    optimizer: ClientOptimizer | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: ClientScheduler | None,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: ConfigSource | None,
+    mesh_param: Any,
+    config_params: ConfigSource | None,
+) -> tuple[AnyEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     if model is None:
         raise UsageError("initialize needs a model")
     if mpu is not None or mesh_param is not None:

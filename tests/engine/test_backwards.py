@@ -250,7 +250,7 @@ def _unmanaged(rank: int, world: int) -> None:
     engine.step()
     engine.empty_partition_cache()
     loss = engine(_batch(0, 0, rank))
-    with pytest.raises(UsageError, match="call it after the step"):
+    with pytest.raises(UsageError, match="call it after the backward"):
         engine.empty_partition_cache()
     engine.backward(loss)
     engine.step()

@@ -210,3 +210,11 @@ def test_a_config_builds_each_schedule_by_name() -> None:
 def test_a_config_that_names_no_schedule_says_what_is_wrong(name: str, params: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_scheduler(sgd(1), name, params)
+
+
+def test_a_scripts_own_warm_up_of_an_unknown_type_is_logarithmic_with_a_warning() -> None:
+    for kind in (WarmupLR, lambda *args, **kwargs: WarmupCosineLR(*args, 9, **kwargs)):
+        with pytest.warns(ZeroShardWarning, match="'cubic' is neither 'log' nor 'linear'"):
+            odd = kind(sgd(10), warmup_num_steps=4, warmup_type="cubic")
+        assert odd.warmup_type == "log"
+        assert run(odd, 6) == run(kind(sgd(10), warmup_num_steps=4, warmup_type="log"), 6)

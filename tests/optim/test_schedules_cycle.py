@@ -280,3 +280,10 @@ def test_the_table_of_the_gpu_step_takes_the_cycled_betas() -> None:
         engine.backward(engine(torch.randn(2, 4)).square().mean())
         engine.step()
     engine.destroy()
+
+
+@pytest.mark.parametrize(("first", "second", "ratio"), [(100, 0, 1.0), (100, None, 0.5), (30, 10, 0.75)])
+def test_a_cycle_tells_which_part_of_it_is_the_rise(first: int, second: int | None, ratio: float) -> None:
+    optimizer = torch.optim.Adam([torch.zeros(1)])
+    cycle = OneCycle(optimizer, 0.001, 0.1, cycle_first_step_size=first, cycle_second_step_size=second)
+    assert cycle.step_ratio == ratio

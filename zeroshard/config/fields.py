@@ -159,8 +159,10 @@ def _stage(value: Any) -> Any:
 
 
 def _names(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise refuse("a list of strings", value)
+        raise refuse("a string or a list of strings", value)
     return tuple(value)
 
 

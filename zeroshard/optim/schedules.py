@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeroshard.errors import ConfigError
 from zeroshard.optim.schedules_cycle import LRRangeTest, OneCycle
-from zeroshard.optim.schedules_warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zeroshard.optim.schedules_warmup import WARMUP_TYPES, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 SCHEDULES: Mapping[str, type[LRScheduler]] = {
     "WarmupLR": WarmupLR,
@@ -54,6 +54,9 @@ def build_scheduler(optimizer: Optimizer, type: str, params: Mapping[str, Any]) 
         inspect.signature(cls).bind(optimizer, **params)
     except TypeError as error:
         raise ConfigError(f"scheduler.params: {type}: {error}; give it in the config") from error
+    warmup = params.get("warmup_type", "log")
+    if warmup not in WARMUP_TYPES:  # a script's own schedule falls back with a warning
+        raise ConfigError(f"scheduler.params: {type}: warmup_type must be 'log' or 'linear', got {warmup!r}")
     try:
         return cls(optimizer, **params)
     except (ValueError, TypeError) as error:

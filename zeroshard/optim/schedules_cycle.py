@@ -118,6 +118,11 @@ class OneCycle(IndexedSchedule):
             self._check_momentum()
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle that is the rise."""
+        return self.first / (self.first + self.second)
+
     def rates_at(self, iteration: int) -> list[float]:
         height = self.height_at(iteration)
         decay = 1.0 + self.decay_lr_rate * self._decayed(iteration)

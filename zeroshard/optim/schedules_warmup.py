@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.errors import ZeroShardWarning
 from zeroshard.optim.schedules_base import IndexedSchedule, per_group, whole_number
 
 WARMUP_TYPES = ("log", "linear")
@@ -28,7 +28,12 @@ class _Warmup(IndexedSchedule):
     def __init__(self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
         whole_number(self, "warmup_num_steps", warmup_num_steps, 0)
         if warmup_type not in WARMUP_TYPES:
-            raise UsageError(f"{type(self).__name__}: warmup_type must be 'log' or 'linear', got {warmup_type!r}")
+            warnings.warn(
+                f"{type(self).__name__}: warmup_type {warmup_type!r} is neither 'log' nor 'linear'; 'log' is taken",
+                ZeroShardWarning,
+                stacklevel=3,
+            )
+            warmup_type = "log"
         # One step would divide by log(1); none at all (refused by DeepSpeed today) means full rate from the start.
         self.warmup_num_steps = max(2, warmup_num_steps) if warmup_num_steps else 0
         self.warmup_type = warmup_type

@@ -46,12 +46,16 @@ class Resettable(Protocol):
     def reset_parameters(self) -> None: ...
 
 
+_OPEN = -1
+"""The version counter of parameters whose `Init` has not closed yet."""
+
+
 @dataclass
 class _Born:
     """Hangs on a parameter made under `Init`: when, and its version counter when the `Init` closed."""
 
     started: int
-    version: int = -1
+    version: int = _OPEN
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,9 @@ def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tupl
 def _changed_since(mark: Mark, tensor: torch.Tensor) -> bool:
     """Whether a parameter was written after its `Init` closed (by anything but a later `Init`)."""
     born = vars(tensor).get(_BORN)
-    return isinstance(born, _Born) and born.started == mark.tape.started and born.version != tensor._version
+    if not isinstance(born, _Born) or born.started != mark.tape.started or born.version == _OPEN:
+        return False
+    return born.version != tensor._version
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

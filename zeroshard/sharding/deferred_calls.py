@@ -16,11 +16,13 @@ torch's is not used: the weights would silently be other ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from zeroshard.sharding.deferred_tape import Tape, mark_of
@@ -38,26 +40,57 @@ _GET_IS_META = cast(Any, torch.Tensor).is_meta.__get__
 _META = torch.device("meta")
 
 
-def active_tape() -> Tape | None:
-    """The tape that is being recorded around us, found by asking the stack of torch function modes."""
+def active_watcher() -> CallWatcher | None:
+    """The watcher of the `Init` around us, found by asking the stack of torch function modes."""
     probe = (None,)  # no tensor has a say: what answers is a mode, if ours is on
-    return handle_torch_function(active_tape, probe) if has_torch_function(probe) else None
+    return handle_torch_function(active_watcher, probe) if has_torch_function(probe) else None
+
+
+def active_tape() -> Tape | None:
+    """The tape that is being recorded around us."""
+    watcher = active_watcher()
+    return None if watcher is None else watcher.tape
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, nothing is recorded and tensors are real, as if the `Init` around us had been left."""
+    watcher = active_watcher()
+    if watcher is None:
+        yield
+        return
+    watcher.paused = True
+    try:
+        yield
+    finally:
+        watcher.paused = False
 
 
 class CallWatcher(TorchFunctionMode):
-    """Shows deferred tensors of `tape` as ordinary ones. `depth` counts the torch calls that we are inside of."""
+    """Shows deferred tensors of `tape` as ordinary ones.
+
+    Attributes:
+        depth: the torch calls that we are inside of.
+        paused: whether nothing is shown or recorded for a while.
+        complete: makes a model of this `Init` what it becomes at its end, while it is still open; None where nothing
+            is done then.
+    """
 
     def __init__(self, tape: Tape, evaluate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.tape = tape
         self.evaluate = evaluate
         self.depth = 0
+        self.paused = False
+        self.complete: Callable[[nn.Module], None] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is active_tape:
-            return self.tape
+        if func is active_watcher:
+            return None if self.paused else self
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         self.depth += 1
         try:
             kwargs = dict(kwargs or {})

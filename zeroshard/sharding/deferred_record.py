@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.paused:
+        if self.paused or self.calls.paused:
             return func(*args, **kwargs)
         if func is _aten.empty.memory_format and self.calls.depth == 0 and "device" in kwargs:
             kwargs["device"] = torch.device("meta")  # `torch.Tensor(3, 4)`, which no device context sees

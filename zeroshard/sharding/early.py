@@ -10,7 +10,8 @@ loading of a pretrained model on one rank. Rejected for everybody: a tape is che
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.modules.module import (
 
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
-from zeroshard.sharding.deferred_calls import active_tape
+from zeroshard.sharding.deferred_calls import active_tape, active_watcher, suspended
 from zeroshard.sharding.loose import shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.overlap import refuse_shared_memory
@@ -35,8 +36,8 @@ class ShardedInit(Init):
     """As `Init`; at the end parameters are empty, sharded over the default process group, and can be gathered.
 
     Their values are rank 0's, as in a model that is sharded whole: ranks may draw other random numbers, and weights may
-    be set on rank 0 alone. All ranks leave the context together. Only the outermost of nested contexts shards; one that
-    ends in an exception shards nothing.
+    be set on rank 0 alone. All ranks leave the context together. Only the outermost of nested contexts shards, and
+    `outside_of_init` a model that is needed before; one that ends in an exception shards nothing.
 
     Args:
         param_dtype: of all floating parameters afterwards; None leaves each its own.
@@ -56,13 +57,16 @@ class ShardedInit(Init):
     def __enter__(self) -> ShardedInit:
         self._outermost = self.enabled and active_tape() is None
         super().__enter__()
-        if self._outermost:
+        if self.enabled:
             for register in (
                 register_module_parameter_registration_hook,
                 register_module_buffer_registration_hook,
                 register_module_module_registration_hook,
             ):
                 self._hooks.callback(register(self._note).remove)
+        watcher = active_watcher()
+        if self._outermost and watcher is not None:
+            watcher.complete = self._complete
         return self
 
     def __exit__(
@@ -72,22 +76,39 @@ class ShardedInit(Init):
         super().__exit__(kind, error, trace)
         modules, self._modules = list(self._modules.values()), {}
         if self._outermost and kind is None:
-            inner = {id(part) for module in modules for part in module.modules() if part is not module}
-            roots = [module for module in modules if id(module) not in inner]
-            for root in roots:
-                refuse_shared_memory(root)  # it can't be seen any more once each parameter has a shard of its own
-            built = nn.ModuleList(modules)
-            self._members = [parameter for parameter in built.parameters() if parameter.is_meta]
-            self._shapes = [member.shape for member in self._members]
-            self._numbers = {id(member): number for number, member in enumerate(self._members)}
-            _check_same(self._members, self.device)
-            materialize(built, None, self._keep)
-            self._receive()
-            for root in roots:
-                guard_loose(root)
+            self._shard_built(modules)
+        elif kind is None:
+            self._left_inside(modules)
+
+    def _left_inside(self, modules: list[nn.Module]) -> None:
+        """An inner context has ended, in which `modules` were built; they wait for the end of the outermost one."""
+
+    def _complete(self, model: nn.Module) -> None:
+        """Shard what was built of a model now, and leave it alone at the end of this context."""
+        inside = {id(module) for module in model.modules()}
+        modules = [module for module in self._modules.values() if id(module) in inside]
+        for module in modules:
+            del self._modules[id(module)]
+        self._shard_built(modules)
+
+    def _shard_built(self, modules: list[nn.Module]) -> None:
+        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        roots = [module for module in modules if id(module) not in inner]
+        for root in roots:
+            refuse_shared_memory(root)  # it can't be seen any more once each parameter has a shard of its own
+        built = nn.ModuleList(modules)
+        self._members = [parameter for parameter in built.parameters() if parameter.is_meta]
+        self._shapes = [member.shape for member in self._members]
+        self._numbers = {id(member): number for number, member in enumerate(self._members)}
+        _check_same(self._members, self.device)
+        materialize(built, None, self._keep)
+        self._receive()
+        for root in roots:
+            guard_loose(root)
 
     def _note(self, module: nn.Module, _name: str, _member: object) -> None:
-        self._modules[id(module)] = module
+        if active_watcher() is not None:
+            self._modules[id(module)] = module
 
     def _keep(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):
@@ -111,6 +132,16 @@ class ShardedInit(Init):
             number = int(_broadcast(torch.zeros(1, dtype=torch.int64, device=self.device)))
             shape, empty = self._shapes[number], members[number]
             shard_loosely(empty, _broadcast(torch.empty(shape, dtype=empty.dtype, device=self.device)))
+
+
+@contextmanager
+def outside_of_init(model: nn.Module | None) -> Iterator[None]:
+    """Inside, a model that was built under an `Init` that is still open is complete, and tensors are real."""
+    watcher = active_watcher()
+    with suspended():
+        if watcher is not None and watcher.complete is not None and model is not None:
+            watcher.complete(model)
+        yield
 
 
 def _several_ranks() -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zeroshard.arguments import need_kind
-from zeroshard.errors import UsageError
+from zeroshard.errors import TilingError, UsageError
 
 
 class TiledLinear(nn.Module):
@@ -37,7 +37,7 @@ class TiledLinear(nn.Module):
         in_parts, out_parts: where the tiles begin along the input and the output, and where the last one ends.
 
     Raises:
-        UsageError: more splits than features, or fewer than one.
+        TilingError: more splits than features, or fewer than one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TiledLinear(nn.Module):
             need_kind(number, int, "TiledLinear", "a whole number of features and of splits")
         for name, splits, features in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):
             if not 1 <= splits <= features:
-                raise UsageError(f"TiledLinear: {name} {splits} must be from 1 to the {features} features")
+                raise TilingError(f"TiledLinear: {name} {splits} must be from 1 to the {features} features")
         self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits

@@ -434,7 +434,12 @@ class Runtime:
     @property
     def at_rest(self) -> bool:
         """Whether no forward waits for its backward and no gradients for their step; equal on all ranks."""
-        return not (self._tracker.waits or self._forward.started or self._backward_running or self.gradients.present)
+        return self.between_passes and not self.gradients.present
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether no forward waits for its backward; equal on all ranks."""
+        return not (self._tracker.waits or self._forward.started or self._backward_running)
 
     @property
     def seen_order(self) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import zeroshard
 from deepspeed import _config
 from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
 from deepspeed._lightning import divides_loss
-from deepspeed._optimizer import describe_optimizer
+from deepspeed._optimizer import describe_optimizer, stand_for_client
 from deepspeed._parameters import describe, enables_checks
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
@@ -91,6 +91,8 @@ def initialize(
     handle_of(engine.module).runtime.names_in_state_dict = True  # peft reads the names of modules_to_save there
     if engine.optimizer is not None:
         describe_optimizer(engine.optimizer, stepper_of(engine.module).scaler)
+        if engine.zero_optimization_stage() == 0 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+            stand_for_client(engine.optimizer, torch_adam=_asks_torch_adam(raw))
         engine.optimizer.hands_out_groups = True  # Lightning asks for it in every checkpoint, and drops it
         if adapters:
             engine.adopt_adapters(AdaptersBetweenSteps(engine.module, adapters))
@@ -106,3 +108,10 @@ def _understood(document: Document, *, optimizer: bool) -> ConfigSource:
     """The config in the words of a user; one that was read from text keeps the lines of its values."""
     values = _config.understood(document.root, optimizer=optimizer)
     return Document(values, document.label, document.lines) if document.lines else values
+
+
+def _asks_torch_adam(config: Mapping[str, Any]) -> bool:
+    section = config.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    beside = isinstance(section, Mapping) and bool(section.get("torch_adam"))
+    return beside or (isinstance(params, Mapping) and bool(params.get("torch_adam")))

@@ -96,6 +96,14 @@ def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False, chec
         )
 
 
+def announce(parameters: Iterable[nn.Parameter]) -> None:
+    """Put the attributes on parameters that will be sharded at the end of the Init around them, and are whole yet."""
+    for parameter in parameters:
+        attributes = vars(parameter)
+        attributes.setdefault("ds_id", next(_IDS))
+        attributes.update(ds_shape=parameter.shape, ds_numel=parameter.numel(), ds_status=_Status(parameter))
+
+
 def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int, bool] | None:
     """Shape and number of shards of a parameter that is sharded, and whether it stays whole all the same."""
     loose, place = loose_of(parameter), place_of(parameter)

@@ -6,7 +6,9 @@ from enum import IntEnum
 from typing import Any
 
 from deepspeed._exports import lazy
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+from deepspeed.utils.logging import logger
 from zeroshard.config.document import read_document
 from zeroshard.config.entries import gather_entries
 from zeroshard.config.keys import Status, key_table
@@ -31,7 +33,9 @@ class DeepSpeedZeroConfig:
     """Every key of the section as an attribute, with its default where it is not given.
 
     Attributes:
-        offload_param, offload_optimizer: sections of their own; None where they are not given.
+        overlap_comm: where it is not given, whether the stage is 3.
+        leaf_module: a section of its own.
+        offload_param, offload_optimizer: the same; None where they are not given.
 
     Raises:
         DeepSpeedConfigError: an unknown key, or one that is given twice.
@@ -58,5 +62,16 @@ class DeepSpeedZeroConfig:
                 vars(self)[name] = key.default if entry is None else entry.value
         parameters, optimizer = given["offload_param"], given["offload_optimizer"]
         self.stage = ZeroStageEnum(int(vars(self)["stage"])) if vars(self)["stage"] != "auto" else "auto"
-        self.offload_param = DeepSpeedZeroOffloadParamConfig(**parameters) if parameters else None
-        self.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(**optimizer) if optimizer else None
+        if vars(self)["overlap_comm"] is None:
+            self.overlap_comm = self.stage == ZeroStageEnum.weights
+        self.leaf_module = DeepSpeedZeroLeafModuleConfig(**given["leaf_module"])
+        self.offload_param = self.offload_optimizer = None
+        if parameters or values.get("offload_param") is not None:
+            self.offload_param = DeepSpeedZeroOffloadParamConfig(**parameters)
+        if optimizer or values.get("offload_optimizer") is not None:
+            self.offload_optimizer = DeepSpeedZeroOffloadOptimizerConfig(**optimizer)
+        if self.stage == ZeroStageEnum.weights and vars(self)["elastic_checkpoint"]:
+            logger.warning(
+                "zero_optimization.elastic_checkpoint: elastic checkpointing is deprecated at stage 3, and has no "
+                "effect: every checkpoint loads at any number of ranks"
+            )

@@ -50,3 +50,8 @@ class DeepSpeedZeroOffloadOptimizerConfig:
     ratio: float = 1.0
     super_offload: bool = False
     cpuadam_cores_perc: float = 0.8
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether either way of the state is pipelined."""
+        return self.pipeline_read or self.pipeline_write

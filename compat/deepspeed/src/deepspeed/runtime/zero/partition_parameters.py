@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 import zeroshard
 from deepspeed import _config
 from deepspeed._exports import lazy
-from deepspeed._parameters import ZeroParamStatus, describe, enables_checks, is_checked
+from deepspeed._parameters import ZeroParamStatus, announce, describe, enables_checks, is_checked
 from zeroshard.cluster import rank_place
 from zeroshard.engine.build import default_device
 from zeroshard.engine.outside_step.gathered import GatheredParameters as _Gathered
@@ -83,12 +82,13 @@ class Init(ShardedInit):
         if module is not None and enabled:
             self._shard(module)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def _shard_built(self, modules: list[nn.Module]) -> None:
+        super()._shard_built(modules)
         describe(self._built, checked=self._checked)
         self._built.clear()
+
+    def _left_inside(self, modules: list[nn.Module]) -> None:
+        announce(parameter for module in modules for parameter in module.parameters())
 
     def _keep(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         super()._keep(name, tensor, value)
