@@ -21,7 +21,7 @@ from tests.launch.launcher import zeroshard as command
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.saver import SAVING_THREAD
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.saving.preemption import LINE_VARIABLE, PREEMPTED
+from zeroshard.engine.saving.preemption import FILES_VARIABLE, PREEMPTED
 from zeroshard.errors import UsageError
 from zeroshard.launch import runner
 
@@ -231,6 +231,6 @@ def test_a_job_whose_rank_is_killed_restarts_and_goes_on_with_the_same_losses(tm
 
 
 def test_the_launcher_and_the_engine_mean_the_same_by_status_variable_and_thread() -> None:
-    assert (runner.PREEMPTED, runner.LINE_VARIABLE) == (PREEMPTED, LINE_VARIABLE)
+    assert (runner.PREEMPTED, runner.FILES_VARIABLE) == (PREEMPTED, FILES_VARIABLE)
     assert runner.SAVING_THREAD == SAVING_THREAD
     assert "torch" in sys.modules

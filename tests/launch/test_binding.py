@@ -4,67 +4,41 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.launch.launcher import script, zeroshard
 from zeroshard.errors import UsageError
-from zeroshard.launch.binding import NumaNode, divide, format_cores, parse_cores, read_nodes
-
-_TWO = (NumaNode(0, (0, 1, 2, 3)), NumaNode(1, (4, 5, 6, 7)))
-
-
-def _shares(nproc: int, homes: Sequence[int | None] | None = None, nodes: tuple[NumaNode, ...] = _TWO) -> list[str]:
-    return [
-        f"{format_cores(binding.cores)}@{format_cores(binding.nodes)}"
-        for binding in divide(nodes, nproc, homes or [None] * nproc)
-    ]
-
-
-def test_ranks_are_spread_over_the_nodes() -> None:
-    assert _shares(1) == ["0-7@0-1"]
-    assert _shares(2) == ["0-3@0", "4-7@1"]
-    assert _shares(3) == ["0-1@0", "2-3@0", "4-7@1"]
-    assert _shares(4) == ["0-1@0", "2-3@0", "4-5@1", "6-7@1"]
-    assert _shares(8) == [f"{core}@{core // 4}" for core in range(8)]
-
-
-def test_a_rank_is_where_its_gpu_is() -> None:
-    assert _shares(2, [1, 1]) == ["4-5@1", "6-7@1"]
-    assert _shares(3, [1, 0, 1]) == ["4-5@1", "0-3@0", "6-7@1"]
-    assert _shares(2, [5, 5]) == ["0-3@0", "4-7@1"], "a node none of whose cores may be used"
-    assert _shares(5, [1] * 5) == ["0@0", "1-2@0", "3@0", "4-5@1", "6-7@1"], "too many for the node's cores"
+from zeroshard.launch.binding import bind_ranks, divide, one_thread_per_core, parse_cores
+from zeroshard.launch.job import Job
 
 
 def test_no_core_is_given_twice_and_none_is_left() -> None:
-    for nodes in (_TWO, (NumaNode(0, tuple(range(7))), NumaNode(1, (9,))), (NumaNode(0, tuple(range(5))),)):
-        every = sorted(core for node in nodes for core in node.cores)
-        for nproc in range(1, len(every) + 1):
-            bindings = divide(nodes, nproc, [None] * nproc)
-            assert sorted(core for binding in bindings for core in binding.cores) == every
-            assert all(binding.cores for binding in bindings)
-        with pytest.raises(UsageError, match=f"--bind-cores: {len(every) + 1} ranks, but {len(every)} cores to divide"):
-            divide(nodes, len(every) + 1, [None] * (len(every) + 1))
+    for count in range(1, 9):
+        for nproc in range(1, count + 1):
+            shares = divide(range(count), nproc)
+            assert [core for share in shares for core in share] == list(range(count))
+            assert {len(share) for share in shares} <= {count // nproc, -(-count // nproc)}
+        with pytest.raises(UsageError, match=f"--bind-cores: {count + 1} ranks, but {count} cores? to divide"):
+            divide(range(count), count + 1)
 
 
-def test_the_machine_is_read_with_one_thread_per_core(tmp_path: Path) -> None:
-    for node, cores in ((0, "0-1,4-5"), (1, "2-3,6-7"), (2, "")):
-        (tmp_path / f"node/node{node}").mkdir(parents=True)
-        (tmp_path / f"node/node{node}/cpulist").write_text(f"{cores}\n")
+def test_one_thread_of_each_core_is_used(tmp_path: Path) -> None:
     for cpu in range(8):
-        (tmp_path / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-        (tmp_path / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    usable = {1, 2, 3, 4, 5, 6, 7}
-    assert read_nodes(tmp_path, usable) == (NumaNode(0, (1, 4)), NumaNode(1, (2, 3)))
-    assert read_nodes(tmp_path, usable, one_thread=False) == (NumaNode(0, (1, 4, 5)), NumaNode(1, (2, 3, 6, 7)))
-    assert read_nodes(tmp_path / "nothing", {0, 1}) == (NumaNode(0, (0, 1)),)
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    assert one_thread_per_core(tmp_path, {1, 2, 3, 4, 5, 6, 7}) == {1, 2, 3, 4}
+    assert one_thread_per_core(tmp_path / "nothing", {0, 1}) == {0, 1}
 
 
-def test_a_list_of_cores_is_read_and_written() -> None:
+def test_a_core_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match="--bind-core-list 0,4095: core 4095 is not there"):
+        bind_ranks(Job("t", bind_cores=True, core_list="0,4095"), 1, {})
+
+
+def test_a_list_of_cores_is_read() -> None:
     assert parse_cores("0-2, 5,7-7") == {0, 1, 2, 5, 7}
-    assert format_cores((5, 0, 1, 2, 7)) == "0-2,5,7"
     for wrong in ("", "a", "3-1", "1-2-3", "0,0-1"):
         with pytest.raises(UsageError, match="--bind-core-list"):
             parse_cores(wrong)

@@ -12,7 +12,6 @@ from zeroshard.errors import UsageError
 from zeroshard.launch.agent import Outcome
 from zeroshard.launch.job import Job
 from zeroshard.launch.restarts import Places, run_with_restarts
-from zeroshard.launch.voice import ToUser
 
 _CONFIG = {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "max_gpus": 4}}
 
@@ -41,13 +40,13 @@ def test_a_killed_rank_leaves_its_place_and_the_rest_go_on_in_an_allowed_number(
 def test_without_place_for_an_allowed_number_nothing_is_started(tmp_path: Path) -> None:
     job = Job("script.py", sizes=(4, 8))
     with pytest.raises(UsageError, match="place for 2 ranks, the config allows 4, 8"):
-        run_with_restarts(job, tmp_path, ToUser(), Places(2), lambda ranks: "")
+        run_with_restarts(job, tmp_path, Places(2), lambda ranks: "")
 
 
 @pytest.mark.parametrize(
     ("outcomes", "devices"),
     [
-        ([Outcome(137, True, 1, violent=True)], "467"),
+        ([Outcome(137, True, 1, killed=True)], "467"),
         ([Outcome(1, True, 1)], "4567"),
         ([Outcome(1, True, 1), Outcome(1, True, 1)], "467"),
         ([Outcome(1, True, 1), Outcome(1, True, 2), Outcome(1, True, 1)], "4567"),

@@ -15,7 +15,7 @@ from zeroshard.launch.environment import exported, find_files, read_file
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job, TargetKind
 from zeroshard.launch.resolve import Where, starter_command
-from zeroshard.launch.transport import Launcher, Reach, pdsh_command, ssh_command
+from zeroshard.launch.transport import Launcher, Reach, require, ssh_command
 
 _HERE = {
     "NCCL_DEBUG": "INFO",
@@ -58,7 +58,7 @@ def test_a_wrong_line_is_named_but_not_shown(tmp_path: Path) -> None:
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand-ins for what starts nodes, which print what they were given."""
-    for name in ("ssh", "pdsh", "mpirun", "srun"):
+    for name in ("ssh", "mpirun", "srun"):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text('#!/bin/sh\nprintf "%s\\n" "$0" "$@" "value $NCCL_SECRET_PATH"\n')
@@ -69,7 +69,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_no_command_holds_a_value(programs: Path, tmp_path: Path) -> None:
     hosts, reach = (Host("a", (0, 1)), Host("b", (0,))), Reach(2222, ("-i", "key file"))
-    commands = [ssh_command("a", reach, Path("/w d")), pdsh_command(hosts, reach, Path("/w d"), tmp_path)]
+    commands = [ssh_command("a", reach, Path("/w d"))]
     for launcher in (Launcher.OPENMPI, Launcher.SLURM):
         where = Where(NodePlace(), hostfile=Path("hosts"), launcher=launcher)
         commands.append(starter_command(Job("t.py"), where, hosts, ["NCCL_DEBUG", "HF_TOKEN"]))
@@ -123,7 +123,5 @@ def test_mpirun_gets_one_process_per_host_and_names_of_variables(programs: Path,
 
 def test_a_starter_that_is_not_there_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "ssh").write_text("")
-    (tmp_path / "ssh").chmod(0o755)
-    with pytest.raises(UsageError, match="--launcher pdsh: there is no pdsh here; install pdsh, or use --launcher ssh"):
-        pdsh_command((Host("a", (0,)),), Reach(), tmp_path, tmp_path)
+    with pytest.raises(UsageError, match="--launcher slurm: there is no srun here; run on a machine of a Slurm"):
+        require(Launcher.SLURM)

@@ -54,9 +54,6 @@ def test_a_killed_rank_is_named_with_its_signal_before_the_peers_that_lost_it(tm
         if os.environ["RANK"] == "1":
             fcntl.flock(lock, fcntl.LOCK_EX)
             Path("locked").touch()
-            # Holds the rank's line to the launcher open beyond its death, so that the peer is heard first.
-            line = int(os.environ["ZEROSHARD_LINE"].split(":")[1])
-            subprocess.Popen(["sleep", "5"], pass_fds=[line])
             while not Path("peer-waits").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

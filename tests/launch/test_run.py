@@ -23,7 +23,7 @@ _LOOK_AROUND = """
         "torch": "torch" in sys.modules,
         "zeroshard": "zeroshard" in sys.modules,
         "env": {name: os.environ.get(name) for name in (
-            "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ZEROSHARD_WATCH")},
+            "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ZEROSHARD_CORES")},
     }
     Path(os.environ["OUT"], os.environ["RANK"]).write_text(json.dumps(seen))
 """
@@ -53,7 +53,7 @@ def test_a_script_gets_its_rank_its_threads_and_its_own_arguments(tmp_path: Path
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "OMP_NUM_THREADS": str(threads),
-            "ZEROSHARD_WATCH": None,
+            "ZEROSHARD_CORES": None,
         }
 
 

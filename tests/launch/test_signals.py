@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -30,6 +31,13 @@ def _alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     # A zombie whose new parent has not read its status yet is no longer running.
     return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal, other than Python's own for Ctrl-C."""
+    mask = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    assert mask is not None
+    return all(int(mask[1], 16) >> (each - 1) & 1 for each in (number, signal.SIGTERM))
 
 
 def _left_running(pids: list[int], seconds: float = 5.0) -> list[int]:
@@ -60,10 +68,9 @@ _SAVES = """
     import os, signal, sys, time
     stop = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
-    pid, descriptor = os.environ["ZEROSHARD_LINE"].split(":")
+    pid, directory = os.environ["ZEROSHARD_RANK_FILES"].split(":")
     assert pid == str(os.getpid())
-    os.write(int(descriptor), b"saves\\n")
-    time.sleep(0.1)
+    open(f"{directory}/{pid}.saves", "w").close()
     os.write(1, b"going %d\\n" % os.getpid())
     while not stop:
         time.sleep(0.01)
@@ -149,9 +156,8 @@ def test_a_second_ctrl_c_while_what_ranks_left_is_ended_changes_nothing(tmp_path
 def test_a_signal_while_the_launcher_is_starting_is_named(tmp_path: Path, number: signal.Signals) -> None:
     name = script(tmp_path, "import time; time.sleep(1000)")
     launcher = start(tmp_path, "run", "--nproc", "1", name, stderr=subprocess.PIPE)
-    while not Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text():
+    while not _handles(launcher.pid, number):  # the guard has a child, the agent to be, and takes over the signals
         time.sleep(0.005)
-    time.sleep(0.2)  # the guard has a child, the agent to be, and takes over the signals
     launcher.send_signal(number)
     _, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + number

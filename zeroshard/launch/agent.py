@@ -2,39 +2,39 @@
 
     launch() -> torch.distributed.launcher.api.launch_agent -> one runner.py per rank -> the user's script
 
-The agent brings rendezvous, the environment of the ranks, restarts and signals. What is ours: the watch that knows the
-first failure, and the report. Calling the `torchrun` command was rejected: its summary comes last, and its thread
-count of 1 can't be told from a user's choice.
+The agent brings rendezvous, the environment of the ranks, their logs and their end. What is ours: who failed first
+(failures.py, and among nodes peers.py), and the report. Calling the `torchrun` command was rejected: its summary comes
+last, and its thread count of 1 can't be told from a user's choice.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from zeroshard.cluster import DEFAULT_PORT
 from zeroshard.errors import UsageError
 from zeroshard.launch import report, runner
-from zeroshard.launch.job import Job
+from zeroshard.launch.binding import numa_options
+from zeroshard.launch.failures import KILLERS, RankProcess, RankWatch
+from zeroshard.launch.job import ORDERED_FILE, Job
 from zeroshard.launch.logs import RankLogs, log_directory
-from zeroshard.launch.voice import Voice, say
-from zeroshard.launch.watch import STOPS, RankProcess, RankWatch
+from zeroshard.launch.messages import SAVED, SAVING, say, send
+from zeroshard.launch.peers import Ending, How, Peers
 
 # Ctrl-C and SIGTERM: how long a rank may take to end by itself before SIGKILL. Torch's default is 30.
 _SHUTDOWN_SECONDS = "10"
@@ -44,9 +44,9 @@ _QUIET_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """What this node runs of a job: the number of ranks is known by now. `directory` is temporary.
+    """What this node runs of a job: the number of ranks is known by now.
 
-    `restart` counts the starts before this one.
+    `directory` is temporary and the node's, `files` is for this start; `restart` counts the starts before it.
     """
 
     job: Job
@@ -58,6 +58,10 @@ class Ranks:
     def host(self) -> str:
         return self.job.node_name or socket.gethostname()
 
+    @property
+    def files(self) -> Path:
+        return self.directory / str(self.restart)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -66,16 +70,16 @@ class Outcome:
     Attributes:
         status: the exit status, 0 if all ended well.
         failed: whether a rank failed; else they ended well, or were told to stop.
-        first_local_rank: which one failed first, if that is known; violent: whether a signal killed it.
+        first_local_rank: which one failed first, if that is known; killed: whether a signal did it.
     """
 
     status: int
     failed: bool = False
     first_local_rank: int | None = None
-    violent: bool = False
+    killed: bool = False
 
 
-def launch(ranks: Ranks, voice: Voice) -> Outcome:
+def launch(ranks: Ranks) -> Outcome:
     """Run the job's ranks on this node until they have ended.
 
     SIGTERM asks ranks that can to save and end; the status is then PREEMPTED, and nothing is restarted.
@@ -86,80 +90,84 @@ def launch(ranks: Ranks, voice: Voice) -> Outcome:
     check_port(job)
     _quiet_the_agent()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
-    socket_path = ranks.directory / "watch"
-    os.environ[runner.WATCH_VARIABLE] = str(socket_path)
+    ranks.files.mkdir()
+    os.environ[runner.FILES_VARIABLE] = str(ranks.files)
     os.environ[runner.RESTART_VARIABLE] = f"{ranks.restart} {job.max_restarts}"
-    watch = RankWatch(
-        socket_path,
-        announce=lambda death: voice.cause(report.announcement(death, ranks.host)),
-        died=lambda death: voice.died(death.process.rank, death.violent),
-        stopping=voice.stopping,
-    )
-    with _asks_to_save(watch, voice) as late:
+    watch = RankWatch(ranks.files, ranks.nproc, lambda: send(kind="saving") if job.led else say(SAVING))
+    first: tuple[int, int] | None = None
+    with watch:
+        peers = Peers(job, watch) if job.nnodes > 1 else None
         try:
-            with watch, _says_who_is_missing(job, watch):
-                voice.ready()
-                launch_agent(_config(ranks), sys.executable, _command(job))
+            with _says_who_is_missing(job, watch):
+                launch_agent(_config(ranks, watch), sys.executable, _command(job))
         except ChildFailedError as error:
-            outcome = _conclude(error, watch, ranks.host, voice)
-        except SignalException as stop:
-            for number in STOPS:
-                signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C: torch's handler would raise once more
-            outcome = Outcome(voice.stopped(signal.Signals(int(stop.sigval)), _failed_before(watch, ranks.host, voice)))
+            ending, first = _failure(error, watch, ranks.host)
+        except SignalException:
+            ending = _stopped(ranks, watch)
         except (RendezvousError, dist.DistError) as error:
             raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
         else:
-            outcome = Outcome(voice.preempted() if watch.preempted else voice.ended(0, []))
+            ending = Ending(How.ENDED, runner.PREEMPTED if watch.preempted else 0)
         finally:
-            watch.end_leftovers()
-    return replace(outcome, failed=False) if late else outcome
+            watch.note_stops()
+            watch.kill_ranks()
+        status = peers.conclude(ending) if peers is not None else _tell(ending)
+        if status == runner.PREEMPTED and not job.led:
+            say(SAVED)
+        failed = first is not None and watch.stopped_by is None and not watch.asked_to_save
+    if first is None:
+        return Outcome(status)
+    return Outcome(status, failed, first[0], killed=first[1] < 0)
 
 
-def _failed_before(watch: RankWatch, host: str, voice: Voice) -> int | None:
-    """The exit status of the rank that had failed before a signal came; None if none had. It is told if it was not."""
-    death = watch.conclude({})
-    if death is None:
-        return None
-    if not watch.announced:
-        voice.cause(report.announcement(death, host))
-    return report.exit_status(-death.signal) if death.signal else 1
+def _tell(ending: Ending) -> int:
+    for lines in (ending.text, *ending.others):
+        if lines:
+            say(lines)
+    return ending.status
 
 
-@contextmanager
-def _asks_to_save(watch: RankWatch, voice: Voice) -> Iterator[list[int]]:
-    """SIGTERM is a request to the ranks that can save, once; else, and from then on, what torch's agent makes of it.
-
-    When the agent is through, what happened is still to be told: a signal that comes then is put into the list.
-    """
-    handling: list[int] = []
-    late: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if watch.through:
-            late.append(number)
-            return
-        if handling:
-            return  # of a guard that is killed the kernel tells us once for each of its threads
-        handling.append(number)
-        try:
-            if voice.may_save() and watch.ask_to_save():
-                voice.saving(signal.SIGTERM)
-                return
-            watch.stop_ranks()
-        finally:
-            handling.clear()
-        raise SignalException(f"process {os.getpid()} got SIGTERM", signal.SIGTERM)
-
-    former = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield late
-    finally:
-        signal.signal(signal.SIGTERM, former)
+def _failure(error: ChildFailedError, watch: RankWatch, host: str) -> tuple[Ending, tuple[int, int]]:
+    """The end of a node of which a rank failed, and that one's local rank and status."""
+    failures = dict(error.failures)
+    known = watch.first_failure({failure.pid: failure.exitcode for failure in failures.values()})
+    if known is not None and known[0].rank in failures:
+        process, status = known
+    else:  # it died before it could say that it had started
+        rank, failure = error.get_first_failure()
+        process = RankProcess(rank, failure.local_rank, failure.pid, 0, failure.error_file)
+        status = failure.exitcode
+    del failures[process.rank]
+    how = How.KILLED if -status in KILLERS else How.FAILED
+    text = report.first_failure(process, status, host)
+    ending = Ending(how, report.exit_status(status), text, tuple(report.consequences(failures)))
+    return ending, (process.local_rank, status)
 
 
-def _config(ranks: Ranks) -> LaunchConfig:
+def _stopped(ranks: Ranks, watch: RankWatch) -> Ending:
+    """The end of a node that was told to stop; of a rank that had failed before it is told too."""
+    job, number = ranks.job, watch.stopped_by
+    known = watch.first_failure({})
+    text = report.first_failure(*known, ranks.host) if known is not None else ""
+    if known is not None and (number is None or job.nnodes > 1):
+        status = known[1]
+        return Ending(How.KILLED if -status in KILLERS else How.FAILED, report.exit_status(status), text)
+    if number is None:
+        return Ending(How.ENDED, 1)
+    if job.led and (ranks.directory / ORDERED_FILE).exists():
+        return Ending(How.ENDED, 128 + number)
+    if job.nnodes == 1:
+        return Ending(How.STOPPED, 128 + number, text, (f"zeroshard: {number.name} received, all ranks ended",))
+    # Under a launcher the others tell it.
+    said = () if job.led else (f"zeroshard: {number.name} received, all ranks of this node ended",)
+    lost = f"zeroshard: node {job.node_rank} (host {ranks.host}) was lost first: its agent got {number.name}"
+    return Ending(How.STOPPED, 128 + number, lost, said)
+
+
+def _config(ranks: Ranks, watch: RankWatch) -> LaunchConfig:
     job = ranks.job
     alone = _is_alone(job)
+    logs = log_directory(job.log_dir)
     return LaunchConfig(
         min_nodes=job.nnodes,
         max_nodes=job.nnodes,
@@ -171,9 +179,10 @@ def _config(ranks: Ranks) -> LaunchConfig:
         rdzv_configs={} if alone else {"rank": job.node_rank, "timeout": job.rendezvous_timeout},
         local_addr="localhost" if job.nnodes == 1 else None,
         max_restarts=0,  # restarts.py makes them
-        signals_to_handle=",".join(number.name for number in STOPS),
+        signals_to_handle="",  # the watch handles them
         log_line_prefix_template="rank ${rank}: ",  # of what is shown besides going to a file
-        logs_specs=RankLogs(str(ranks.directory), log_directory(job.log_dir), job.console, ranks.restart),
+        logs_specs=RankLogs(str(ranks.files), logs, job.console, ranks.restart, watch.handle_stops),
+        numa_options=numa_options(job),
     )
 
 
@@ -214,7 +223,7 @@ def _says_who_is_missing(job: Job, watch: RankWatch) -> Iterator[None]:
 
     def remind() -> None:
         waited = 0.0
-        while not begun.wait(_QUIET_SECONDS) and not watch.processes:
+        while not begun.wait(_QUIET_SECONDS) and not watch.processes():
             waited += _QUIET_SECONDS
             say(
                 f"zeroshard: waiting for the other nodes at {_endpoint(job)} for {waited:.0f} s; "
@@ -235,28 +244,3 @@ def _quiet_the_agent() -> None:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic."):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _conclude(error: ChildFailedError, watch: RankWatch, host: str, voice: Voice) -> Outcome:
-    exits = {rank: _exit(rank, failure, watch) for rank, failure in error.failures.items()}
-    death = watch.conclude({failure.pid: failure.exitcode for failure in error.failures.values()})
-    if death is None or death.process.rank not in exits:
-        # Died before it could say hello, or after it had said that all is done.
-        first, told = error.get_first_failure()[0], False
-        voice.died(first, violent=False)
-    else:
-        # A death that was announced without its cause is told again with it.
-        first, told = death.process.rank, watch.announced and (death.recorded or death.signal is not None)
-    cause = exits.pop(first)
-    if not told:
-        voice.cause(report.cause(cause, host))
-    status = voice.ended(report.exit_status(cause.code), report.consequences(exits))
-    return Outcome(status, True, cause.process.local_rank, violent=cause.code < 0)
-
-
-def _exit(rank: int, failure: ProcessFailure, watch: RankWatch) -> report.Exit:
-    for process in reversed(watch.processes):
-        if process.pid == failure.pid:
-            return report.Exit(process, failure.exitcode)
-    unseen = RankProcess(rank, failure.local_rank, failure.pid, attempt=0, error_file=failure.error_file)
-    return report.Exit(unseen, failure.exitcode)

@@ -1,115 +1,115 @@
-"""A pair of pipes to a node: text lines in, output with frames out, each line of output under the host's name.
+"""A pair of pipes to a node: text lines in, output with messages out, each line of output under the host's name.
 
 launcher --write()--> stdin [ssh] stdout, stderr --read()--> "host: line" on our own stdout, stderr; messages
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import IO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from zeroshard.launch.frames import Decoder, Message
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """Our ends of a node's streams; unbuffered."""
-
-    input: IO[bytes]
-    output: IO[bytes]
-    errors: IO[bytes]
-
+from zeroshard.launch.hosts import Host
+from zeroshard.launch.messages import Message, take_apart
+from zeroshard.launch.transport import Reach, ssh_command
 
 # A line that does not end (a progress bar) is shown when it is so long.
 _LONGEST = 65536
-_KEPT_WORDS = 400
 
 
 class Channel:
-    """The ssh of one host. Nothing here blocks for long: the launcher's loop calls it when there is something."""
+    """The ssh of one host. Nothing here blocks for long: the launcher's loop calls it when there is something.
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], pipes: Pipes, variables: str) -> None:
-        self._name = name
-        self._process = process
-        self._shared = process.stdin is None  # a pdsh: one process for all hosts
-        self._gone_at: float | None = None
-        self._input = pipes.input
-        self._open = {stream.fileno(): stream for stream in (pipes.output, pipes.errors)}
-        self._errors = pipes.errors.fileno()
-        self._decoder = Decoder()
+    The variables are the first line that the host gets.
+    """
+
+    def __init__(self, host: str, reach: Reach, variables: Mapping[str, str]) -> None:
+        self._host = host
+        self._process = subprocess.Popen(
+            ssh_command(host, reach, Path.cwd()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            # Ctrl-C at the terminal is for the launcher, which tells the nodes.
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._errors = self._process.stderr.fileno()
+        self._open = {stream.fileno(): stream for stream in (self._process.stdout, self._process.stderr)}
         self._partial = dict.fromkeys(self._open, b"")
-        self._words = b""
-        # Until the node has answered, what comes is of ssh and of the host's login files: kept for an error only.
-        self.shown = False
-        self.write(variables)
+        # Until the node has answered, what comes is of ssh and of the host's login files: the last line, for an error.
+        self.answered = False
+        self.last_line = ""
+        self.write(json.dumps(variables))
 
-    def streams(self) -> Iterator[int]:
+    def streams(self) -> list[int]:
         """Descriptors to wait on."""
-        yield from list(self._open)
+        return list(self._open)
 
     def write(self, line: str) -> None:
         """Send a line; a node that is gone is noticed by the end of its output."""
-        if not self._input.closed:
-            with suppress(OSError):
-                self._input.write(line.encode() + b"\n")
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(line.encode() + b"\n")
 
     def close_input(self) -> None:
         """Tell the node that nothing more will come."""
+        assert self._process.stdin is not None
         with suppress(OSError):
-            self._input.close()
+            self._process.stdin.close()
 
     def read(self, descriptor: int) -> tuple[list[Message], bool]:
-        """Show what has come; the messages within it, and False at the end of the stream."""
+        """Show what has come; the messages within it, and False at the end of the stream, which is closed then."""
         data = os.read(descriptor, 65536)
+        text = self._partial[descriptor] + data
+        whole = len(text) if not data or len(text) > _LONGEST else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        self._partial[descriptor] = text[whole:]
         messages: list[Message] = []
-        if descriptor == self._errors:
-            plain, messages = self._decoder.feed(data) if data else (self._decoder.rest(), [])
-            self._words = (self._words + plain)[-_KEPT_WORDS:]
-        else:
-            plain = data
-        self._show(descriptor, plain, final=not data)
+        shown = b""
+        for line in text[:whole].splitlines(keepends=True):
+            plain, message = take_apart(line) if descriptor == self._errors else (line, None)
+            if message is not None:
+                messages.append(message)
+                self.answered = True
+                plain += b"\n" if plain else b""
+            elif not self.answered and descriptor == self._errors and plain.strip():
+                self.last_line = plain.strip().decode(errors="replace")
+            if plain and self.answered:
+                shown += self._host.encode() + b": " + plain
+        if shown:
+            stream = sys.stderr if descriptor == self._errors else sys.stdout
+            stream.buffer.write(shown if shown.endswith((b"\n", b"\r")) else shown + b"\n")
+            stream.flush()
+        if not data:
+            self._open.pop(descriptor).close()
         return messages, bool(data)
 
-    def close_stream(self, descriptor: int) -> None:
-        """Its end has been read."""
-        self._open.pop(descriptor).close()
-
-    def ended(self) -> int | None:
-        """A status when the node's ssh has ended and its output has been read; 0 where pdsh keeps the status."""
-        code = self._process.poll()
-        if not self._open:
-            return 0 if code is None and self._shared else code
-        if code is None:
-            return None
-        # Output of a process that has ended is still to be read; but a fifo that no ssh opened has no end.
-        self._gone_at = self._gone_at or time.monotonic()
-        return code if self._shared and time.monotonic() - self._gone_at > 1.0 else None
+    def has_ended(self) -> bool:
+        """Whether the ssh has ended and its output has been read."""
+        return not self._open and self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process and what it started (a proxy command; under pdsh the ssh's of all hosts)."""
+        """End the ssh and what it started (a proxy command)."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def last_words(self) -> str:
-        """The last line on standard error: of the ssh itself, or of the shell on the host."""
-        lines = self._words.decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def _show(self, descriptor: int, data: bytes, final: bool) -> None:
-        text = self._partial[descriptor] + data
-        end = len(text) if final or len(text) > _LONGEST else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        whole, self._partial[descriptor] = text[:end], text[end:]
-        if not whole or not self.shown:
-            return
-        prefix = self._name.encode() + b": "
-        shown = b"".join(prefix + line for line in whole.splitlines(keepends=True))
-        stream = sys.stderr if descriptor == self._errors else sys.stdout
-        stream.buffer.write(shown if shown.endswith((b"\n", b"\r")) else shown + b"\n")
-        stream.flush()
+@contextmanager
+def open_channels(hosts: Sequence[Host], reach: Reach, variables: Mapping[str, str]) -> Iterator[list[Channel]]:
+    """A channel to each host; all are ended on the way out."""
+    channels: list[Channel] = []
+    try:
+        for host in hosts:
+            channels.append(Channel(host.name, reach, variables))
+        yield channels
+    finally:
+        for channel in channels:
+            channel.close_input()
+            channel.kill()

@@ -41,10 +41,9 @@ ALLOWED = (
 # True of one node only, or set anew by each node's launcher.
 _NEVER = (
     "CUDA_VISIBLE_DEVICES",
-    "ZEROSHARD_WATCH",
+    "ZEROSHARD_RANK_FILES",
     "ZEROSHARD_JOB",
     "ZEROSHARD_CORES",
-    "ZEROSHARD_LINE",
     "ZEROSHARD_RESTART",
 )
 # Allowed by prefix, but what they hold by their names is for the launcher's user alone.

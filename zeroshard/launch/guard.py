@@ -40,14 +40,15 @@ _JOB_VARIABLE = "ZEROSHARD_JOB"
 _LEFT_SECONDS = 2.0
 
 Work = Callable[[str], int]
-Control = Callable[[Callable[[signal.Signals], None]], None]
+Tell = Callable[[signal.Signals], None]
+Control = Callable[[Tell, str], None]
 
 
-def guarded(work: Work, killed: Callable[[signal.Signals], None], control: Control | None = None) -> int:
+def guarded(work: Work, killed: Tell, control: Control | None = None) -> int:
     """Run `work(directory)` in a child; its exit status, when no process of the node is left.
 
     `directory` is temporary. The child gets the signals that this process gets; `control`, which runs in a thread of
-    its own, may send it others. `killed` is told if a signal ended the child.
+    its own, may send it others; it gets the directory too. `killed` is told if a signal ended the child.
     """
     _fill_missing_streams()
     _flush()
@@ -59,14 +60,16 @@ def guarded(work: Work, killed: Callable[[signal.Signals], None], control: Contr
         child = os.fork()
         if child == 0:
             os._exit(_in_child(work, directory, parent, job))
-        return _wait(child, killed, control, job)
+        return _wait(child, killed, job, None if control is None else lambda tell: control(tell, directory))
 
 
 def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     # Ctrl-C at a terminal goes to its foreground group: to the guard alone, which passes it on once.
     os.setpgid(0, 0)
-    # Until torch's agent has its handlers; an exception amid an import comes out as whatever the import makes of it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Until ranks are started, a signal ends this process, whatever it is doing: handlers would not run amid C code, and
+    # an exception amid an import comes out as whatever the import makes of it.
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -87,7 +90,7 @@ def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     return status
 
 
-def _wait(child: int, killed: Callable[[signal.Signals], None], control: Control | None, job: str) -> int:
+def _wait(child: int, killed: Tell, job: str, control: Callable[[Tell], None] | None) -> int:
     def tell(number: signal.Signals) -> None:
         with reaping:  # else the number might be another process's by now
             if not ended:

@@ -14,6 +14,9 @@ from enum import Enum
 
 from zeroshard.errors import UsageError
 
+ORDERED_FILE = "ordered"
+"""In the node's directory if its launcher, which knows why, has told it to stop."""
+
 
 class TargetKind(str, Enum):
     """How TARGET is started in each rank."""

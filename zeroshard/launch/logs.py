@@ -8,6 +8,7 @@ A restart writes `rank_3.restart_1.out`. Named by global rank, so that nodes can
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,15 @@ from zeroshard.launch.job import Console
 class RankLogs(DefaultLogsSpecs):
     """`directory` holds the agent's error files; `logs` is where output goes, None for the console alone.
 
-    `restart` counts the starts before this one.
+    `restart` counts the starts before this one; `starting` is called when the ranks are about to start.
     """
 
     def __init__(
-        self, directory: str, logs: Path | None = None, console: Console = Console.ALL, restart: int = 0
+        self, directory: str, logs: Path | None, console: Console, restart: int, starting: Callable[[], None]
     ) -> None:
         super().__init__(log_dir=directory)
         self._logs = logs
+        self._starting = starting
         self._console = console
         self._restart = restart
         if logs is not None:
@@ -38,6 +40,7 @@ class RankLogs(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of each local rank, by the RANK that the agent has given it."""
+        self._starting()
         destinations = super().reify(envs)
         if self._logs is None:
             return destinations

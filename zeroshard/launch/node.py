@@ -1,7 +1,7 @@
 """A node's part of a job, guarded: its devices, ranks, threads and cores are decided, then the agent runs.
 
     zeroshard run, one node            run_node(job)
-    zeroshard run, by ssh:             python -m zeroshard.launch.node  <- hello, job, beats, stop on standard input
+    zeroshard run, by ssh:             python -m zeroshard.launch.node  <- job, beats, stop on standard input
 
 The other end of an ssh can't be signalled. So the launcher holds the node's standard input: what ends the launcher,
 its ssh, the network between, ends the input or silences it, and the node ends itself.
@@ -14,18 +14,15 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import zeroshard
 from zeroshard.errors import UsageError, ZeroShardError
-from zeroshard.launch import frames
-from zeroshard.launch.binding import bind_ranks
-from zeroshard.launch.guard import FORWARDED, guarded
-from zeroshard.launch.job import Job
+from zeroshard.launch.guard import FORWARDED, Tell, guarded
+from zeroshard.launch.job import ORDERED_FILE, Job
+from zeroshard.launch.messages import say, send
 from zeroshard.launch.network import choose_interface
-from zeroshard.launch.resources import gpu_count, resolve_nproc, set_threads
-from zeroshard.launch.voice import ToLauncher, ToUser, say
+from zeroshard.launch.resources import gpu_count, resolve_nproc
 
 # The launcher sends a beat every five seconds.
 _SILENCE_SECONDS = 60.0
@@ -47,7 +44,7 @@ def _say_killed(number: signal.Signals) -> None:
         say(f"zeroshard: the agent was killed by {number.name}; ending all ranks")
 
 
-def _await_end_of_input(tell: Callable[[signal.Signals], None]) -> None:
+def _await_end_of_input(tell: Tell, directory: str) -> None:
     """In a thread of the guard."""
     while os.read(0, 65536):
         pass
@@ -56,35 +53,17 @@ def _await_end_of_input(tell: Callable[[signal.Signals], None]) -> None:
 
 def start(job: Job, directory: str) -> int:
     """Decide what the node leaves open, and run the agent. In the guard's child: torch is loaded here."""
+    from zeroshard.launch.binding import bind_ranks
+    from zeroshard.launch.restarts import Places, run_with_restarts
+
     if job.led or job.ends_with_input:
         _leave_input()
     if job.devices is not None:
         _show_devices(job.devices)
-    ranks = resolve_nproc(job.nproc)
-
-    def prepare(count: int) -> str:
-        cores = bind_ranks(count, job.core_list, os.environ) if job.bind_cores else None
-        return cores or set_threads(count, os.environ)
-
-    if job.sizes is not None or job.max_restarts:
-        from zeroshard.launch.restarts import Places, run_with_restarts
-
-        places = Places.of_this_node(ranks, gpu_count())
-        return run_with_restarts(job, Path(directory), ToUser(), places, prepare)
-    say(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {prepare(ranks)}")
-
-    from zeroshard.launch.agent import Ranks, launch
-    from zeroshard.launch.line import joined
-
     if job.nnodes > 1 and job.master_addr is not None:
         choose_interface(job.master_addr, os.environ)
-    node = Ranks(job, ranks, Path(directory))
-    if job.led:
-        return launch(node, ToLauncher()).status
-    if job.nnodes == 1:
-        return launch(node, ToUser()).status
-    with joined(job) as line:
-        return launch(node, line).status
+    places = Places.of_this_node(resolve_nproc(job.nproc), gpu_count())
+    return run_with_restarts(job, Path(directory), places, lambda ranks: bind_ranks(job, ranks, os.environ))
 
 
 def _leave_input() -> None:
@@ -108,51 +87,40 @@ def _show_devices(devices: tuple[int, ...]) -> None:
 def main() -> int:
     """The far end of a launcher's ssh."""
     lines = _Input()
-    frames.send(_hello())
+    send(kind="hello", **_hello())
     text = lines.read(None)
     if not text:
         return 1  # the launcher gave up, which it has told its user
     try:
         job = Job.from_json(text)
     except ZeroShardError as error:
-        frames.send({"kind": "refused", "text": str(error)})
+        say(f"zeroshard: {error}")
         return 2
     status = guarded(
-        lambda directory: _start_led(job, directory),
-        lambda number: frames.send({"kind": "killed", "signal": number.name}),
-        lambda tell: _obey(lines, tell),
+        lambda directory: start(job, directory),
+        lambda number: send(kind="killed", signal=number.name),
+        lambda tell, directory: _obey(lines, tell, directory),
     )
-    frames.send({"kind": "left", "status": status})
+    send(kind="left", status=status)
     return status
 
 
-def _start_led(job: Job, directory: str) -> int:
-    try:
-        return start(job, directory)
-    except ZeroShardError as error:
-        frames.send({"kind": "refused", "text": str(error)})
-        return 2
-
-
-def _hello() -> frames.Message:
+def _hello() -> dict[str, str | int | None]:
     # "client address, client port, server address, server port": the address under which this host was reached.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return {
-        "kind": "hello",
-        "version": zeroshard.__version__,
-        "address": connection[2] if len(connection) == 4 else None,
-        "port": port,
-    }
+    address = connection[2] if len(connection) == 4 else None
+    return {"version": zeroshard.__version__, "address": address, "port": port}
 
 
-def _obey(lines: _Input, tell: Callable[[signal.Signals], None]) -> None:
+def _obey(lines: _Input, tell: Tell, directory: str) -> None:
     """In a thread of the guard: send the child what the launcher says; its end or its silence is SIGTERM."""
     while line := lines.read(_SILENCE_SECONDS):
         word, _, argument = line.partition(" ")
         if word == "stop":
+            Path(directory, ORDERED_FILE).touch()
             tell(signal.Signals[argument])
     tell(signal.SIGTERM)
 

@@ -24,10 +24,10 @@ from zeroshard.errors import UsageError
 from zeroshard.launch import environment, hosts, transport
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job, TargetKind
+from zeroshard.launch.messages import say
 from zeroshard.launch.node import run_node
 from zeroshard.launch.rendezvous import Rendezvous, find_place
 from zeroshard.launch.transport import Launcher, Reach
-from zeroshard.launch.voice import say
 
 _NAMED_HOSTS = 16  # in the line that says where the job runs
 
@@ -133,7 +133,7 @@ def _on_host(job: Job, host: Host) -> Job:
 
 
 def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
-    from zeroshard.launch.channels import open_channels
+    from zeroshard.launch.channel import open_channels
     from zeroshard.launch.remote import Node, RemoteJob
 
     if job.max_restarts or job.sizes:
@@ -156,7 +156,7 @@ def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
     )
     jobs = [replace(_on_host(job, host), node_rank=rank) for rank, host in enumerate(chosen)]
     variables = environment.exported(os.environ, where.exports, _env_files(where))
-    with open_channels(where.launcher, chosen, where.reach, variables) as channels:
+    with open_channels(chosen, where.reach, variables) as channels:
         nodes = [Node(host, one, channel) for host, one, channel in zip(chosen, jobs, channels, strict=True)]
         return RemoteJob(nodes).run()
 

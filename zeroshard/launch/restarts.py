@@ -1,4 +1,4 @@
-"""Restarts after a failure: with as many ranks, or under `zeroshard run --elastic CONFIG` with those that are left.
+"""Starts this node's ranks, and again after failures; under `zeroshard run --elastic CONFIG` as many as are left.
 
     4 places, 1 2 4 allowed --> 4 ranks --rank 2 is killed--> places 0 1 3 --> 2 ranks: they load, the batch stays
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from zeroshard.errors import UsageError
 from zeroshard.launch.agent import Outcome, Ranks, launch
 from zeroshard.launch.job import Job
-from zeroshard.launch.voice import Voice, say
+from zeroshard.launch.messages import say
 
 _THREADS = "OMP_NUM_THREADS"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -51,7 +51,7 @@ class Places:
     def after(self, outcome: Outcome) -> Places:
         """Those for the next start."""
         place = outcome.first_local_rank
-        if place is None or not (outcome.violent or place == self.suspect):
+        if place is None or not (outcome.killed or place == self.suspect):
             return replace(self, suspect=place)
         devices = self.devices
         if devices is not None:
@@ -59,7 +59,7 @@ class Places:
         return Places(self.count - 1, devices)
 
 
-def run_with_restarts(job: Job, directory: Path, voice: Voice, places: Places, prepare: Callable[[int], str]) -> int:
+def run_with_restarts(job: Job, directory: Path, places: Places, prepare: Callable[[int], str]) -> int:
     """Start, and after failures start again, at most `job.max_restarts` times; the exit status.
 
     Args:
@@ -76,12 +76,10 @@ def run_with_restarts(job: Job, directory: Path, voice: Voice, places: Places, p
     for restart in range(job.max_restarts + 1):
         if own_threads:
             os.environ.pop(_THREADS, None)
-        if places.devices is not None:
+        if job.sizes is not None and places.devices is not None:
             os.environ[_DEVICES] = ",".join(places.devices[:ranks])
         say(f"zeroshard: {ranks} rank{'s' if ranks > 1 else ''} on this node, {prepare(ranks)}")
-        attempt = directory / str(restart)
-        attempt.mkdir()
-        outcome = launch(Ranks(job, ranks, attempt, restart), voice)
+        outcome = launch(Ranks(job, ranks, directory, restart))
         places = places if job.sizes is None else places.after(outcome)
         if not outcome.failed or restart == job.max_restarts:
             return outcome.status

@@ -1,16 +1,16 @@
-"""What runs in each rank: the user's script, with its end reported to the launcher.
+"""What runs in each rank: the user's script, with its end written down for the launcher.
 
     launcher --- agent --> python runner.py script train.py --lr 1
-        ^                      | hello, then how it ended, then end of file when the process dies
-        +------ unix socket ---+
+        ^                      | started.json, error.json, saves, preempted
+        +---- one directory ---+
 
 Plain torchrun shows a rank's traceback only if the script is decorated with `record`; here every script is covered.
 The traceback goes into the agent's error file, in its format, and is printed once, by the launcher, above the errors
-that the other ranks suffer in consequence. The socket gives the order of deaths, also of those that leave no file.
+that the other ranks suffer in consequence.
 
 A script that was told to stop and has saved leaves with status 75 (PREEMPTED). The agent would take that for a failure
-and restart it, so to the agent it has ended well, and the launcher hears "preempted". A script says "saves" on the same
-socket, which LINE_VARIABLE names, when it wants SIGTERM as a request.
+and restart it, so to the agent it has ended well, and a file tells the launcher. A script that wants SIGTERM as a
+request writes a file too, into the directory that FILES_VARIABLE names.
 
 It is started by path and imports only the standard library, so that the script still decides what is imported first
 and in which environment (thread counts, visible devices).
@@ -24,7 +24,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -33,15 +32,18 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-WATCH_VARIABLE = "ZEROSHARD_WATCH"
+FILES_VARIABLE = "ZEROSHARD_RANK_FILES"
+"""The directory of the ranks' files; for the script with the number of its process before it."""
 CORES_VARIABLE = "ZEROSHARD_CORES"
-LINE_VARIABLE = "ZEROSHARD_LINE"
 RESTART_VARIABLE = "ZEROSHARD_RESTART"
 PREEMPTED = 75
+# Each after the number of the process and a dot.
+STARTED_FILE, SAVES_FILE, PREEMPTED_FILE = "started.json", "saves", "preempted"
 FATAL_STACKS = "fatal.txt"
 SAVING_THREAD = "checkpoint "
 """How the names of threads begin that write a checkpoint."""
 _THREADS_SECONDS = 60.0
+_NEWS_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,37 +55,30 @@ def main() -> None:
     error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     # Left open for the life of the process: a crash in native code writes the Python stacks there.
     faulthandler.enable(file=error_file.with_name(FATAL_STACKS).open("w"))
-    launcher = _greet(error_file)
+    files = _write_start(error_file)
     try:
         _run(kind, sys.argv[0])
     except KeyboardInterrupt as error:
         _record(error, error_file)
-        _tell(launcher, "interrupted")  # the launcher passes Ctrl-C on, and knows whether it did
         _end_in_time(128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except SystemExit as stop:
-        if stop.code == PREEMPTED and _tell(launcher, "preempted"):
+        if stop.code == PREEMPTED:
+            (files / f"{os.getpid()}.{PREEMPTED_FILE}").touch()
             sys.exit(0)
-        if stop.code in (None, 0):
-            _tell(launcher, "done")
-        else:
+        if stop.code not in (None, 0):
             _record(stop, error_file)
-            _tell(launcher, "failed")
             _end_in_time(stop.code if isinstance(stop.code, int) else 1)
         raise
     except _ProgramError as error:
         _write_error(str(error), "", error_file)
-        _tell(launcher, "failed")
         sys.exit(error.code)
     except BaseException as error:
         _record(error, error_file)
-        if not _tell(launcher, "failed"):
-            _print_traceback(error)
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, _user_frames(error))  # the script's own, such as a crash reporter
         _end_in_time()
         sys.exit(1)
-    _tell(launcher, "done")
 
 
 def _die_with_the_launcher() -> None:
@@ -93,51 +88,29 @@ def _die_with_the_launcher() -> None:
 
 
 def _bind() -> None:
-    """Keep to the cores that `--bind-cores` gave this rank; under numactl, which starts this file anew, if it is there.
-
-    numactl keeps the process: its number, its parent and what the kernel sends it at the parent's death.
-    """
+    """Keep to the cores that `--bind-cores` gave this rank."""
     text = os.environ.pop(CORES_VARIABLE, None)
-    if text is None:
-        return
-    mine = json.loads(text)[int(os.environ["LOCAL_RANK"])]
-    os.sched_setaffinity(0, mine["cores"])
-    if mine["numactl"] is not None:
-        cores, nodes = (",".join(str(number) for number in mine[what]) for what in ("cores", "nodes"))
-        # One node can be preferred; several are shared by turns, or an allocation would fill the first.
-        memory = f"--preferred={nodes}" if len(mine["nodes"]) == 1 else f"--interleave={nodes}"
-        words = [mine["numactl"], f"--physcpubind={cores}", memory, sys.executable, "-u", __file__, *sys.argv[1:]]
-        os.execv(words[0], words)
+    if text is not None:
+        os.sched_setaffinity(0, json.loads(text)[int(os.environ["LOCAL_RANK"])])
 
 
-def _greet(error_file: Path) -> socket.socket:
+def _write_start(error_file: Path) -> Path:
+    """Tell the launcher that this rank has started; the directory of the ranks' files."""
     # The agent, which does not restart, says 0 to both.
-    restarts = os.environ.pop(RESTART_VARIABLE).split()
-    os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
-    launcher = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    launcher.connect(os.environ.pop(WATCH_VARIABLE))
-    # A forked data loader worker that outlives its rank would hold the connection open.
-    os.register_at_fork(after_in_child=launcher.close)
-    # With the number of this process, for whoever inherits the variable has not inherited the connection.
-    os.environ[LINE_VARIABLE] = f"{os.getpid()}:{launcher.fileno()}"
-    hello = {
+    restart, most = os.environ.pop(RESTART_VARIABLE).split()
+    os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"] = restart, most
+    files = Path(os.environ[FILES_VARIABLE])
+    # With the number of this process, since its children inherit the variable and do not speak for it.
+    os.environ[FILES_VARIABLE] = f"{os.getpid()}:{files}"
+    start = {
         "rank": int(os.environ["RANK"]),
         "local_rank": int(os.environ["LOCAL_RANK"]),
         "pid": os.getpid(),
-        "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        "restart": int(restart),
         "error_file": str(error_file),
     }
-    _tell(launcher, json.dumps(hello))
-    return launcher
-
-
-def _tell(launcher: socket.socket, line: str) -> bool:
-    """Send a line; False if the launcher is gone."""
-    try:
-        launcher.sendall(line.encode() + b"\n")
-    except OSError:
-        return False
-    return True
+    _write(files / f"{os.getpid()}.{STARTED_FILE}", start)
+    return files
 
 
 def _run(kind: str, target: str) -> None:
@@ -180,13 +153,16 @@ def _end_in_time(code: int = 1) -> None:
     """
 
     def watch() -> None:
+        time.sleep(_NEWS_SECONDS)
+        rank = f"zeroshard: rank {os.environ['RANK']} has failed"
+        names = ", ".join(map(repr, _keepers())) or "what runs at exit"
+        print(f"{rank}; it ends when {names} has ended", file=sys.stderr, flush=True)
         end = time.monotonic() + _THREADS_SECONDS
         while time.monotonic() < end or any(name.startswith(SAVING_THREAD) for name in _keepers()):
             time.sleep(0.1)
-        names = ", ".join(repr(name) for name in _keepers()) or "what runs at exit"
+        names = ", ".join(map(repr, _keepers())) or "what runs at exit"
         print(
-            f"zeroshard: rank {os.environ['RANK']} has failed and is ended now: {names} kept it for "
-            f"{_THREADS_SECONDS:.0f} s longer. Make such threads daemons",
+            f"{rank} and is ended now: {names} kept it for {_THREADS_SECONDS:.0f} s longer. Make such threads daemons",
             file=sys.stderr,
             flush=True,
         )
@@ -209,13 +185,14 @@ def _record(error: BaseException, error_file: Path) -> None:
 
 def _write_error(summary: str, stack: str, error_file: Path) -> None:
     message = {"message": summary, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
-    partial = error_file.with_suffix(".partial")
-    partial.write_text(json.dumps({"message": message}))
-    partial.replace(error_file)
+    _write(error_file, {"message": message})
 
 
-def _print_traceback(error: BaseException) -> None:
-    traceback.print_exception(type(error), error, _user_frames(error))
+def _write(path: Path, value: object) -> None:
+    """So that whoever sees the file sees all of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)
 
 
 def _user_frames(error: BaseException) -> TracebackType | None:

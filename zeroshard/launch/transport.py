@@ -1,11 +1,11 @@
 """The commands that start the nodes of a job on other hosts.
 
     ssh       one ssh per host, its input held by the launcher
-    pdsh      one pdsh, which starts the same ssh's, each on fifos of the launcher's
+    pdsh      the same: another name for it, which DeepSpeed's scripts use
     openmpi   one mpirun, a process per host
     slurm     one srun, a task per node
 
-With ssh and pdsh the launcher feeds and watches each node (remote.py). mpirun and srun have their own way to start,
+With ssh the launcher feeds and watches each node (remote.py). mpirun and srun have their own way to start,
 feed and end processes; there a node finds its place in their environment (`--rendezvous`), and they end all nodes when
 one fails. No command holds a variable's value: only names are arguments.
 """
@@ -41,15 +41,12 @@ class Reach:
     arguments: tuple[str, ...] = ()
 
 
-_PROGRAM = {Launcher.SSH: "ssh", Launcher.PDSH: "pdsh", Launcher.OPENMPI: "mpirun", Launcher.SLURM: "srun"}
+_PROGRAM = {Launcher.SSH: "ssh", Launcher.OPENMPI: "mpirun", Launcher.SLURM: "srun"}
 _PACKAGE = {
     Launcher.SSH: "install an ssh client (openssh-client)",
-    Launcher.PDSH: "install pdsh, or use --launcher ssh, which needs nothing more",
     Launcher.OPENMPI: "install Open MPI, or load its module",
     Launcher.SLURM: "run on a machine of a Slurm cluster",
 }
-
-_FIFOS = (("<", "in"), (">", "out"), ("2>", "err"))
 
 # Takes the first line of its input as variables and becomes the node, so that they hold before the interpreter starts.
 _BOOTSTRAP = (
@@ -85,29 +82,6 @@ def ssh_command(host: str, reach: Reach, directory: Path) -> list[str]:
     if reach.port is not None:
         words += ["-p", str(reach.port)]
     return [*words, *reach.arguments, "--", host, node_command(directory)]
-
-
-def pdsh_command(hosts: Sequence[Host], reach: Reach, directory: Path, fifos: Path) -> list[str]:
-    """One pdsh for all hosts: `%n` is the number of the host, which names its fifos."""
-    ssh = shlex.join(ssh_command("@HOST@", reach, directory))
-    ends = " ".join(f'{sign} {shlex.quote(str(fifos))}/"$1".{kind}' for sign, kind in _FIFOS)
-    shell = f"exec {ssh} {ends}".replace("@HOST@", '"$0"').replace("%", "%%")
-    names = ",".join(host.name for host in hosts)
-    return [
-        require(Launcher.PDSH),
-        "-S",
-        "-R",
-        "exec",
-        "-f",
-        str(len(hosts)),
-        "-w",
-        names,
-        "sh",
-        "-c",
-        shell,
-        "%h",
-        "%n",
-    ]
 
 
 def openmpi_command(hosts: Sequence[Host], reach: Reach, exports: Sequence[str], node: Sequence[str]) -> list[str]:

@@ -24,6 +24,7 @@ import socket
 import threading
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, MethodType
 
 from torch import nn
@@ -34,7 +35,8 @@ from zeroshard.errors import UsageError
 
 PREEMPTED = 75
 """Exit status of a run that was told to stop and has saved; EX_TEMPFAIL of sysexits.h, "try again later"."""
-LINE_VARIABLE = "ZEROSHARD_LINE"
+FILES_VARIABLE = "ZEROSHARD_RANK_FILES"
+"""Where `zeroshard run` looks for what its ranks say: the number of the rank's process, a colon, a directory."""
 _LOGGER = logging.getLogger("zeroshard")
 
 
@@ -67,7 +69,7 @@ class Preemption:
             mesh.store(), mesh.rank, mesh.world_size, handle.comm.watchdog, self._asked, self._give_up
         )
         atexit.register(self.close)
-        _tell_launcher(b"saves\n")
+        _tell_launcher()
 
     def due(self) -> bool:
         """Called by all ranks after each step: whether to save now and to end with `PREEMPTED`; on all ranks alike."""
@@ -141,9 +143,9 @@ def _leave_out_children(preemption: Preemption) -> None:
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
-def _tell_launcher(line: bytes) -> None:
-    """To the agent of `zeroshard run`, over the connection that its runner left open in this process."""
-    pid, _, descriptor = os.environ.get(LINE_VARIABLE, "").partition(":")
+def _tell_launcher() -> None:
+    """That this rank saves at SIGTERM, by a file for which the agent of `zeroshard run` looks."""
+    pid, _, directory = os.environ.get(FILES_VARIABLE, "").partition(":")
     if pid == str(os.getpid()):
-        with suppress(OSError, ValueError):
-            os.write(int(descriptor), line)
+        with suppress(OSError):
+            Path(directory, f"{pid}.saves").touch()
