@@ -11,11 +11,11 @@ import pytest
 from tests.launch.launcher import environment, script
 from zeroshard.cluster import NodePlace
 from zeroshard.errors import UsageError
+from zeroshard.launch.dispatch import HostOptions, starter_command
 from zeroshard.launch.environment import exported, find_files, read_file
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job, TargetKind
-from zeroshard.launch.resolve import Where, starter_command
-from zeroshard.launch.transport import Launcher, Reach, require, ssh_command
+from zeroshard.launch.starters import Launcher, StarterOptions, require, ssh_command
 
 _HERE = {
     "NCCL_DEBUG": "INFO",
@@ -68,20 +68,22 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_no_command_holds_a_value(programs: Path, tmp_path: Path) -> None:
-    hosts, reach = (Host("a", (0, 1)), Host("b", (0,))), Reach(2222, ("-i", "key file"))
-    commands = [ssh_command("a", reach, Path("/w d"))]
+    hosts, starter = (Host("a", (0, 1)), Host("b", (0,))), StarterOptions(2222, ("-i", "key file"))
+    commands = [ssh_command("a", starter, Path("/w d"))]
     for launcher in (Launcher.OPENMPI, Launcher.SLURM):
-        where = Where(NodePlace(), hostfile=Path("hosts"), launcher=launcher)
-        commands.append(starter_command(Job("t.py"), where, hosts, ["NCCL_DEBUG", "HF_TOKEN"]))
+        options = HostOptions(NodePlace(), hostfile=Path("hosts"), launcher=launcher)
+        commands.append(starter_command(Job("t.py"), options, hosts, ["NCCL_DEBUG", "HF_TOKEN"]))
     assert not any("=INFO" in word or "secret" in word for words in commands for word in words)
     assert commands[0][-3:-1] == ["--", "a"], "a host can't be taken for an option"
     assert commands[0][-1].startswith("cd '/w d' && exec ")
 
 
 def test_srun_gets_one_task_per_node(programs: Path, tmp_path: Path) -> None:
-    where = Where(NodePlace(nnodes=4), num_slots=8, launcher=Launcher.SLURM, reach=Reach(arguments=("-p", "gpu")))
+    options = HostOptions(
+        NodePlace(nnodes=4), num_slots=8, launcher=Launcher.SLURM, starter=StarterOptions(arguments=("-p", "gpu"))
+    )
     job = Job("t", args=("--lr", "1"), kind=TargetKind.MODULE, bind_cores=True)
-    words = starter_command(job, where, None, ["NCCL_DEBUG"])
+    words = starter_command(job, options, None, ["NCCL_DEBUG"])
     place = words.index(sys.executable)
     assert words[:place] == [
         str(programs / "srun"),

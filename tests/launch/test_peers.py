@@ -15,7 +15,7 @@ import pytest
 from tests.launch.launcher import ROOT
 from zeroshard.launch import messages
 from zeroshard.launch.channel import Channel
-from zeroshard.launch.transport import Reach
+from zeroshard.launch.starters import StarterOptions
 
 # One node: `how`, and seconds until its part has ended by itself; then what it tells, and its status.
 _NODE = """
@@ -27,13 +27,14 @@ from zeroshard.launch import peers
 from zeroshard.launch.job import Job
 from zeroshard.launch.peers import Ending, How, Peers
 
-rank, count, port, how, seconds, led = json.loads(sys.argv[1])
+rank, count, port, how, seconds, ssh = json.loads(sys.argv[1])
 peers._SILENT_SECONDS, peers._SILENT_IN_TROUBLE_SECONDS, peers._BEAT_SECONDS = 4.0, 3.0, 0.2
 watch = SimpleNamespace(failed=threading.Event(), stopped_by=None, ended_by_peer=False, all_ended_well=False)
 class Ended(Exception): pass
 def ended(number, frame): raise Ended
 signal.signal(signal.SIGTERM, ended)
-job = Job("t", nnodes=count, node_rank=rank, node_name=f"h{rank}", master_addr="localhost", master_port=port, led=led)
+place = dict(node_rank=rank, node_name=f"h{rank}", master_addr="localhost", master_port=port)
+job = Job("t", nnodes=count, over_ssh=ssh, **place)
 us = Peers(job, watch)
 us._store.add("here", 1)
 while us._store.add("here", 0) < count: time.sleep(0.01)
@@ -54,14 +55,14 @@ class _Told:
     status: int | None
 
 
-def _job(*parts: tuple[str, float], led: bool = False) -> list[_Told]:
+def _job(*parts: tuple[str, float], over_ssh: bool = False) -> list[_Told]:
     """What each node of a job tells, by how and when its part ends."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     nodes = [
         subprocess.Popen(
-            [sys.executable, "-c", _NODE, json.dumps([rank, len(parts), port, how, seconds, led])],
+            [sys.executable, "-c", _NODE, json.dumps([rank, len(parts), port, how, seconds, over_ssh])],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -115,10 +116,10 @@ def test_nodes_that_end_well_at_different_times_have_nothing_to_tell() -> None:
 
 
 def test_under_a_launcher_the_node_to_blame_alone_tells_why() -> None:
-    first, second, third = _job(("failed", 0.1), ("killed", 0.1), ("ended", 100.0), led=True)
+    first, second, third = _job(("failed", 0.1), ("killed", 0.1), ("ended", 100.0), over_ssh=True)
     assert first.lines[0] == "zeroshard: then rank 0 failed"
     said, text = second.lines[:2]
-    assert messages.take_apart(said.encode()) == (b"", {"kind": "first"})
+    assert messages.split_message(said.encode()) == (b"", {"kind": "first"})
     assert text == "zeroshard: rank 1 killed"
     assert third.lines == ["zeroshard: ended the ranks of this node"]
 
@@ -143,7 +144,7 @@ def test_messages_come_apart_from_text_wherever_the_stream_is_cut(
         f"import os, sys, time\nfor byte in {stream!r}:\n    os.write(2, bytes([byte]))\n    time.sleep(0.0005)\n"
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    channel = Channel("h", Reach(), {})
+    channel = Channel("h", StarterOptions(), {})
     channel.answered = True
     heard: list[messages.Message] = []
     errors = channel.streams()[1]

@@ -93,7 +93,7 @@ def launch(ranks: Ranks) -> Outcome:
     ranks.files.mkdir()
     os.environ[runner.FILES_VARIABLE] = str(ranks.files)
     os.environ[runner.RESTART_VARIABLE] = f"{ranks.restart} {job.max_restarts}"
-    watch = RankWatch(ranks.files, ranks.nproc, lambda: send(kind="saving") if job.led else say(SAVING))
+    watch = RankWatch(ranks.files, ranks.nproc, lambda: send(kind="saving") if job.over_ssh else say(SAVING))
     first: tuple[int, int] | None = None
     with watch:
         peers = Peers(job, watch) if job.nnodes > 1 else None
@@ -112,7 +112,7 @@ def launch(ranks: Ranks) -> Outcome:
             watch.note_stops()
             watch.kill_ranks()
         status = peers.conclude(ending) if peers is not None else _tell(ending)
-        if status == runner.PREEMPTED and not job.led:
+        if status == runner.PREEMPTED and not job.over_ssh:
             say(SAVED)
         failed = first is not None and watch.stopped_by is None and not watch.asked_to_save
     if first is None:
@@ -154,12 +154,12 @@ def _stopped(ranks: Ranks, watch: RankWatch) -> Ending:
         return Ending(How.KILLED if -status in KILLERS else How.FAILED, report.exit_status(status), text)
     if number is None:
         return Ending(How.ENDED, 1)
-    if job.led and (ranks.directory / ORDERED_FILE).exists():
+    if job.over_ssh and (ranks.directory / ORDERED_FILE).exists():
         return Ending(How.ENDED, 128 + number)
     if job.nnodes == 1:
         return Ending(How.STOPPED, 128 + number, text, (f"zeroshard: {number.name} received, all ranks ended",))
     # Under a launcher the others tell it.
-    said = () if job.led else (f"zeroshard: {number.name} received, all ranks of this node ended",)
+    said = () if job.over_ssh else (f"zeroshard: {number.name} received, all ranks of this node ended",)
     lost = f"zeroshard: node {job.node_rank} (host {ranks.host}) was lost first: its agent got {number.name}"
     return Ending(How.STOPPED, 128 + number, lost, said)
 
@@ -201,7 +201,7 @@ def _command(job: Job) -> list[str]:
 
 
 def check_port(job: Job) -> None:
-    """The agent would try for minutes to reach whatever holds the port."""
+    """Before anything is started; the agent would show a traceback."""
     if job.node_rank != 0 or _is_alone(job):
         return
     port = job.master_port or DEFAULT_PORT

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.launch.hosts import Host
-from zeroshard.launch.messages import Message, take_apart
-from zeroshard.launch.transport import Reach, ssh_command
+from zeroshard.launch.messages import Message, split_message
+from zeroshard.launch.starters import StarterOptions, ssh_command
 
 # A line that does not end (a progress bar) is shown when it is so long.
 _LONGEST = 65536
@@ -28,10 +28,10 @@ class Channel:
     The variables are the first line that the host gets.
     """
 
-    def __init__(self, host: str, reach: Reach, variables: Mapping[str, str]) -> None:
+    def __init__(self, host: str, starter: StarterOptions, variables: Mapping[str, str]) -> None:
         self._host = host
         self._process = subprocess.Popen(
-            ssh_command(host, reach, Path.cwd()),
+            ssh_command(host, starter, Path.cwd()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,7 +74,7 @@ class Channel:
         messages: list[Message] = []
         shown = b""
         for line in text[:whole].splitlines(keepends=True):
-            plain, message = take_apart(line) if descriptor == self._errors else (line, None)
+            plain, message = split_message(line) if descriptor == self._errors else (line, None)
             if message is not None:
                 messages.append(message)
                 self.answered = True
@@ -102,12 +102,14 @@ class Channel:
 
 
 @contextmanager
-def open_channels(hosts: Sequence[Host], reach: Reach, variables: Mapping[str, str]) -> Iterator[list[Channel]]:
+def open_channels(
+    hosts: Sequence[Host], starter: StarterOptions, variables: Mapping[str, str]
+) -> Iterator[list[Channel]]:
     """A channel to each host; all are ended on the way out."""
     channels: list[Channel] = []
     try:
         for host in hosts:
-            channels.append(Channel(host.name, reach, variables))
+            channels.append(Channel(host.name, starter, variables))
         yield channels
     finally:
         for channel in channels:

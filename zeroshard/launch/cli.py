@@ -16,12 +16,12 @@ import typer
 import zeroshard
 from zeroshard.cluster import NodePlace
 from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.launch import dispatch
 from zeroshard.launch import options as o
-from zeroshard.launch import resolve
+from zeroshard.launch.dispatch import HostOptions
 from zeroshard.launch.job import Console, Job, TargetKind
 from zeroshard.launch.rendezvous import Rendezvous
-from zeroshard.launch.resolve import Where
-from zeroshard.launch.transport import Launcher, Reach
+from zeroshard.launch.starters import Launcher, StarterOptions
 
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """For a command whose own application, imported when it is called, reads the arguments."""
@@ -102,21 +102,21 @@ def run(
         raise UsageError(f"--console {console.value}: give the files in which the output is to be, as --log-dir")
     if nproc is not None and num_gpus is not None:
         raise UsageError("--nproc and --num-gpus both say how many ranks; give one")
-    where = Where(
+    options = HostOptions(
         NodePlace(nnodes, node_rank, master_addr, master_port, nproc),
         hostfile=hostfile,
         include=include,
         exclude=exclude,
         num_slots=num_gpus,
         launcher=launcher,
-        reach=Reach(ssh_port, tuple(shlex.split(launcher_args))),
+        starter=StarterOptions(ssh_port, tuple(shlex.split(launcher_args))),
         exports=tuple(export or ()),
         env_file=env_file,
         force_multi=force_multi,
         no_ssh=no_ssh,
         rendezvous=rendezvous,
     )
-    raise typer.Exit(resolve.run(job, where))
+    raise typer.Exit(dispatch.run(job, options))
 
 
 @app.command(context_settings=_PASSED_ON)

@@ -41,7 +41,7 @@ class Job:
     `nproc` is a number of ranks, `auto`, `gpu` or `cpu`. `devices` are the GPUs to show to the ranks, by their numbers
     among those that the node shows to us; None for all. `node_name` is what the node is called in reports.
     `sizes` are the numbers of ranks that there may be; None for the one that `nproc` says.
-    `led` nodes are watched by a launcher at the other end of their standard streams; a node that `ends_with_input`
+    `over_ssh` nodes are watched by a launcher at the other end of their standard streams; a node that `ends_with_input`
     takes the end of its standard input for the death of what started it.
     """
 
@@ -62,7 +62,7 @@ class Job:
     console: Console = Console.ALL
     bind_cores: bool = False
     core_list: str | None = None
-    led: bool = False
+    over_ssh: bool = False
     ends_with_input: bool = False
 
     def to_json(self) -> str:

@@ -33,7 +33,7 @@ def send(**message: Any) -> None:
         os.write(2, f"{_MARK}{json.dumps(message)}\n".encode())
 
 
-def take_apart(line: bytes) -> tuple[bytes, Message | None]:
+def split_message(line: bytes) -> tuple[bytes, Message | None]:
     """The text of a line, and the message that follows it."""
     text, mark, message = line.partition(_MARK.encode())
     return (text, json.loads(message)) if mark else (line, None)

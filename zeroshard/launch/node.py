@@ -56,7 +56,7 @@ def start(job: Job, directory: str) -> int:
     from zeroshard.launch.binding import bind_ranks
     from zeroshard.launch.restarts import Places, run_with_restarts
 
-    if job.led or job.ends_with_input:
+    if job.over_ssh or job.ends_with_input:
         _leave_input()
     if job.devices is not None:
         _show_devices(job.devices)

@@ -12,7 +12,7 @@ import typer
 
 from zeroshard.launch.job import Console
 from zeroshard.launch.rendezvous import Rendezvous
-from zeroshard.launch.transport import Launcher
+from zeroshard.launch.starters import Launcher
 
 _WHAT, _HOSTS, _BY_HAND, _PLACE = "What to run", "Several hosts", "Nodes started one by one", "Cores and output"
 

@@ -234,10 +234,10 @@ class Peers:
         lines: list[str] = []
         if first is not None and first.node == self._job.node_rank:
             lines.append(ending.text)
-            if self._job.led:
+            if self._job.over_ssh:
                 send(kind="first")
         else:
-            if first is not None and (not self._job.led or first.how is How.STOPPED):
+            if first is not None and (not self._job.over_ssh or first.how is How.STOPPED):
                 lines.append(first.text)
             if ending.text and ending.how is not How.STOPPED:
                 headline = ending.text.partition("\n")[0].removeprefix("zeroshard: ")

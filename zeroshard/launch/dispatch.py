@@ -2,7 +2,7 @@
 
 no hosts, or this one alone         this process runs the node                    (node.py)
 hosts, --launcher ssh or pdsh       a RemoteJob                                   (remote.py)
---launcher openmpi or slurm         mpirun or srun of `zeroshard run --no-ssh ...` (transport.py)
+--launcher openmpi or slurm         mpirun or srun of `zeroshard run --no-ssh ...` (starters.py)
 --no-ssh                            this process runs its node of the hostfile
 """
 
@@ -21,19 +21,19 @@ from typing import NoReturn
 
 from zeroshard.cluster import NodePlace
 from zeroshard.errors import UsageError
-from zeroshard.launch import environment, hosts, transport
+from zeroshard.launch import environment, hosts, starters
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job, TargetKind
 from zeroshard.launch.messages import say
 from zeroshard.launch.node import run_node
 from zeroshard.launch.rendezvous import Rendezvous, find_place
-from zeroshard.launch.transport import Launcher, Reach
+from zeroshard.launch.starters import Launcher, StarterOptions
 
 _NAMED_HOSTS = 16  # in the line that says where the job runs
 
 
 @dataclass(frozen=True)
-class Where:
+class HostOptions:
     """The options that say on which hosts the job runs."""
 
     given: NodePlace
@@ -42,7 +42,7 @@ class Where:
     exclude: str | None = None
     num_slots: int | None = None
     launcher: Launcher = Launcher.SSH
-    reach: Reach = field(default_factory=Reach)
+    starter: StarterOptions = field(default_factory=StarterOptions)
     exports: tuple[str, ...] = ()
     env_file: Path | None = None
     force_multi: bool = False
@@ -50,36 +50,36 @@ class Where:
     rendezvous: Rendezvous = Rendezvous.ENV
 
 
-def run(job: Job, where: Where) -> int:
+def run(job: Job, options: HostOptions) -> int:
     """Carry the job out; the exit status."""
     check_target(job)
-    chosen = _hosts(where)
-    if where.launcher in (Launcher.OPENMPI, Launcher.SLURM) and not where.no_ssh:
-        _run_by_starter(job, where, chosen)
-    if chosen is None and where.force_multi:
+    chosen = _hosts(options)
+    if options.launcher in (Launcher.OPENMPI, Launcher.SLURM) and not options.no_ssh:
+        _run_by_starter(job, options, chosen)
+    if chosen is None and options.force_multi:
         raise UsageError("--force-multi needs a --hostfile")
-    if chosen is None or where.no_ssh or (_is_this_host(chosen) and not where.force_multi):
-        _take_variables(where)
-        return run_node(_local(job, where, chosen))
-    if where.rendezvous is not Rendezvous.ENV:
-        raise UsageError(f"--rendezvous {where.rendezvous.value} is for nodes started one by one: add --no-ssh")
-    return _run_remote(job, where, chosen)
+    if chosen is None or options.no_ssh or (_is_this_host(chosen) and not options.force_multi):
+        _take_variables(options)
+        return run_node(_local(job, options, chosen))
+    if options.rendezvous is not Rendezvous.ENV:
+        raise UsageError(f"--rendezvous {options.rendezvous.value} is for nodes started one by one: add --no-ssh")
+    return _run_remote(job, options, chosen)
 
 
-def _hosts(where: Where) -> tuple[Host, ...] | None:
+def _hosts(options: HostOptions) -> tuple[Host, ...] | None:
     """Those of the hostfile that take part; None where there is no hostfile and no host was named."""
-    if where.hostfile is not None:
-        listed = hosts.read_hostfile(where.hostfile)
-    elif where.include is not None:
-        name = where.include.partition(":")[0]
-        if name not in ("localhost", socket.gethostname()) or "@" in where.include:
-            raise UsageError(f"--include {where.include}: other hosts than localhost need a --hostfile")
+    if options.hostfile is not None:
+        listed = hosts.read_hostfile(options.hostfile)
+    elif options.include is not None:
+        name = options.include.partition(":")[0]
+        if name not in ("localhost", socket.gethostname()) or "@" in options.include:
+            raise UsageError(f"--include {options.include}: other hosts than localhost need a --hostfile")
         listed = (_this_host(name),)
-    elif where.exclude is not None:
+    elif options.exclude is not None:
         listed = (_this_host("localhost"),)
     else:
         return None
-    return hosts.select(listed, where.include, where.exclude, where.given.nnodes, where.num_slots)
+    return hosts.select(listed, options.include, options.exclude, options.given.nnodes, options.num_slots)
 
 
 def _this_host(name: str) -> Host:
@@ -93,16 +93,16 @@ def _is_this_host(chosen: Sequence[Host]) -> bool:
     return len(chosen) == 1 and chosen[0].name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
-def _local(job: Job, where: Where, chosen: Sequence[Host] | None) -> Job:
+def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job:
     """The node that this process runs."""
-    given = where.given
-    if where.no_ssh and chosen is not None:
+    given = options.given
+    if options.no_ssh and chosen is not None:
         given = replace(given, nnodes=len(chosen))
     elif chosen is not None:
         given = replace(given, nnodes=None)  # the one host: --num-nodes was about the file
-    if where.num_slots is not None and chosen is None:
-        given = replace(given, nproc=str(where.num_slots))
-    place = find_place(given, where.rendezvous, os.environ)
+    if options.num_slots is not None and chosen is None:
+        given = replace(given, nproc=str(options.num_slots))
+    place = find_place(given, options.rendezvous, os.environ)
     assert place.nnodes is not None
     assert place.node_rank is not None
     job = replace(
@@ -117,30 +117,30 @@ def _local(job: Job, where: Where, chosen: Sequence[Host] | None) -> Job:
         raise UsageError("--max-restarts and --elastic with several nodes are not built yet; a failure ends the job")
     if chosen is None:
         return job
-    return _on_host(job, chosen[place.node_rank if where.no_ssh else 0])
+    return _on_host(job, chosen[place.node_rank if options.no_ssh else 0])
 
 
-def _take_variables(where: Where) -> None:
+def _take_variables(options: HostOptions) -> None:
     """Ranks of this host have all of its variables; those of a file that was named are put beside them."""
-    for name in where.exports:
+    for name in options.exports:
         environment.check_asked(name, os.environ)
-    if where.env_file is not None:
-        os.environ.update(environment.read_file(where.env_file))
+    if options.env_file is not None:
+        os.environ.update(environment.read_file(options.env_file))
 
 
 def _on_host(job: Job, host: Host) -> Job:
     return replace(job, nproc=str(len(host.slots)), devices=host.slots if host.filtered else None, node_name=host.name)
 
 
-def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
+def _run_remote(job: Job, options: HostOptions, chosen: Sequence[Host]) -> int:
     from zeroshard.launch.channel import open_channels
     from zeroshard.launch.remote import Node, RemoteJob
 
     if job.max_restarts or job.sizes:
         raise UsageError("--max-restarts and --elastic with several hosts are not built yet; a failure ends the job")
-    if where.given.node_rank is not None:
+    if options.given.node_rank is not None:
         raise UsageError("--node-rank goes with --no-ssh; with a hostfile the launcher numbers the nodes itself")
-    if where.given.nproc is not None:
+    if options.given.nproc is not None:
         raise UsageError("--nproc: with a hostfile its slots say how many ranks; use --num-gpus for the first so many")
     ranks = sum(len(host.slots) for host in chosen)
     names = ", ".join(f"{host.name} ({len(host.slots)})" for host in chosen[:_NAMED_HOSTS])
@@ -149,14 +149,14 @@ def _run_remote(job: Job, where: Where, chosen: Sequence[Host]) -> int:
     job = replace(
         job,
         nnodes=len(chosen),
-        master_addr=where.given.master_addr,
-        master_port=where.given.master_port,
+        master_addr=options.given.master_addr,
+        master_port=options.given.master_port,
         log_dir=str(Path(job.log_dir).expanduser().absolute()) if job.log_dir else None,
-        led=True,
+        over_ssh=True,
     )
     jobs = [replace(_on_host(job, host), node_rank=rank) for rank, host in enumerate(chosen)]
-    variables = environment.exported(os.environ, where.exports, _env_files(where))
-    with open_channels(chosen, where.reach, variables) as channels:
+    variables = environment.exported(os.environ, options.exports, _env_files(options))
+    with open_channels(chosen, options.starter, variables) as channels:
         nodes = [Node(host, one, channel) for host, one, channel in zip(chosen, jobs, channels, strict=True)]
         return RemoteJob(nodes).run()
 
@@ -165,26 +165,26 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _env_files(where: Where) -> list[Path]:
-    return environment.find_files(where.env_file, [Path.cwd(), Path.home()])
+def _env_files(options: HostOptions) -> list[Path]:
+    return environment.find_files(options.env_file, [Path.cwd(), Path.home()])
 
 
-def _run_by_starter(job: Job, where: Where, chosen: Sequence[Host] | None) -> NoReturn:
+def _run_by_starter(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> NoReturn:
     """Hand over to mpirun or srun, which run `zeroshard run` once per host, each finding its place by itself."""
-    if where.launcher is Launcher.SLURM and chosen is not None:
+    if options.launcher is Launcher.SLURM and chosen is not None:
         raise UsageError(
             "--launcher slurm: Slurm knows its hosts; leave out --hostfile, --include and --exclude, and choose with "
             "--num-nodes, --num-gpus or --launcher-args '--nodelist=...'"
         )
-    if where.launcher is Launcher.OPENMPI and (chosen is None or where.hostfile is None):
+    if options.launcher is Launcher.OPENMPI and (chosen is None or options.hostfile is None):
         raise UsageError("--launcher openmpi needs a --hostfile")
     if job.max_restarts or job.sizes:
         raise UsageError("--max-restarts and --elastic with several hosts are not built yet; a failure ends the job")
-    variables = environment.exported(os.environ, where.exports, _env_files(where))
-    command = starter_command(job, where, chosen, sorted(variables))
+    variables = environment.exported(os.environ, options.exports, _env_files(options))
+    command = starter_command(job, options, chosen, sorted(variables))
     sys.stdout.flush()
     sys.stderr.flush()
-    if where.launcher is Launcher.SLURM:
+    if options.launcher is Launcher.SLURM:
         _hold_input()
     # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in
     # its environment; its arguments hold names.
@@ -202,35 +202,35 @@ def _hold_input() -> None:
     os.close(read)
 
 
-def starter_command(job: Job, where: Where, chosen: Sequence[Host] | None, exports: Sequence[str]) -> list[str]:
+def starter_command(job: Job, options: HostOptions, chosen: Sequence[Host] | None, exports: Sequence[str]) -> list[str]:
     """The mpirun or srun of a job."""
-    node = [sys.executable, "-u", "-m", "zeroshard", "run", "--no-ssh", "--rendezvous", where.launcher.value]
-    address = where.given.master_addr
-    if where.launcher is Launcher.OPENMPI:
+    node = [sys.executable, "-u", "-m", "zeroshard", "run", "--no-ssh", "--rendezvous", options.launcher.value]
+    address = options.given.master_addr
+    if options.launcher is Launcher.OPENMPI:
         assert chosen is not None
         address = address or chosen[0].name
-    for option, value in (("--master-addr", address), ("--master-port", where.given.master_port)):
+    for option, value in (("--master-addr", address), ("--master-port", options.given.master_port)):
         if value is not None:
             node += [option, str(value)]
-    node += _ranks_of_node(where, chosen) + job_options(job)
-    if where.launcher is Launcher.SLURM:
+    node += _ranks_of_node(options, chosen) + job_options(job)
+    if options.launcher is Launcher.SLURM:
         node.insert(node.index("--rendezvous"), "--end-with-input")
-        return transport.slurm_command(where.given.nnodes, where.reach, exports, node)
+        return starters.slurm_command(options.given.nnodes, options.starter, exports, node)
     assert chosen is not None
-    return transport.openmpi_command(chosen, where.reach, exports, node)
+    return starters.openmpi_command(chosen, options.starter, exports, node)
 
 
-def _ranks_of_node(where: Where, chosen: Sequence[Host] | None) -> list[str]:
-    if chosen is None or where.hostfile is None:
-        nproc = str(where.num_slots) if where.num_slots is not None else where.given.nproc
+def _ranks_of_node(options: HostOptions, chosen: Sequence[Host] | None) -> list[str]:
+    if chosen is None or options.hostfile is None:
+        nproc = str(options.num_slots) if options.num_slots is not None else options.given.nproc
         return [] if nproc is None else ["--nproc", nproc]
     # All nodes run the same command: each reads its line, so the file is on all of them, as the script is.
-    words = ["--hostfile", str(where.hostfile.absolute())]
+    words = ["--hostfile", str(options.hostfile.absolute())]
     for option, value in (
-        ("--include", where.include),
-        ("--exclude", where.exclude),
-        ("--num-nodes", where.given.nnodes),
-        ("--num-gpus", where.num_slots),
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+        ("--num-nodes", options.given.nnodes),
+        ("--num-gpus", options.num_slots),
     ):
         if value is not None:
             words += [option, str(value)]

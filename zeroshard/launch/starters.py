@@ -34,7 +34,7 @@ class Launcher(str, Enum):
 
 
 @dataclass(frozen=True)
-class Reach:
+class StarterOptions:
     """How to reach the hosts: port and further arguments of ssh, or of mpirun and srun."""
 
     port: int | None = None
@@ -74,33 +74,37 @@ def node_command(directory: Path) -> str:
     return f"cd {shlex.quote(str(directory))} && exec {shlex.join([sys.executable, '-c', _BOOTSTRAP])}"
 
 
-def ssh_command(host: str, reach: Reach, directory: Path) -> list[str]:
+def ssh_command(host: str, starter: StarterOptions, directory: Path) -> list[str]:
     """The ssh to a host: it never asks, notices a dead connection in 30 s, and shares none (it may be killed)."""
     options = ["BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
     options += ["ControlMaster=no", "ControlPath=none", "ForwardX11=no", "LogLevel=ERROR"]
     words = [require(Launcher.SSH), "-T", *(word for option in options for word in ("-o", option))]
-    if reach.port is not None:
-        words += ["-p", str(reach.port)]
-    return [*words, *reach.arguments, "--", host, node_command(directory)]
+    if starter.port is not None:
+        words += ["-p", str(starter.port)]
+    return [*words, *starter.arguments, "--", host, node_command(directory)]
 
 
-def openmpi_command(hosts: Sequence[Host], reach: Reach, exports: Sequence[str], node: Sequence[str]) -> list[str]:
+def openmpi_command(
+    hosts: Sequence[Host], starter: StarterOptions, exports: Sequence[str], node: Sequence[str]
+) -> list[str]:
     """One mpirun with a process on each host; `exports` are names of variables, `node` is what each process runs."""
     names = ",".join(f"{host.name}:1" for host in hosts)
     words = [require(Launcher.OPENMPI), "-n", str(len(hosts)), "--host", names, "--map-by", "ppr:1:node"]
     # mpirun would bind a process to one core, and with it all ranks of the node.
     words += ["--bind-to", "none"]
-    if reach.port is not None:
-        words += ["--mca", "plm_rsh_args", f"-p {reach.port}"]
+    if starter.port is not None:
+        words += ["--mca", "plm_rsh_args", f"-p {starter.port}"]
     for name in exports:
         words += ["-x", name]
-    return [*words, *reach.arguments, *node]
+    return [*words, *starter.arguments, *node]
 
 
-def slurm_command(nnodes: int | None, reach: Reach, exports: Sequence[str], node: Sequence[str]) -> list[str]:
+def slurm_command(
+    nnodes: int | None, starter: StarterOptions, exports: Sequence[str], node: Sequence[str]
+) -> list[str]:
     """One srun with a task on each of `nnodes` nodes of the allocation, by default on all."""
     words = [require(Launcher.SLURM), "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpu-bind=none"]
     if nnodes is not None:
         words += [f"--nodes={nnodes}", f"--ntasks={nnodes}"]
     words.append("--export=" + ",".join(["ALL", *exports]))
-    return [*words, *reach.arguments, *node]
+    return [*words, *starter.arguments, *node]
