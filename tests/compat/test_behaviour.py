@@ -104,6 +104,8 @@ def _init_shards(rank: int, world: int) -> None:
             with deepspeed.zero.Init():  # a model built inside of another one
                 built = Net()
             assert built.head.weight.shape == (3, 8)
+            identity, shape = built.head.weight.ds_id, built.head.weight.ds_shape
+        assert (built.head.weight.ds_id, built.head.weight.ds_shape) == (identity, shape)
     finally:
         torch.set_default_dtype(torch.float32)
     assert {parameter.dtype for parameter in built.parameters()} == {torch.float32}

@@ -9,6 +9,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from zeroshard.comm import together
 from zeroshard.errors import UsageError
 from zeroshard.sharding.early import ShardedInit
 
@@ -57,3 +58,43 @@ def _differs(rank: int, world: int) -> None:
 
 def test_other_shapes_are_refused_on_all_ranks() -> None:
     run_ranks(2, _differs)
+
+
+def _alone(rank: int, world: int) -> str:
+    together.LIMIT_S = 1.0  # of this process, which ends with the test
+    if rank == 1:
+        return ""
+    with pytest.raises(UsageError) as caught, ShardedInit():
+        _Net(0)
+    return str(caught.value)
+
+
+def test_a_model_that_one_rank_builds_alone_is_refused_there() -> None:
+    said = run_ranks(2, _alone)[0]
+    assert "ranks [1] have not come" in said
+    assert "Init(enabled=False)" in said
+
+
+def _inside_of_another(rank: int, world: int) -> None:
+    """A model of an inner context is sharded, gathered and trained while the outer one is open."""
+    torch.manual_seed(0)
+    plain, later = nn.Linear(5, 5), nn.Linear(5, 3)
+    for outer in (zeroshard.Init, ShardedInit):
+        torch.manual_seed(0)
+        with outer():
+            with ShardedInit():
+                one = nn.Linear(5, 5)
+            model, optimizer = zeroshard.shard(one, torch.optim.SGD(one.parameters(), lr=0.1), plan=3)
+            with zeroshard.GatheredParameters(model):
+                assert torch.equal(one.weight, plain.weight)
+            two = nn.Linear(5, 3)
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        sharded, _ = zeroshard.shard(two, plan=3)
+        with zeroshard.GatheredParameters(sharded):
+            assert torch.equal(two.weight, later.weight)
+            assert torch.equal(two.bias, later.bias)
+
+
+def test_a_model_of_an_inner_context_can_be_sharded_while_the_outer_one_is_open() -> None:
+    run_ranks(2, _inside_of_another)

@@ -38,6 +38,7 @@ from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan, peer_problem
 from zeroshard.planner.tiers import Offload as AwayTo
+from zeroshard.sharding.deferred_calls import suspended
 from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
@@ -73,6 +74,7 @@ def shard(
 def shard(model: nn.Module, optimizer: None = None, **options: Unpack[ShardOptions]) -> tuple[nn.Module, None]: ...
 
 
+@suspended()
 def shard(
     model: nn.Module,
     optimizer: OptimizerSource = None,

@@ -24,12 +24,18 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from zeroshard.comm.together import gather_from_all
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred import Init, fill_in_place, materialize
 from zeroshard.sharding.deferred_calls import active_tape, active_watcher, suspended
 from zeroshard.sharding.loose import shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.overlap import refuse_shared_memory
+
+_TOGETHER = (
+    "a model that is built under such an Init (deepspeed.zero.Init) is divided among all ranks, so all of them have to "
+    "build it. Build a model for one rank alone outside of it, or inside Init(enabled=False)"
+)
 
 
 class ShardedInit(Init):
@@ -163,8 +169,7 @@ def _check_same(members: list[nn.Parameter], device: torch.device) -> None:
     shapes = [f"{tuple(member.shape)} {member.dtype}" for member in members]
     digest = hashlib.sha256("\n".join(shapes).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, own)
+    others = gather_from_all(own, "the end of an Init that shards", _TOGETHER)
     different = [rank for rank, other in enumerate(others) if not torch.equal(other, others[0])]
     if different:
         raise UsageError(

@@ -19,6 +19,7 @@ from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.loose_values import gather_loose
 from zeroshard.errors import UsageError
+from zeroshard.sharding.deferred_calls import suspended
 from zeroshard.sharding.loose import LooseShard, loose_of, rest_loosely
 from zeroshard.sharding.marks import PARAMETER_OF
 from zeroshard.sharding.resting import is_resting, wake
@@ -94,6 +95,7 @@ class GatheredParameters:
         self._versions: dict[int, int] = {}
         self._before: list[torch.Tensor | None] = []
 
+    @suspended()
     def __enter__(self) -> GatheredParameters:
         free = [member for member in self._members if _HELD not in vars(member)]
         self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
@@ -141,6 +143,7 @@ class GatheredParameters:
     def _drops(self) -> bool:
         return self._modifier is None and self.unkept is Unkept.DROPPED
 
+    @suspended()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -1,0 +1,75 @@
+"""A first exchange between all ranks that can tell who does not take part, before there is an engine and its watchdog.
+
+    all-gather, while it is under way    nobody is missing: wait
+                                         some have not come: say which in a warning, and end after a minute
+    all-gather, failed                   a rank has ended, or is in another collective: say which have not come
+
+Who has come stands in the store of the default process group. Rejected: waiting for the group's timeout, half an hour
+with gloo, behind which stands torch's word on a socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.errors import UsageError
+
+WARN_S = 10.0
+LIMIT_S = 60.0
+_POLL_S = 0.005
+_LOGGER = logging.getLogger("zeroshard")
+
+
+def gather_from_all(own: torch.Tensor, place: str, cure: str) -> list[torch.Tensor]:
+    """The tensor of every rank of the default group; called by all ranks at the same `place`.
+
+    Args:
+        place: where all ranks have to come, for the message.
+        cure: what to do if they don't.
+
+    Raises:
+        UsageError: some ranks did not come within a minute, or have ended.
+    """
+    meeting = _Meeting(place)
+    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    begun, warned = time.monotonic(), False
+    try:
+        work = dist.all_gather(others, own, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(_POLL_S)
+            waited = time.monotonic() - begun
+            if waited > WARN_S and not warned:
+                warned = True
+                _LOGGER.warning("rank %d waits at %s for ranks %s; %s", dist.get_rank(), place, meeting.absent(), cure)
+            if waited > LIMIT_S and (absent := meeting.absent()):
+                raise UsageError(f"{place}: ranks {absent} have not come in {LIMIT_S:.0f} seconds; {cure}")
+        work.wait()
+    except RuntimeError as error:  # of gloo and NCCL, which have kinds of their own
+        absent = meeting.absent()
+        if not absent:
+            raise
+        raise UsageError(f"{place}: ranks {absent} have ended, or are in another collective; {cure}") from error
+    return others
+
+
+class _Meeting:
+    """This rank has come to a place, for as many times as it has come there."""
+
+    def __init__(self, place: str) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._store = dist.PrefixStore(f"zeroshard/{place}", world.get_group_store())
+        self._time = self._store.add(f"times/{dist.get_rank()}", 1)
+        self._store.set(self._key(dist.get_rank()), "here")
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come as often."""
+        return [rank for rank in range(dist.get_world_size()) if not self._store.check([self._key(rank)])]
+
+    def _key(self, rank: int) -> str:
+        return f"{self._time}/{rank}"
