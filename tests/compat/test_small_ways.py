@@ -62,7 +62,7 @@ def _initialized_inside(rank: int, world_size: int) -> None:
     with deepspeed.zero.Init(config_dict_or_path=config):
         with deepspeed.zero.Init(config_dict_or_path=config):
             first = nn.Linear(4, 4)
-        assert first.weight.ds_shape == (4, 4)
+        assert vars(first.weight)["ds_shape"] == (4, 4)
         engine = deepspeed.initialize(model=first, model_parameters=first.parameters(), config=config)[0]
         with deepspeed.zero.Init(config_dict_or_path=config):
             second = nn.Linear(4, 4)
@@ -167,3 +167,29 @@ def test_too_many_tiles_are_a_runtime_error_as_in_deepspeed() -> None:
     for splits in (0, 33):
         with pytest.raises(RuntimeError, match="from 1 to the 32 features"):
             TiledLinear(32, 32, in_splits=splits)
+
+
+def test_hooks_seem_to_be_off_while_a_model_is_unwrapped_for_generation() -> None:
+    zero = {"stage": 3, "param_persistence_threshold": 0}
+    engine, optimizer, *_ = _start(nn.Linear(4, 4), optimizer={"type": "Adam"}, zero_optimization=zero)
+    offload = optimizer.parameter_offload
+    assert len(offload.forward_hooks) == len(offload.backward_hooks) == 1
+    with deepspeed.zero.unwrap_model_for_generation(engine) as model:
+        assert (offload.forward_hooks, offload.backward_hooks) == ([], [])
+        assert model.weight.numel() == 16
+    for hook in offload.forward_hooks:
+        hook.remove()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.destroy()
+
+
+def test_a_processor_counts_as_many_devices_as_its_launcher_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = deepspeed.get_accelerator()
+    if accelerator.device_name() != "cpu":
+        pytest.skip("counts GPUs")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    assert accelerator.device_count() == 2
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    assert accelerator.device_count() == 4

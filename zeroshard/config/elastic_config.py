@@ -27,7 +27,7 @@ def elastic_triple(
                 f"{_SECTION}.ignore_non_elastic_batch_info to true"
             )
             problems.add(name, entry.origin, what)
-    found = _batch(section)
+    found = batch_of(section)
     if found is None:
         what = (
             f"allows no batch: no multiple of {_listed(section.micro_batch_sizes)} fits on {section.min_gpus} to "
@@ -65,13 +65,14 @@ def elastic_sizes(source: Source) -> tuple[int, ...]:
         raise ConfigError(f"{_SECTION}: {error}") from error
     if not section.enabled:
         raise ConfigError(f"{_SECTION}.enabled is not true; the section says which numbers of ranks there may be")
-    found = _batch(section)
+    found = batch_of(section)
     if found is None:
         raise ConfigError(f"{_SECTION} allows no batch; see zeroshard config check")
     return found.sizes
 
 
-def _batch(section: ElasticitySection) -> ElasticBatch | None:
+def batch_of(section: ElasticitySection) -> ElasticBatch | None:
+    """The batch of a section with the numbers of ranks that it allows; None where it allows none."""
     wanted = ElasticRange(
         batch=section.max_train_batch_size,
         micro=section.micro_batch_sizes,

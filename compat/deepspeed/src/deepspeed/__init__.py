@@ -34,6 +34,7 @@ __getattr__, __dir__ = lazy(
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "comm": "deepspeed.comm",
         "dist": "deepspeed.comm",
+        "elasticity": "deepspeed.elasticity",
         "git_version_info": "deepspeed.git_version_info",
         "get_accelerator": "deepspeed.accelerator:get_accelerator",
         "init_distributed": "deepspeed.comm:init_distributed",

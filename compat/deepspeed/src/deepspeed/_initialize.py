@@ -52,7 +52,7 @@ def initialize(
     """
     source = config if config is not None else config_params
     if source is None:
-        source = getattr(args, "deepspeed_config", None)
+        source = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if source is None:
         raise UsageError("deepspeed.initialize needs a config: config=, config_params= or args.deepspeed_config")
     if config is not None and config_params is not None:

@@ -36,7 +36,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
     "deepspeed.runtime.comm": (),
     "deepspeed.runtime.comm.coalesced_collectives": ("all_to_all_quant_reduce", "reduce_scatter_coalesced"),
-    "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
     "deepspeed.runtime.fp16": (),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
     "deepspeed.runtime.fp16.onebit": ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
@@ -53,7 +52,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
         "PipelineParallelGrid",
         "ProcessTopology",
     ),
-    "deepspeed.runtime.precision_config": ("DeepSpeedFP16Config", "get_bfloat16_config"),
     "deepspeed.runtime.progressive_layer_drop": ("ProgressiveLayerDrop",),
     "deepspeed.runtime.sparse_tensor": ("SparseTensor",),
     "deepspeed.runtime.torch_autocast": ("PARAM_COMM_DTYPE_ATTR_NAME", "get_comm_dtype", "has_comm_dtype"),
@@ -70,7 +68,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.sequence": (),
     "deepspeed.sequence.layer": ("DistributedAttention",),
-    "deepspeed.utils.numa": ("parse_range_list",),
 }
 """Module -> the names of it that are such classes."""
 

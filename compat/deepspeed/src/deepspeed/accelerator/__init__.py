@@ -40,7 +40,9 @@ class Accelerator:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{torch.cuda.current_device()}"
 
     def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.kind == "cpu" else torch.cuda.device_count()
+        """The GPUs; of a processor as many as its launcher starts ranks here (LOCAL_SIZE is MPI's name for that)."""
+        ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+        return int(ranks) if self.kind == "cpu" else torch.cuda.device_count()
 
     def set_device(self, device_index: int) -> None:
         if self.kind != "cpu":

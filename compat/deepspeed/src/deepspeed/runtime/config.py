@@ -55,6 +55,7 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = resolved.batch.micro
         self.gradient_accumulation_steps = resolved.batch.accumulation
         self.gradient_clipping = resolved.gradient_clipping
+        self.gradient_allreduce_op = resolved.reduction.op
         self.prescale_gradients = resolved.reduction.prescale
         self.gradient_predivide_factor = resolved.reduction.predivide_factor
         self.steps_per_print = resolved.steps_per_print

@@ -1,6 +1,7 @@
 """What TRL reaches for around a generation inside GatheredParameters: the hooks of ZeRO-3, to be taken off for it.
 
-Ours stay where they are: inside the block a forward uses what the block holds, and gathers nothing again.
+Ours stay where they are: inside the block a forward uses what the block holds, and gathers nothing again. What scripts
+find in their place says only whether they have taken them off.
 """
 
 from __future__ import annotations
@@ -29,13 +30,24 @@ class NamedParameters:
         return ()
 
 
+class Hook:
+    """Stands for a hook that need not be taken off."""
+
+    def remove(self) -> None:
+        """Does nothing."""
+
+
 class ParameterOffload:
-    """The lists of hooks are empty; registering them again does nothing."""
+    """The hooks that a script takes off before a generation and registers again after it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = NamedParameters(module)
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(self.module)
 
     def _register_deepspeed_module(self, module: NamedParameters) -> None:
-        """Nothing was taken off."""
+        self.forward_hooks = [Hook()]
+        self.backward_hooks = [Hook()]
+
+    def take_off(self) -> None:
+        """No hooks are registered."""
+        self.forward_hooks, self.backward_hooks = [], []
