@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from tests.support.training import (
 from tests.support.zoo import STRUCTURES, Stack
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
+from zeroshard.sharding.early import ShardedInit
 
 STAGES = (0, 1, 2, 3)
 TASK = Task(Stack, square_loss)
@@ -275,3 +279,43 @@ def test_tied_weights_are_streamed_once() -> None:
 
 def _names(rank: int, world: int) -> list[str]:
     return [name for name, _ in zeroshard.iterate_full_parameters(shard_task(TIED_TRANSFORMER, Setting())[0])]
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda parameter: parameter.fill_(3.0),
+    "through data": lambda parameter: parameter.data.fill_(3.0),
+    "through a view of data": lambda parameter: parameter.data.view(-1)[:1].neg_(),
+    "through numpy": lambda parameter: parameter.detach().numpy().fill(3.0),
+    "other data": lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 3.0)),
+}
+
+
+def _unkept(rank: int, world: int) -> None:
+    """Changes without modifier_rank are told, and what was there is there again, wherever the parameter rests."""
+    recipes: list[int | zeroshard.Recipe] = [*STAGES, zeroshard.Recipe(persistence_threshold=WIDTH * WIDTH)]
+    for recipe in recipes:
+        model, optimizer = shard_task(TASK, Setting(plan=recipe))
+        before = full_parameters(model)
+        weight = cast("nn.Parameter", model.get_parameter("outer.weight"))
+        for name, change in CHANGES.items():
+            with pytest.raises(UsageError, match=r"'outer\.weight' was changed inside GatheredParameters"):
+                _change_inside(weight, change)
+            assert_same(full_parameters(model), before, f"{name}, {recipe}")
+            with zeroshard.GatheredParameters(weight):
+                assert torch.equal(weight, before["outer.weight"]), f"{name}, {recipe}"
+        _train(model, optimizer, rank)
+    with ShardedInit():
+        loose = Stack()
+    for name, change in CHANGES.items():
+        with pytest.raises(UsageError, match=r"parameter 'outer.weight' was changed inside GatheredParameters"):
+            _change_inside(loose.outer.weight, change)
+        assert loose.outer.weight.numel() == 0, name
+
+
+def _change_inside(weight: nn.Parameter, change: Callable[[nn.Parameter], object]) -> None:
+    with zeroshard.GatheredParameters(weight), torch.no_grad():
+        change(weight)
+
+
+def test_changes_that_nobody_keeps_are_told_and_undone() -> None:
+    run_ranks(2, _unkept)

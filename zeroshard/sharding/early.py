@@ -31,6 +31,7 @@ from zeroshard.sharding.deferred_calls import active_tape, active_watcher, suspe
 from zeroshard.sharding.loose import shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.overlap import refuse_shared_memory
+from zeroshard.sharding.resting import is_resting, name_resting
 
 _TOGETHER = (
     "a model that is built under such an Init (deepspeed.zero.Init) is divided among all ranks, so all of them have to "
@@ -111,6 +112,9 @@ class ShardedInit(Init):
         self._receive()
         for root in roots:
             guard_loose(root)
+            for name, parameter in root.named_parameters():
+                if is_resting(parameter):
+                    name_resting(parameter, name)
 
     def _note(self, module: nn.Module, _name: str, _member: object) -> None:
         if active_watcher() is not None:

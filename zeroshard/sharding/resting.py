@@ -240,6 +240,11 @@ def name_at_rest(tensor: torch.Tensor) -> str:
     return "" if record is None else record.name
 
 
+def name_resting(tensor: torch.Tensor, name: str) -> None:
+    """Name a parameter that rests, for messages."""
+    _record(tensor).name = name
+
+
 def _named(tensor: torch.Tensor) -> str:
     name = name_at_rest(tensor)
     return f"parameter {name!r}" if name else "a parameter"

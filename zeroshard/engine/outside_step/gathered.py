@@ -20,9 +20,10 @@ from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.loose_values import gather_loose
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred_calls import suspended
+from zeroshard.sharding.fingerprint import Fingerprints
 from zeroshard.sharding.loose import LooseShard, loose_of, rest_loosely
 from zeroshard.sharding.marks import PARAMETER_OF
-from zeroshard.sharding.resting import is_resting, wake
+from zeroshard.sharding.resting import is_resting, name_at_rest, wake
 
 _HELD = "_zeroshard_gathered"
 """On a parameter while a GatheredParameters has it."""
@@ -93,6 +94,7 @@ class GatheredParameters:
         self._loose: list[tuple[torch.Tensor, LooseShard]] = []
         self._gathered: list[tuple[Unit, Group, int]] = []
         self._versions: dict[int, int] = {}
+        self._fingerprints: list[tuple[list[torch.Tensor], Fingerprints, torch.Tensor]] = []
         self._before: list[torch.Tensor | None] = []
 
     @suspended()
@@ -114,6 +116,7 @@ class GatheredParameters:
         for member in self._held:
             vars(member)[_HELD] = True
         self._versions = {id(member): member._version for member in self._held}
+        self._take_fingerprints()
         self._before = [self._copy_before(*place) for place in self._places]
         return self
 
@@ -130,14 +133,27 @@ class GatheredParameters:
             self._gathered.append((unit, group, index))
             group.lent.add(index)
 
+    def _take_fingerprints(self) -> None:
+        """Where changes are not kept: what is written through `parameter.data` has no version counter."""
+        for device in {member.device for member in self._held} if self._modifier is None else ():
+            members = [member for member in self._held if member.device == device]
+            fingerprints = Fingerprints(device)
+            self._fingerprints.append((members, fingerprints, fingerprints.of(members)))
+
+    def _changed(self) -> list[torch.Tensor]:
+        """The parameters that are not as they were, in the order in which they were given."""
+        changed = {id(member) for member in self._held if member._version != self._versions[id(member)]}
+        for members, fingerprints, before in self._fingerprints:
+            different = (fingerprints.of(members) != before).tolist()
+            changed.update(id(member) for member, differs in zip(members, different, strict=True) if differs)
+        return [member for member in self._held if id(member) in changed]
+
     def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
-        """A change of a parameter that rests whole overwrites what its master weights, or the old values, are."""
-        _, unit, group, index = place
-        if group.plan.param.axis is not None:
-            in_shard = unit.in_use and index in group.in_shard and index not in group.lent
-            return parameter.detach().clone() if in_shard else None
-        kept = self._modifier is not None and group.master is not None
-        return parameter.detach().clone() if kept or self._drops else None
+        """A change of what this block has not gathered overwrites what its master weights, or the old values, are."""
+        _, _, group, index = place
+        if index in group.lent:
+            return None
+        return parameter.detach().clone() if self._modifier is None or group.master is not None else None
 
     @property
     def _drops(self) -> bool:
@@ -147,14 +163,13 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        changed = [member for member in self._held if member._version != self._versions[id(member)]]
+        changed = self._changed() if self._modifier is None else []
         try:
             if kind is None and self._modifier is not None:
                 self._keep_changes(self._modifier)
-            elif self._drops:
-                self._restore()
-            elif kind is None and changed:
-                self._restore()
+            elif changed:
+                self._restore(changed)
+            if kind is None and changed and not self._drops:
                 raise UsageError(
                     f"{_called(changed[0])} was changed inside GatheredParameters without modifier_rank, so the change "
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
@@ -171,11 +186,14 @@ class GatheredParameters:
                 del vars(member)[_HELD]
             self._gathered.clear()
             self._before.clear()
+            self._fingerprints.clear()
 
-    def _restore(self) -> None:
+    def _restore(self, changed: list[torch.Tensor]) -> None:
+        members = {id(member) for member in changed}
         with torch.no_grad():
-            for (parameter, _), before in zip(self._places, self._before, strict=True):
-                if before is not None and parameter._version != self._versions[id(parameter)]:
+            for (parameter, (_, _, group, index)), before in zip(self._places, self._before, strict=True):
+                if before is not None and id(parameter) in members:
+                    group.show_one(index)  # it may have been given other data
                     parameter.copy_(before)
 
     def _keep_changes(self, source: int) -> None:
@@ -213,7 +231,8 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | 
 
 def _called(parameter: torch.Tensor) -> str:
     """The parameter, for a message."""
-    return "a parameter" if place_of(parameter) is None else f"parameter {name_of(parameter)!r}"
+    name = name_at_rest(parameter) if place_of(parameter) is None else name_of(parameter)
+    return f"parameter {name!r}" if name else "a parameter"
 
 
 def name_of(parameter: torch.Tensor) -> str:
