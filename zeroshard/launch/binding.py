@@ -30,7 +30,7 @@ def numa_options(job: Job) -> NumaOptions | None:
     """What torch's agent is to bind; None where it can't, or must not."""
     if not job.bind_cores or job.core_list is not None or not gpu_count() or shutil.which("numactl") is None:
         return None
-    return NumaOptions(AffinityMode.EXCLUSIVE)
+    return NumaOptions(AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)  # it logs why
 
 
 def bind_ranks(job: Job, nproc: int, environ: MutableMapping[str, str]) -> str:
