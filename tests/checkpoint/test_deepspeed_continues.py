@@ -14,7 +14,7 @@ import zeroshard
 from tests.checkpoint.deepspeed.make_fixtures import CASES, build_model
 from tests.checkpoint.test_deepspeed import CHECKPOINTS, opened, truth
 from tests.support.distributed import run_ranks
-from zeroshard.checkpoint.own import write_own
+from zeroshard.checkpoint.native import write_native
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.outside_step.gathered import full_state_dict
 
@@ -43,7 +43,7 @@ def start(case: str, stage: int) -> Engine:
 def go_on(rank: int, world_size: int, folder: Path) -> None:
     for case, stage in (("zero1", 3), ("zero1_bf16_optimizer", 1), ("zero3", 2)):
         if rank == 0 and not (folder / case).exists():
-            write_own(opened(case), folder / case, "imported")
+            write_native(opened(case), folder / case, "imported")
         dist.barrier()
         facts = json.loads((CHECKPOINTS / case / "truth.json").read_text())
         engine = start(case, stage)

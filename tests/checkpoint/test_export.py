@@ -155,14 +155,14 @@ from zeroshard.checkpoint.export.hf import export_hf
 from zeroshard.checkpoint.foreign.deepspeed import find, open_deepspeed
 from zeroshard.checkpoint.foreign.stored import InMemory
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter
-from zeroshard.checkpoint.own import write_own
+from zeroshard.checkpoint.native import write_native
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 folder, out = Path(sys.argv[1]), Path(sys.argv[2])
 found = {}
-for kind, export in (("hf", export_hf), ("dcp", export_dcp), ("import", lambda c, p: write_own(c, p, "tag"))):
+for kind, export in (("hf", export_hf), ("dcp", export_dcp), ("import", lambda c, p: write_native(c, p, "tag"))):
     warm = Parameter("x", InMemory(torch.ones(100, 10)), {"exp_avg": InMemory(torch.ones(100, 10))}, step=1.0)
     export(Contents("warm up", {"x": warm}, groups=(Group(("x",), {"lr": 1.0}),)), out / "warm" / kind)
     Path("/proc/self/clear_refs").write_text("5")

@@ -17,7 +17,7 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.export.dcp import export_dcp
 from zeroshard.checkpoint.foreign.dcp import METADATA, open_dcp
-from zeroshard.checkpoint.own import open_own, write_own
+from zeroshard.checkpoint.native import open_native, write_native
 from zeroshard.errors import CheckpointError
 
 
@@ -124,8 +124,8 @@ def both_ways(rank: int, world_size: int, folder: Path) -> None:
         assert contents.left_out == ()
         assert contents.steps == (7 if kind == "titan" else 2)
     if rank == 0:
-        own = write_own(open_dcp(folder / "titan"), folder / "own", "imported")
-        export_dcp(open_own(own), folder / "exported")
+        own = write_native(open_dcp(folder / "titan"), folder / "own", "imported")
+        export_dcp(open_native(own), folder / "exported")
     torch.distributed.barrier()
     again, optimizer_again = build(1)
     state, optim = get_state_dict(again, optimizer_again)

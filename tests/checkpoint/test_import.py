@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from tests.checkpoint.test_deepspeed import CASES, CHECKPOINTS, opened, truth
 from zeroshard.checkpoint.foreign.contents import Contents
 from zeroshard.checkpoint.foreign_commands import register
+from zeroshard.checkpoint.native import write_native
 from zeroshard.checkpoint.opened import open_checkpoint
-from zeroshard.checkpoint.own import write_own
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -56,7 +56,7 @@ def same(found: Contents, expected: Contents) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_import_keeps_everything(case: str, tmp_path: Path) -> None:
-    folder = write_own(opened(case), tmp_path, "imported")
+    folder = write_native(opened(case), tmp_path, "imported")
     with CheckpointReader(folder) as reader:
         assert reader.verify() == []
     same(open_checkpoint(tmp_path), opened(case))
@@ -69,7 +69,7 @@ def test_fp32_weights_come_under_all_names(source: str, tmp_path: Path) -> None:
     expected = truth("zero3")
     folder = CHECKPOINTS / "zero3"
     if source == "own":
-        write_own(opened("zero3"), tmp_path / "own", "imported")
+        write_native(opened("zero3"), tmp_path / "own", "imported")
         folder = tmp_path / "own"
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
     lazy = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)

@@ -99,15 +99,15 @@ def import_(
 ) -> None:
     """Make a checkpoint of another system one of ours, with optimizer state and counters; runs nothing from it."""
     from zeroshard.checkpoint.export.hf import total_bytes
+    from zeroshard.checkpoint.native import write_native
     from zeroshard.checkpoint.opened import open_checkpoint
-    from zeroshard.checkpoint.own import write_own
 
     contents = open_checkpoint(source, tag)
     tensors = {name: tensor for name, _, tensor in contents.tensors()}
     moments = {(n, key): value for n, p in contents.parameters.items() for key, value in p.moments.items()}
     total = total_bytes(tensors) + sum(total_bytes({key: value}) for (_, key), value in moments.items())
     with _progress("import", total) as progress:
-        folder = write_own(contents, directory, name or f"global_step{contents.steps}", progress)
+        folder = write_native(contents, directory, name or f"global_step{contents.steps}", progress)
     result = {
         "folder": str(folder),
         "origin": contents.origin,

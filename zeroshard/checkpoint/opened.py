@@ -8,7 +8,7 @@ from pathlib import Path
 from zeroshard.checkpoint.foreign import deepspeed
 from zeroshard.checkpoint.foreign.contents import Contents
 from zeroshard.checkpoint.foreign.dcp import is_dcp, open_dcp
-from zeroshard.checkpoint.own import find_own, open_own
+from zeroshard.checkpoint.native import find_native, open_native
 from zeroshard.errors import CheckpointError
 
 
@@ -25,9 +25,9 @@ def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     base = Path(directory)
     if not base.is_dir():
         raise CheckpointError(f"there is no folder {base}")
-    own = find_own(base, tag)
+    own = find_native(base, tag)
     if own is not None:
-        return open_own(own)
+        return open_native(own)
     try:
         found = deepspeed.find(base, tag)
         if found is not None:

@@ -30,7 +30,7 @@ _HOW = frozenset(
 _UNLESS_SET = frozenset(("amsgrad", "maximize"))
 
 
-def find_own(base: Path, tag: str | None) -> Path | None:
+def find_native(base: Path, tag: str | None) -> Path | None:
     """The folder of one of our checkpoints: `base` itself or in it; None if there is none.
 
     Raises:
@@ -44,7 +44,7 @@ def find_own(base: Path, tag: str | None) -> Path | None:
     return directory.find(base, tag) if (tag in there if tag is not None else there) else None
 
 
-def open_own(folder: Path) -> Contents:
+def open_native(folder: Path) -> Contents:
     """The contents of one of our checkpoints. Raises CheckpointError."""
     try:
         return _contents(CheckpointReader(folder))
@@ -116,7 +116,9 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def write_own(contents: Contents, base: str | os.PathLike[str], tag: str, progress: Progress = lambda n: None) -> Path:
+def write_native(
+    contents: Contents, base: str | os.PathLike[str], tag: str, progress: Progress = lambda n: None
+) -> Path:
     """Write a checkpoint that `load_checkpoint` reads, at any world size; returns its folder.
 
     Raises:
