@@ -21,8 +21,8 @@ from zeroshard.checkpoint.directory import find, next_order, prune, remove, whol
 from zeroshard.checkpoint.draft import Draft, begin, write_manifest
 from zeroshard.checkpoint.export.folder import new_folder
 from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.checkpoint.owned import Owner, new_id
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.temporary_files import Owner, new_id
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.errors import CheckpointError
 

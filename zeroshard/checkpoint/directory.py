@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_ORDER, OWN_FILE
-from zeroshard.checkpoint.owned import delete, new_id, owned_name, owned_path, sync_folder
+from zeroshard.checkpoint.temporary_files import delete, final_name, new_id, sync_folder, temporary_path
 from zeroshard.errors import CheckpointError, ZeroShardWarning
 
 LATEST = "latest"
@@ -171,7 +171,7 @@ def _names(base: Path) -> set[str]:
 
 def _whole(base: Path, names: set[str]) -> Iterator[Found]:
     for name in names:
-        tag = owned_name(base / name, "old") or name
+        tag = final_name(base / name, "old") or name
         if _TAG.fullmatch(tag) and tag != LATEST:
             try:
                 yield Found(tag, base / name, _order(base / name))
@@ -229,7 +229,7 @@ def remove(found: Found) -> None:
     One that another job has saved under its tag since stays.
     """
     base = found.folder.parent
-    going = owned_path(base, found.tag, new_id(), "removed")
+    going = temporary_path(base, found.tag, new_id(), "removed")
     try:
         found.folder.rename(going)
         if _order(going) != found.order:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint.directory import LATEST, check_place, check_tag, is_whole, next_order
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
-from zeroshard.checkpoint.owned import Owner, clear, delete, new_id, owned_path, sync_folder, write_synced
+from zeroshard.checkpoint.temporary_files import Owner, clear, delete, new_id, sync_folder, temporary_path, write_synced
 from zeroshard.errors import CheckpointError
 
 _LOGGER = logging.getLogger("zeroshard")
@@ -27,7 +27,7 @@ _ATTEMPTS = 20
 
 def draft_folder(base: Path, tag: str, owner: str) -> Path:
     """Where `owner` writes a checkpoint before it gets its name."""
-    return owned_path(base, tag, owner, "partial")
+    return temporary_path(base, tag, owner, "partial")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Draft:
         for attempt in range(_ATTEMPTS):
             check_place(final)
             if os.path.lexists(final):
-                old = owned_path(self.base, self.tag, new_id(), "old")
+                old = temporary_path(self.base, self.tag, new_id(), "old")
                 try:
                     final.rename(old)
                     replaced.append(old)

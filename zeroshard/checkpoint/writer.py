@@ -29,10 +29,10 @@ from zeroshard.checkpoint.manifest import (
     part_in,
     part_out,
 )
-from zeroshard.checkpoint.owned import naming, write_synced
 from zeroshard.checkpoint.safefile import header
 from zeroshard.checkpoint.sink import open_sink
 from zeroshard.checkpoint.slices import Rectangle, rectangles
+from zeroshard.checkpoint.temporary_files import naming, write_synced
 from zeroshard.errors import CheckpointError
 
 _COPY_NBYTES = 64 << 20

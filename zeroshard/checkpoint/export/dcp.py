@@ -26,7 +26,7 @@ from zeroshard.checkpoint.export.safetensors_stream import Progress
 from zeroshard.checkpoint.export.torch_file import save_tensor
 from zeroshard.checkpoint.foreign.contents import Contents, Group
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
-from zeroshard.checkpoint.owned import write_synced
+from zeroshard.checkpoint.temporary_files import write_synced
 
 _TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,

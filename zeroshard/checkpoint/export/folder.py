@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from zeroshard.checkpoint.owned import Owner, clear, delete
+from zeroshard.checkpoint.temporary_files import Owner, clear, delete
 from zeroshard.errors import CheckpointError, UsageError
 
 WEIGHTS = ("model", "pytorch_model")

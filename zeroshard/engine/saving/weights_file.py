@@ -18,7 +18,7 @@ from zeroshard.checkpoint.export.safetensors_stream import header, write_tensor
 from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
 from zeroshard.checkpoint.meeting import together
-from zeroshard.checkpoint.owned import Owner, clear, delete
+from zeroshard.checkpoint.temporary_files import Owner, clear, delete
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.outside_step.gathered import iterate_full_parameters
 from zeroshard.engine.saving.checkpoints import checked_directory, saver_of

@@ -26,7 +26,7 @@ from pathlib import Path
 _LOGGER = logging.getLogger("zeroshard")
 _ID = r"[0-9a-f]{16}"
 _LOCK = re.compile(rf"\.(?P<owner>{_ID})\.lock")
-_OWNED = re.compile(rf"\.(?P<name>.+)\.(?P<owner>{_ID})\.(?P<what>partial|old|removed)")
+_TEMPORARY = re.compile(rf"\.(?P<name>.+)\.(?P<owner>{_ID})\.(?P<what>partial|old|removed)")
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -35,14 +35,14 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-def owned_path(base: Path, name: str, owner: str, what: str) -> Path:
+def temporary_path(base: Path, name: str, owner: str, what: str) -> Path:
     """Where `owner` has its "partial", "old" or "removed" of `name`."""
     return base / f".{name}.{owner}.{what}"
 
 
-def owned_name(path: Path, what: str) -> str | None:
+def final_name(path: Path, what: str) -> str | None:
     """The name of which `path` is somebody's "partial", "old" or "removed"; None for other paths."""
-    match = _OWNED.fullmatch(path.name)
+    match = _TEMPORARY.fullmatch(path.name)
     return match["name"] if match and match["what"] == what else None
 
 
@@ -85,7 +85,7 @@ class Owner:
 
     def path(self, name: str, what: str = "partial") -> Path:
         """A path for this owner alone."""
-        return owned_path(self._base, name, self.id, what)
+        return temporary_path(self._base, name, self.id, what)
 
     def close(self) -> None:
         """Nothing of this owner is there any more. What it has left under its name is garbage."""
@@ -104,17 +104,17 @@ def clear(base: Path, superseded: Callable[[Path, str], bool] = lambda old, name
     """
     left: dict[str, list[Path]] = {}
     for path in sorted(base.iterdir()):  # before `superseded` is asked: what becomes old afterwards is not in here
-        match = _OWNED.fullmatch(path.name) or _LOCK.fullmatch(path.name)
+        match = _TEMPORARY.fullmatch(path.name) or _LOCK.fullmatch(path.name)
         if match:
             left.setdefault(match["owner"], []).append(path)
     busy: list[str] = []
     for owner, paths in left.items():
         descriptor = _take(_lock_of(base, owner))
         if descriptor is None:
-            busy += [name for name in (owned_name(path, "partial") for path in paths) if name is not None]
+            busy += [name for name in (final_name(path, "partial") for path in paths) if name is not None]
             continue
         for path in paths:
-            name = owned_name(path, "old")
+            name = final_name(path, "old")
             if not _LOCK.fullmatch(path.name) and (name is None or superseded(path, name)):
                 delete(path)
         with suppress(OSError):
