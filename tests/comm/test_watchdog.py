@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
-from zeroshard.checkpoint.meeting import StoreMeeting, together
+from zeroshard.checkpoint.error_barrier import StoreBarrier, on_all_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import Mesh, build_mesh
 from zeroshard.comm.oplog import OperationLog
@@ -269,7 +269,7 @@ def _in_a_barrier(rank: int, world: int) -> str:
     except ZeroShardError as error:
         dist.barrier()  # lets rank 1 go on
         return str(error)
-    together(StoreMeeting(None, 0, 1, "alone", watchdog), lambda: dist.barrier(), "")
+    on_all_ranks(StoreBarrier(None, 0, 1, "alone", watchdog), lambda: dist.barrier(), "")
     with pytest.raises(DivergenceError) as caught:
         watchdog.raise_if_failed()
     return str(caught.value)

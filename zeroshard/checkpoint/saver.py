@@ -23,8 +23,8 @@ import torch.distributed as dist
 from zeroshard.checkpoint import directory, jsonfile
 from zeroshard.checkpoint.draft import Draft, begin, draft_folder, write_manifest
 from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, StoreBarrier, on_all_ranks
 from zeroshard.checkpoint.manifest import check_name
-from zeroshard.checkpoint.meeting import CollectiveMeeting, Meeting, StoreMeeting, together
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.comm.collectives import Collectives
@@ -93,7 +93,7 @@ class Saver:
     def __init__(
         self, control: Collectives, store: dist.Store | None, watchdog: Watchdog, device: torch.device
     ) -> None:
-        self._here = CollectiveMeeting(control, device)
+        self._barrier = CollectiveBarrier(control, device)
         self._store, self._watchdog = store, watchdog
         self._staging = Staging(device)
         self._count = 0
@@ -105,9 +105,9 @@ class Saver:
         """Host bytes that asynchronous saves have taken for their copy."""
         return self._staging.nbytes
 
-    def meeting(self) -> CollectiveMeeting:
+    def barrier(self) -> CollectiveBarrier:
         """The main threads of all ranks, for a load."""
-        return self._here
+        return self._barrier
 
     def save(self, request: Request, *, background: bool) -> None:
         """Save now, or copy now and write in a thread. The save before has ended: `wait` was called.
@@ -115,40 +115,44 @@ class Saver:
         Raises:
             CheckpointError: it failed, here or on another rank.
         """
-        first = self._here.rank == 0
+        first = self._barrier.rank == 0
         base, tag, final = request.base, request.tag, request.final
-        if not self._here.same(f"{tag} {request.latest} {request.keep} {background}"):
+        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background}"):
             raise CheckpointError(
                 f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep and async (this rank: "
                 f"tag {tag!r}, {request.latest}, {request.keep}, {background}); give all the same"
             )
         with ExitStack() as undo:
-            draft = together(self._here, lambda: begin(base, tag, latest=request.latest) if first else None, final)
+            draft = on_all_ranks(
+                self._barrier, lambda: begin(base, tag, latest=request.latest) if first else None, final
+            )
             if draft is not None:
                 undo.callback(draft.close)
-            folder = draft_folder(base, tag, self._here.told(draft.owner.id if draft is not None else "", 0))
+            folder = draft_folder(
+                base, tag, self._barrier.broadcast_text(draft.owner.id if draft is not None else "", 0)
+            )
             writing = _Writing(request, folder, draft)
             if not background:
-                writing.run(self._here)
+                writing.run(self._barrier)
                 return
             self._count += 1
-            staged, meeting = together(self._here, lambda: self._staged(writing), final, _UNCHANGED)
+            staged, barrier = on_all_ranks(self._barrier, lambda: self._staged(writing), final, _UNCHANGED)
             thread = threading.Thread(
-                target=self._in_thread, args=(staged, meeting), name=f"{SAVING_THREAD}{tag}", daemon=False
+                target=self._in_thread, args=(staged, barrier), name=f"{SAVING_THREAD}{tag}", daemon=False
             )
             try:
                 thread.start()
             except RuntimeError as error:  # the other ranks' threads have begun
-                meeting.first_failed(str(error))
+                barrier.first_failure(str(error))
                 raise CheckpointError(f"checkpoint {final}: {error}") from error
             self._running = thread
             undo.pop_all()
 
-    def _staged(self, writing: _Writing) -> tuple[_Writing, StoreMeeting]:
+    def _staged(self, writing: _Writing) -> tuple[_Writing, StoreBarrier]:
         """With a copy of the state, and where the threads of all ranks meet."""
         request = writing.request
-        meeting = StoreMeeting(self._store, self._here.rank, self._here.size, str(self._count), self._watchdog)
-        return replace(writing, request=replace(request, pieces=self._staging.copy(request.pieces))), meeting
+        barrier = StoreBarrier(self._store, self._barrier.rank, self._barrier.size, str(self._count), self._watchdog)
+        return replace(writing, request=replace(request, pieces=self._staging.copy(request.pieces))), barrier
 
     def wait(self) -> None:
         """Wait for the save that is being written. Raises CheckpointError where it, or one before, failed."""
@@ -167,9 +171,9 @@ class Saver:
             _LOGGER.error("%s", error)
         self._staging.close()
 
-    def _in_thread(self, writing: _Writing, meeting: Meeting) -> None:
+    def _in_thread(self, writing: _Writing, barrier: ErrorBarrier) -> None:
         try:
-            writing.run(meeting)
+            writing.run(barrier)
         except (ZeroShardError, RuntimeError) as error:  # RuntimeError: the store is gone with its process
             self._problem = CheckpointError(str(error))
             _LOGGER.error("asynchronous save of %s failed: %s", writing.request.final, error)
@@ -186,16 +190,16 @@ class _Writing:
     folder: Path
     draft: Draft | None
 
-    def run(self, meeting: Meeting) -> None:
+    def run(self, barrier: ErrorBarrier) -> None:
         """Write, all ranks; rank 0 makes it a checkpoint."""
         request = self.request
-        together(
-            meeting,
-            lambda: write_pieces(self.folder, meeting.rank, request.pieces, request.own),
+        on_all_ranks(
+            barrier,
+            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.own),
             request.final,
             _UNCHANGED,
         )
-        together(meeting, lambda: self._finish(meeting.size), request.final, _UNCHANGED)
+        on_all_ranks(barrier, lambda: self._finish(barrier.size), request.final, _UNCHANGED)
 
     def _finish(self, ranks: int) -> None:
         request, draft = self.request, self.draft

@@ -94,8 +94,8 @@ class Engine(TrainingEngine):
         return True
 
     def _agreed_tag(self, tag: str) -> str:
-        meeting = checkpoints.saver_of(self._handle).meeting()
-        return agreed_tag(meeting, tag, self._options.saving.tag_validation)
+        barrier = checkpoints.saver_of(self._handle).barrier()
+        return agreed_tag(barrier, tag, self._options.saving.tag_validation)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is written in the background is whole. Raises CheckpointError if it failed."""

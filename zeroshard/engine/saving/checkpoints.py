@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import directory, loading
+from zeroshard.checkpoint.error_barrier import CollectiveBarrier, on_all_ranks
 from zeroshard.checkpoint.generators import check_generators, generator_states, set_generators
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
-from zeroshard.checkpoint.meeting import CollectiveMeeting, together
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
 from zeroshard.checkpoint.values import pack, unpack
@@ -135,7 +135,7 @@ def save(
         own = {"generators": generator_states(handle.device)}
         return Request(base, tag, (), handle.plan.aliases, state, own, latest, keep), buffer_sums(handle)
 
-    request, sums = together(saver.meeting(), prepare, where)
+    request, sums = on_all_ranks(saver.barrier(), prepare, where)
     _warn_of_gradients(handle)
     differing = differing_buffers(handle, sums)
 
@@ -145,7 +145,7 @@ def save(
         whole.check()
         return whole
 
-    saver.save(together(saver.meeting(), complete, where), background=background)
+    saver.save(on_all_ranks(saver.barrier(), complete, where), background=background)
     return request.final
 
 
@@ -174,7 +174,7 @@ def load(
         _settle(handle, saver)
         return checked_directory(load_dir)
 
-    folder = _agreed_folder(saver.meeting(), together(saver.meeting(), settle, load_dir), tag)
+    folder = _agreed_folder(saver.barrier(), on_all_ranks(saver.barrier(), settle, load_dir), tag)
 
     def prepare() -> _Load:
         reader = CheckpointReader(folder)
@@ -190,9 +190,9 @@ def load(
             what = f"{type(error).__name__} {error}"
             raise CheckpointError(f"{folder / MANIFEST}: its state is not what it must be: {what}") from error
 
-    prepared = together(saver.meeting(), prepare, folder, "; nothing was changed here")
+    prepared = on_all_ranks(saver.barrier(), prepare, folder, "; nothing was changed here")
     try:
-        prepared.apply(saver.meeting())
+        prepared.apply(saver.barrier())
     finally:
         prepared.reader.close()
     return prepared.loaded
@@ -200,14 +200,14 @@ def load(
 
 def any_checkpoint(model: nn.Module, load_dir: str | os.PathLike[str]) -> bool:
     """Whether the directory holds a checkpoint, as rank 0 sees it; called by all ranks."""
-    meeting = saver_of(handle_of(model)).meeting()
+    barrier = saver_of(handle_of(model)).barrier()
 
     def look() -> bool:
         saver_of(handle_of(model)).wait()
         base = checked_directory(load_dir)
-        return meeting.rank == 0 and bool(directory.whole(base))
+        return barrier.rank == 0 and bool(directory.whole(base))
 
-    return bool(meeting.told("there" if together(meeting, look, load_dir) else "", 0))
+    return bool(barrier.broadcast_text("there" if on_all_ranks(barrier, look, load_dir) else "", 0))
 
 
 def wait_for_checkpoint(model: nn.Module) -> None:
@@ -240,10 +240,10 @@ def _warn_of_gradients(handle: Handle) -> None:
         )
 
 
-def _agreed_folder(meeting: CollectiveMeeting, base: Path, tag: str | None) -> Path:
+def _agreed_folder(barrier: CollectiveBarrier, base: Path, tag: str | None) -> Path:
     """The checkpoint that rank 0 finds: on a network's disk another rank might not see the newest one yet."""
-    found = together(meeting, lambda: directory.find(base, tag).name if meeting.rank == 0 else "", base)
-    return base / meeting.told(found, 0)
+    found = on_all_ranks(barrier, lambda: directory.find(base, tag).name if barrier.rank == 0 else "", base)
+    return base / barrier.broadcast_text(found, 0)
 
 
 # What is saved beside the tensors.
@@ -428,17 +428,17 @@ class _Load:
             return None
         return manifest.ranks[mesh.rank].get("generators")
 
-    def apply(self, meeting: CollectiveMeeting) -> None:
+    def apply(self, barrier: CollectiveBarrier) -> None:
         """Take everything over, on all ranks. Raises CheckpointError where a file was lost or damaged in the end."""
         try:
-            together(meeting, self._write, self.reader.folder)
+            on_all_ranks(barrier, self._write, self.reader.folder)
             if self._state_load is not None and self._stepper is not None:
                 with torch.no_grad():
                     self._stepper.update.finish_load()
             self._handle.runtime.clear_gradients()
             self._handle.runtime.parameters.written()
             self._refresh_whole()
-            together(meeting, self._load_rest, self.reader.folder)
+            on_all_ranks(barrier, self._load_rest, self.reader.folder)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_HALF_DONE}") from error
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.checkpoint.error_barrier import LABEL
 from zeroshard.checkpoint.loading import Target, has
 from zeroshard.checkpoint.manifest import TensorInfo, TensorKind
-from zeroshard.checkpoint.meeting import LABEL
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle

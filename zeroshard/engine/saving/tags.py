@@ -9,21 +9,21 @@ from __future__ import annotations
 import warnings
 from typing import Literal
 
-from zeroshard.checkpoint.meeting import CollectiveMeeting
+from zeroshard.checkpoint.error_barrier import CollectiveBarrier
 from zeroshard.errors import UsageError, ZeroShardWarning
 
 TagValidation = Literal["Ignore", "Warn", "Fail"]
 
 
-def agreed_tag(meeting: CollectiveMeeting, tag: str, validation: TagValidation) -> str:
+def agreed_tag(barrier: CollectiveBarrier, tag: str, validation: TagValidation) -> str:
     """The name of the checkpoint on all ranks; called by all ranks.
 
     Raises:
         UsageError: the ranks' names differ, and `validation` is "Fail".
     """
-    if meeting.same(str(tag)):
+    if barrier.all_equal(str(tag)):
         return tag
-    first = meeting.told(str(tag), 0)
+    first = barrier.broadcast_text(str(tag), 0)
     if validation == "Fail":
         raise UsageError(
             f"save_checkpoint: the ranks give different tags (rank 0: {first!r}, this rank: {tag!r}), which "

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.error_barrier import on_all_ranks
 from zeroshard.checkpoint.export.safetensors_stream import header, write_tensor
 from zeroshard.checkpoint.export.torch_file import fill, reserve
 from zeroshard.checkpoint.foreign.stored import InMemory, Lazy
-from zeroshard.checkpoint.meeting import together
 from zeroshard.checkpoint.temporary_files import Owner, clear, delete
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.outside_step.gathered import iterate_full_parameters
@@ -56,7 +56,7 @@ def save_16bit_model(model: nn.Module, folder: str | os.PathLike[str], filename:
             for _ in weights:  # the rest, if rank 0 stopped early; all of them, elsewhere
                 pass
 
-    together(saver_of(handle).meeting(), part, target)
+    on_all_ranks(saver_of(handle).barrier(), part, target)
     return target
 
 

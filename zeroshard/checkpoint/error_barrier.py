@@ -1,8 +1,8 @@
 """Ranks that do a part of a save or load each, and go on only if all of them could.
 
-CollectiveMeeting   one all-reduce per step, in the main thread: it is in the operation log like all others, so a
+CollectiveBarrier   one all-reduce per step, in the main thread: it is in the operation log like all others, so a
                     rank that saves while another trains ends in a DivergenceError within seconds
-StoreMeeting        through the process group's store, for a thread that writes while the main thread trains: a
+StoreBarrier        through the process group's store, for a thread that writes while the main thread trains: a
                     collective of its own would need a communicator, and mix with the training's on a device
 """
 
@@ -40,39 +40,39 @@ class Failure:
     problem: str
 
 
-class Meeting(Protocol):
-    """Where ranks learn how the others fared."""
+class ErrorBarrier(Protocol):
+    """A barrier at which ranks learn whether the others could do their part."""
 
     rank: int
     size: int
 
-    def first_failed(self, problem: str | None) -> Failure | None:
+    def first_failure(self, problem: str | None) -> Failure | None:
         """Called by all ranks with what went wrong; the failure of the lowest rank, None where nothing did."""
         ...
 
 
-class CollectiveMeeting:
+class CollectiveBarrier:
     """All ranks' main threads, by an all-reduce."""
 
     def __init__(self, control: Collectives, device: torch.device) -> None:
         self.rank, self.size = control.rank, control.size
         self._control, self._device = control, device
 
-    def first_failed(self, problem: str | None) -> Failure | None:
-        """See Meeting."""
+    def first_failure(self, problem: str | None) -> Failure | None:
+        """See ErrorBarrier."""
         flag = torch.tensor([self.size if problem is None else self.rank], dtype=torch.int64, device=self._device)
         self._control.wait(self._control.all_reduce(flag, LABEL, op=dist.ReduceOp.MIN))
         rank = int(flag)
-        return None if rank == self.size else Failure(rank, self.told(problem or "", rank))
+        return None if rank == self.size else Failure(rank, self.broadcast_text(problem or "", rank))
 
-    def told(self, text: str, source: int) -> str:
+    def broadcast_text(self, text: str, source: int) -> str:
         """Called by all ranks; the text of rank `source`, of which 2000 bytes are told."""
         content = text.encode(errors="replace")[:_TOLD_NBYTES] if self.rank == source else b""
         told = torch.frombuffer(bytearray(content.ljust(_TOLD_NBYTES, b"\0")), dtype=torch.uint8).to(self._device)
         self._control.wait(self._control.broadcast(told, source, LABEL))
         return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
 
-    def same(self, text: str) -> bool:
+    def all_equal(self, text: str) -> bool:
         """Called by all ranks; whether all gave the same text."""
         value = zlib.crc32(text.encode())
         bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
@@ -80,7 +80,7 @@ class CollectiveMeeting:
         return int(bounds[0]) == -int(bounds[1])
 
 
-class StoreMeeting:
+class StoreBarrier:
     """All ranks' threads, by counters in the store. `name` is equal on all ranks and used once."""
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, name: str, watchdog: Watchdog) -> None:
@@ -91,8 +91,8 @@ class StoreMeeting:
         self._name, self._watchdog = name, watchdog
         self._phase = 0
 
-    def first_failed(self, problem: str | None) -> Failure | None:
-        """See Meeting. Raises ZeroShardError where the other ranks are gone."""
+    def first_failure(self, problem: str | None) -> Failure | None:
+        """See ErrorBarrier. Raises ZeroShardError where the other ranks are gone."""
         if self._store is None:
             return None if problem is None else Failure(0, problem)
         key = f"zeroshard/checkpoint/{self._name}/{self._phase}"
@@ -148,7 +148,7 @@ class _Part:
         return True
 
 
-def together(meeting: Meeting, work: Callable[[], T], where: object, consequence: str = "") -> T:
+def on_all_ranks(barrier: ErrorBarrier, work: Callable[[], T], where: object, consequence: str = "") -> T:
     """Run `work` on all ranks; returns what it gave here if it succeeded everywhere, so it is a barrier too.
 
     Args:
@@ -163,7 +163,7 @@ def together(meeting: Meeting, work: Callable[[], T], where: object, consequence
     with _Part(where) as part:
         done.append(work())
     try:
-        failed = meeting.first_failed(part.told)
+        failed = barrier.first_failure(part.told)
     except (ZeroShardError, RuntimeError):
         if part.problem is not None:
             raise part.problem from part.problem.__cause__
