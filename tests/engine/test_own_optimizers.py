@@ -50,7 +50,7 @@ from zeroshard.optim.muon import MatrixUpdate
 from zeroshard.optim.muon_source import device_update
 from zeroshard.optim.newton_schulz import orthogonalize
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.optim.parts import site_of_part
+from zeroshard.optim.parts import context_of_part
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
@@ -241,7 +241,7 @@ def _exchange(model: nn.Module, groups: list[dict[str, Any]]) -> MatrixUpdate:
     """A second update over the same regions, to look at its buffers."""
     site = make_site(handle_of(model), groups)
     matrices = [n for n, r in enumerate(site.regions) if any(g >= 0 and groups[g]["use_muon"] for g in r.hyper)]
-    return MatrixUpdate(site_of_part(site, matrices)[0])
+    return MatrixUpdate(context_of_part(site, matrices)[0])
 
 
 def _matrix_bytes(plan: Plan) -> list[int]:

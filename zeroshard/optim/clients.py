@@ -103,7 +103,7 @@ def torch_source(
         groups,
         defaults,
         moments,
-        lambda site: TorchUpdate(kind, defaults, site.regions, groups),
+        lambda context: TorchUpdate(kind, defaults, context.regions, groups),
         exact_wide=True,
         client=optimizer,
     )

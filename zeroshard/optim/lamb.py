@@ -24,8 +24,8 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import check_betas, check_common
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
-from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import HostDriven
 
 DEFAULTS: Mapping[str, Any] = {
@@ -52,7 +52,7 @@ def lamb_source(
         groups,
         {**DEFAULTS, **defaults},
         2,
-        lambda site: HostDriven(LambUpdate(site), site.device),
+        lambda context: HostDriven(LambUpdate(context), context.device),
         on_device=LambUpdate if find_spec("triton") is not None else None,
         parameter_sums=2,
         client=client,
@@ -75,17 +75,17 @@ def check_lamb(hyper: Mapping[str, Any]) -> None:
 class LambUpdate(FlatState):
     """The update of this rank's regions."""
 
-    def __init__(self, site: Site) -> None:
-        self.regions = site.regions
-        self._site = site
-        self._flags = Flags(site.regions, site.device)
-        self._state = [(torch.zeros_like(region.master), torch.zeros_like(region.master)) for region in site.regions]
-        self._squares = torch.zeros(2, self._flags.count, dtype=torch.float64, device=site.device)
-        counted = [piece.flag for region in site.regions if site.counts(region) for piece in pieces_of(region)]
-        self._counted = torch.tensor(counted, dtype=torch.int64).to(site.device)
+    def __init__(self, context: UpdateContext) -> None:
+        self.regions = context.regions
+        self._context = context
+        self._flags = Flags(context.regions, context.device)
+        self._state = [(torch.zeros_like(region.master), torch.zeros_like(region.master)) for region in context.regions]
+        self._squares = torch.zeros(2, self._flags.count, dtype=torch.float64, device=context.device)
+        counted = [piece.flag for region in context.regions if context.counts(region) for piece in pieces_of(region)]
+        self._counted = torch.tensor(counted, dtype=torch.int64).to(context.device)
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._on = self._flags.owned
-        self._rate = torch.zeros(self._flags.count, dtype=torch.float32, device=site.device)
+        self._rate = torch.zeros(self._flags.count, dtype=torch.float32, device=context.device)
 
     def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
         """See DeviceUpdate."""
@@ -97,13 +97,13 @@ class LambUpdate(FlatState):
             grad = region.grad()
             for piece in pieces_of(region):
                 self._average(number, piece, grad[piece.cut].float() * coefficient)
-                if self._site.counts(region):
+                if self._context.counts(region):
                     norms += [_norm(region.master[piece.cut]), _norm(self._direction(number, piece))]
         self._squares.zero_()
         if norms:
             self._squares[:, self._counted] = torch.stack(norms).view(-1, 2).t().square()
-        if self._site.divided:
-            self._site.control.wait(self._site.control.all_reduce(self._squares, "(norms)"))
+        if self._context.divided:
+            self._context.control.wait(self._context.control.all_reduce(self._squares, "(norms)"))
         self._rate.copy_(self._rates(groups))
 
     def apply(self, number: int) -> None:

@@ -22,12 +22,12 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.optim.blocks import BlockedState, require_torchao
-from zeroshard.optim.parts import HostParts, Part, site_of_part
+from zeroshard.optim.parts import HostParts, Part, context_of_part
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.saved_state import STEP, SavedState, Scalar, StatePart, piece_of
-from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import FlatUpdate, UpdateMethod, refuse_unruly, scaled
 from zeroshard.plan.placement import Blocks
 
@@ -87,25 +87,25 @@ def low_bit_source(
         groups,
         defaults,
         len(rule.state),
-        lambda site: _update(site, name, rule, blocks, groups),
+        lambda context: _update(context, name, rule, blocks, groups),
         blocks=blocks,
         client=client,
     )
 
 
-def _update(site: Site, name: str, rule: Rule, blocks: Blocks, groups: ParamGroups) -> UpdateMethod:
+def _update(context: UpdateContext, name: str, rule: Rule, blocks: Blocks, groups: ParamGroups) -> UpdateMethod:
     """Regions in blocks and regions in float32: the plan keeps them apart."""
     blocked: list[int] = []
     plain: list[int] = []
-    for number, region in enumerate(site.regions):
+    for number, region in enumerate(context.regions):
         _check_region(region, name, blocks)
         (blocked if region.blocks is not None else plain).append(number)
-    blocked_site, blocked_flags = site_of_part(site, blocked)
-    plain_site, plain_flags = site_of_part(site, plain)
+    blocked_context, blocked_flags = context_of_part(context, blocked)
+    plain_context, plain_flags = context_of_part(context, plain)
     return HostParts(
         [
-            Part[UpdateMethod]("blocked", BlockedUpdate(name, rule, blocked_site.regions), blocked, blocked_flags),
-            Part[UpdateMethod]("plain", FlatUpdate(rule, plain_site.regions, groups), plain, plain_flags),
+            Part[UpdateMethod]("blocked", BlockedUpdate(name, rule, blocked_context.regions), blocked, blocked_flags),
+            Part[UpdateMethod]("plain", FlatUpdate(rule, plain_context.regions, groups), plain, plain_flags),
         ]
     )
 

@@ -24,19 +24,19 @@ from zeroshard.optim.newton_schulz import orthogonalize
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
-from zeroshard.optim.site import Site
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.plan.matrices import matrix_shape
 
 
 class MatrixUpdate(FlatState):
     """The update of this rank's regions of matrices. Regions must number their flags from 0."""
 
-    def __init__(self, site: Site) -> None:
-        self.regions = site.regions
-        self._flags = Flags(site.regions, site.device)
-        self._state = [torch.zeros_like(region.master) for region in site.regions]
+    def __init__(self, context: UpdateContext) -> None:
+        self.regions = context.regions
+        self._flags = Flags(context.regions, context.device)
+        self._state = [torch.zeros_like(region.master) for region in context.regions]
         divided: dict[str, list[tuple[int, Region]]] = {}
-        for number, region in enumerate(site.regions):
+        for number, region in enumerate(context.regions):
             if region.divided:
                 if len(region.owners) != len(region.layout.segments):
                     raise PlanError(
@@ -44,11 +44,13 @@ class MatrixUpdate(FlatState):
                         "them in Recipe(matrices=...), or let zeroshard make the plan"
                     )
                 divided.setdefault(region.axis, []).append((number, region))
-        exchanges = {axis: MatrixExchange(members, site.axes[axis], site.device) for axis, members in divided.items()}
+        exchanges = {
+            axis: MatrixExchange(members, context.axes[axis], context.device) for axis, members in divided.items()
+        }
         self._exchanges = list(exchanges.values())
         self._exchange_of = {number: exchanges[axis] for axis, members in divided.items() for number, _ in members}
         self._groups: Sequence[Mapping[str, Any]] = ()
-        self._coefficient = torch.zeros((), dtype=torch.float64, device=site.device)
+        self._coefficient = torch.zeros((), dtype=torch.float64, device=context.device)
         self._on = self._flags.owned
         self._left: set[int] = set()
 

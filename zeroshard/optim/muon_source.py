@@ -13,10 +13,10 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.muon import MatrixUpdate
 from zeroshard.optim.newton_schulz import COEFFICIENTS, check_method
-from zeroshard.optim.parts import DeviceParts, HostParts, Part, site_of_part
+from zeroshard.optim.parts import DeviceParts, HostParts, Part, context_of_part
 from zeroshard.optim.rules import ADAMW, check_common
-from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import DeviceUpdate, FlatUpdate, HostDriven, UpdateMethod
 from zeroshard.sharding.loose import whole_shape
 
@@ -101,8 +101,8 @@ def muon_source(groups: ParamGroups, name: str, client: torch.optim.Optimizer | 
         groups,
         {},
         2,
-        lambda site: _host_update(site, groups),
-        on_device=(lambda site: device_update(site, groups)) if find_spec("triton") is not None else None,
+        lambda context: _host_update(context, groups),
+        on_device=(lambda context: device_update(context, groups)) if find_spec("triton") is not None else None,
         matrices=frozenset(matrices),
         client=client,
     )
@@ -124,20 +124,20 @@ def _check_matrices(number: int, group: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """The site's regions of matrices and the others: the plan keeps them apart."""
+    """The context's regions of matrices and the others: the plan keeps them apart."""
 
     matrices: list[int]
     others: list[int]
-    matrix_site: Site
-    other_site: Site
+    matrix_context: UpdateContext
+    other_context: UpdateContext
     matrix_flags: list[int]
     other_flags: list[int]
 
 
-def _kinds(site: Site, groups: ParamGroups) -> _Kinds:
+def _kinds(context: UpdateContext, groups: ParamGroups) -> _Kinds:
     matrices: list[int] = []
     others: list[int] = []
-    for number, region in enumerate(site.regions):
+    for number, region in enumerate(context.regions):
         kinds = {bool(groups[group]["use_muon"]) for group in region.hyper if group >= 0}
         if len(kinds) == 2:
             raise PlanError(
@@ -145,16 +145,16 @@ def _kinds(site: Site, groups: ParamGroups) -> _Kinds:
                 "in Recipe(matrices=...), or let zeroshard make the plan"
             )
         (matrices if kinds == {True} else others).append(number)
-    matrix_site, matrix_flags = site_of_part(site, matrices)
-    other_site, other_flags = site_of_part(site, others)
-    return _Kinds(matrices, others, matrix_site, other_site, matrix_flags, other_flags)
+    matrix_context, matrix_flags = context_of_part(context, matrices)
+    other_context, other_flags = context_of_part(context, others)
+    return _Kinds(matrices, others, matrix_context, other_context, matrix_flags, other_flags)
 
 
-def _host_update(site: Site, groups: ParamGroups) -> UpdateMethod:
-    kinds = _kinds(site, groups)
+def _host_update(context: UpdateContext, groups: ParamGroups) -> UpdateMethod:
+    kinds = _kinds(context, groups)
     matrices, others = (
-        HostDriven(MatrixUpdate(kinds.matrix_site), site.device),
-        FlatUpdate(ADAMW, kinds.other_site.regions),
+        HostDriven(MatrixUpdate(kinds.matrix_context), context.device),
+        FlatUpdate(ADAMW, kinds.other_context.regions),
     )
     return HostParts(
         [
@@ -164,15 +164,18 @@ def _host_update(site: Site, groups: ParamGroups) -> UpdateMethod:
     )
 
 
-def device_update(site: Site, groups: ParamGroups) -> DeviceUpdate:
+def device_update(context: UpdateContext, groups: ParamGroups) -> DeviceUpdate:
     """The update that needs no host: matrices, and Adam for the rest."""
-    kinds = _kinds(site, groups)
-    matrices, others = MatrixUpdate(kinds.matrix_site), DeviceAdam(ADAMW, kinds.other_site.regions, site.device)
+    kinds = _kinds(context, groups)
+    matrices, others = (
+        MatrixUpdate(kinds.matrix_context),
+        DeviceAdam(ADAMW, kinds.other_context.regions, context.device),
+    )
     return DeviceParts(
         [
             Part[DeviceUpdate]("matrices", matrices, kinds.matrices, kinds.matrix_flags),
             Part[DeviceUpdate]("others", others, kinds.others, kinds.other_flags),
         ],
-        site.regions,
-        site.device,
+        context.regions,
+        context.device,
     )

@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import SavedState, Scalar, StatePart
-from zeroshard.optim.site import Site, flags_of, renumbered
+from zeroshard.optim.update_context import UpdateContext, flags_of, renumbered
 from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
 
 Update = TypeVar("Update", bound=StatefulUpdate)
@@ -32,10 +32,10 @@ class Part(Generic[Update]):
     flags: Sequence[int]
 
 
-def site_of_part(site: Site, members: Sequence[int]) -> tuple[Site, list[int]]:
-    """The site with some of its regions only, renumbered, and the flags that they had."""
-    chosen = [site.regions[number] for number in members]
-    return replace(site, regions=renumbered(chosen)), flags_of(chosen)
+def context_of_part(context: UpdateContext, members: Sequence[int]) -> tuple[UpdateContext, list[int]]:
+    """The context with some of its regions only, renumbered, and the flags that they had."""
+    chosen = [context.regions[number] for number in members]
+    return replace(context, regions=renumbered(chosen)), flags_of(chosen)
 
 
 class _Parts(SavedState, Generic[Update]):

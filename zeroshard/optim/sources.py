@@ -19,8 +19,8 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernel_update import KernelUpdate
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
-from zeroshard.optim.site import Site
 from zeroshard.optim.streamed_adam import StreamedAdam
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, PiecewiseUpdate, UpdateMethod
 from zeroshard.plan.placement import Blocks
 
@@ -52,16 +52,16 @@ class Source:
     groups: ParamGroups
     defaults: Mapping[str, Any]
     moments: int
-    update: Callable[[Site], UpdateMethod]
-    on_device: Callable[[Site], DeviceUpdate] | None = None
-    on_host: Callable[[Site], PiecewiseUpdate] | None = None
-    streamed: Callable[[Site, Sequence[torch.Tensor], int], StreamedAdam] | None = None
+    update: Callable[[UpdateContext], UpdateMethod]
+    on_device: Callable[[UpdateContext], DeviceUpdate] | None = None
+    on_host: Callable[[UpdateContext], PiecewiseUpdate] | None = None
+    streamed: Callable[[UpdateContext, Sequence[torch.Tensor], int], StreamedAdam] | None = None
     split_master: bool = False
     blocks: Blocks | None = None
     matrices: frozenset[int] = frozenset()
     parameter_sums: int = 0
     parameter_maxima: int = 0
-    compressed: Callable[[Site], CompressedUpdate] | None = None
+    compressed: Callable[[UpdateContext], CompressedUpdate] | None = None
     exact_wide: bool = False
     client: torch.optim.Optimizer | None = None
 
@@ -85,10 +85,10 @@ def rule_source(
         groups,
         defaults,
         len(rule.state),
-        lambda site: FlatUpdate(rule, site.regions, groups),
-        on_host=lambda site: KernelUpdate(rule, site.regions, groups),
-        on_device=(lambda site: DeviceAdam(rule, site.regions, site.device)) if on_device else None,
-        streamed=(lambda site, buffers, numel: StreamedAdam(rule, site.regions, site.device, buffers, numel))
+        lambda context: FlatUpdate(rule, context.regions, groups),
+        on_host=lambda context: KernelUpdate(rule, context.regions, groups),
+        on_device=(lambda context: DeviceAdam(rule, context.regions, context.device)) if on_device else None,
+        streamed=(lambda context, buffers, numel: StreamedAdam(rule, context.regions, context.device, buffers, numel))
         if rule in (ADAM, ADAMW)
         else None,
         split_master=on_device,

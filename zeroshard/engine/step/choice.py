@@ -15,8 +15,8 @@ from zeroshard.engine.step.streamed_stepper import StreamedStepper
 from zeroshard.errors import PlanError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.segments import refuse_split
-from zeroshard.optim.site import Site
 from zeroshard.optim.sources import Source
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import UNRULY
 from zeroshard.plan.offload import stream_buffer_nbytes
 from zeroshard.plan.plan import HostUpdate
@@ -56,7 +56,7 @@ def _in_full(source: Source) -> str:
     return source.name + (f" with {' and '.join(options)}" if options else "")
 
 
-def _check_blocks(site: Site, source: Source) -> None:
+def _check_blocks(site: UpdateContext, source: Source) -> None:
     """Raises PlanError for a plan in whose memory the optimizer's moments don't lie; `low_bit` checks the contrary."""
     for region in site.regions:
         if region.blocks is not None and source.blocks is None:
@@ -66,7 +66,9 @@ def _check_blocks(site: Site, source: Source) -> None:
             )
 
 
-def _streamed_stepper(handle: Handle, source: Source, site: Site, scaler: LossScaler | None) -> StreamedStepper:
+def _streamed_stepper(
+    handle: Handle, source: Source, site: UpdateContext, scaler: LossScaler | None
+) -> StreamedStepper:
     """For state that passes through the device. Raises PlanError for an optimizer without a kernel for that."""
     if source.streamed is None:
         raise PlanError(

@@ -11,16 +11,16 @@ import torch
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.optim.regions import Region
-from zeroshard.optim.site import Site
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.plan.placement import Tier
 
 
-def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> Site:
+def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> UpdateContext:
     """What this rank's update works on."""
     comm = handle.comm
     axes = {"dp": comm.control, "shard": comm.reduces["shard"]}
     first = comm.mesh.axis("replicate").rank == 0
-    return Site(make_regions(handle, groups), handle.device, comm.control, axes, first)
+    return UpdateContext(make_regions(handle, groups), handle.device, comm.control, axes, first)
 
 
 def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:

@@ -22,7 +22,7 @@ from zeroshard.optim.onebit.mean import OneBitMean
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Piece, pieces_of
-from zeroshard.optim.site import Site
+from zeroshard.optim.update_context import UpdateContext
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -42,21 +42,21 @@ class OneBitUpdate(FlatState):
         freeze_step: steps of the warm-up.
     """
 
-    def __init__(self, site: Site, freeze_step: int) -> None:
-        for region in site.regions:
+    def __init__(self, context: UpdateContext, freeze_step: int) -> None:
+        for region in context.regions:
             if region.axis != "dp" or region.whole_grad is None:
                 raise PlanError(
                     f"the plan divides the gradients of {region.label}, or within subgroups: 1-bit optimizers run at "
                     "stages 0 and 1 over all ranks only"
                 )
-        self.regions = site.regions
-        self._site = site
+        self.regions = context.regions
+        self._context = context
         self._freeze_step = freeze_step
         self._steps = 0
-        layouts = [region.layout for region in site.regions]
-        self._mean = OneBitMean(layouts, site.control, site.device)
-        self._momentum = [torch.zeros(layout.numel, dtype=torch.float32, device=site.device) for layout in layouts]
-        self._second = [torch.zeros_like(region.master) for region in site.regions]
+        layouts = [region.layout for region in context.regions]
+        self._mean = OneBitMean(layouts, context.control, context.device)
+        self._momentum = [torch.zeros(layout.numel, dtype=torch.float32, device=context.device) for layout in layouts]
+        self._second = [torch.zeros_like(region.master) for region in context.regions]
 
     @property
     def compressing(self) -> bool:
@@ -97,7 +97,7 @@ class OneBitUpdate(FlatState):
     def _gather_momentum(self) -> None:
         for number, region in enumerate(self.regions):
             if region.divided:
-                control = self._site.control
+                control = self._context.control
                 control.wait(control.all_gather(self._momentum[number], self._own(number), "(momentum)"))
 
     def _own(self, number: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
 from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import Piece
-from zeroshard.optim.site import Site
+from zeroshard.optim.update_context import UpdateContext
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 DEFAULTS: Mapping[str, Any] = {
@@ -42,10 +42,10 @@ class OneBitLambUpdate(OneBitUpdate):
 
     _needs_before = True
 
-    def __init__(self, site: Site, freeze_step: int) -> None:
-        super().__init__(site, freeze_step)
+    def __init__(self, context: UpdateContext, freeze_step: int) -> None:
+        super().__init__(context, freeze_step)
         self._fresh = [torch.zeros_like(second) for second in self._second]
-        self._group_of = [group for region in site.regions for group in region.hyper]
+        self._group_of = [group for region in context.regions for group in region.hyper]
         self._ratios = [0.0] * len(self._group_of)
         self._factors = [1.0] * len(self._group_of)
 
@@ -60,14 +60,14 @@ class OneBitLambUpdate(OneBitUpdate):
         self._write_all(due, groups, used)
 
     def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
-        maxima = torch.zeros(len(self._group_of), dtype=torch.float64, device=self._site.device)
+        maxima = torch.zeros(len(self._group_of), dtype=torch.float64, device=self._context.device)
         for number, pieces in enumerate(due.pieces):
             for piece in pieces:
                 self._renew(number, piece, groups[piece.group], before[number])
                 roots = [self._root(second[piece.cut], groups[piece.group]) for second in self._both(number)]
                 maxima[piece.flag] = (roots[0] / roots[1]).max()
-        if self._site.divided:
-            control = self._site.control
+        if self._context.divided:
+            control = self._context.control
             control.wait(control.all_reduce(maxima, "(ratios)", op=dist.ReduceOp.MAX))
         bare, decayed = self._norms(due, lambda number, piece: self._bare_and_decayed(number, piece, groups))
         largest: list[float] = maxima.tolist()
@@ -110,13 +110,13 @@ class OneBitLambUpdate(OneBitUpdate):
 
     def _norms(self, due: Due, pair_of: Callable[[int, Piece], Pair]) -> tuple[list[float], list[float]]:
         """Two norms of each parameter over all ranks."""
-        squares = torch.zeros(2, len(self._group_of), dtype=torch.float64, device=self._site.device)
+        squares = torch.zeros(2, len(self._group_of), dtype=torch.float64, device=self._context.device)
         for number, pieces in enumerate(due.pieces):
-            for piece in pieces if self._site.counts(self.regions[number]) else ():
+            for piece in pieces if self._context.counts(self.regions[number]) else ():
                 for row, values in enumerate(pair_of(number, piece)):
                     squares[row, piece.flag] = torch.linalg.vector_norm(values, dtype=torch.float64).square()
-        if self._site.divided:
-            self._site.control.wait(self._site.control.all_reduce(squares, "(norms)"))
+        if self._context.divided:
+            self._context.control.wait(self._context.control.all_reduce(squares, "(norms)"))
         first, second = squares.sqrt().tolist()
         return first, second
 

@@ -15,8 +15,8 @@ from zeroshard.optim.onebit.base import OneBitUpdate
 from zeroshard.optim.onebit.lamb import OneBitLambUpdate
 from zeroshard.optim.onebit.zero_one import Policy, ZeroOneAdamUpdate
 from zeroshard.optim.rules import check_betas, check_common
-from zeroshard.optim.site import Site
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
+from zeroshard.optim.update_context import UpdateContext
 
 FREEZE_STEP = 100_000
 
@@ -24,7 +24,7 @@ FREEZE_STEP = 100_000
 @dataclass(frozen=True)
 class _Kind:
     defaults: Mapping[str, Any]
-    make: Callable[[Site, int], OneBitUpdate]
+    make: Callable[[UpdateContext, int], OneBitUpdate]
     sums: int = 0
     maxima: int = 0
     fresh: int = 0
@@ -57,8 +57,8 @@ def onebit_source(
     if freeze_step < 1:
         raise PlanError(f"{name} freeze_step {freeze_step}: at least one step of warm-up is needed for a second moment")
 
-    def make(site: Site) -> OneBitUpdate:
-        return kind.make(site, freeze_step)
+    def make(context: UpdateContext) -> OneBitUpdate:
+        return kind.make(context, freeze_step)
 
     return Source(
         name,
@@ -79,8 +79,8 @@ def zero_one_source(
     """A source of 0/1 Adam over `groups`. Raises PlanError for hyper-parameters without meaning."""
     _check_groups(groups, {**adam.DEFAULTS, **defaults})
 
-    def make(site: Site) -> OneBitUpdate:
-        return ZeroOneAdamUpdate(site, policy)
+    def make(context: UpdateContext) -> OneBitUpdate:
+        return ZeroOneAdamUpdate(context, policy)
 
     moments = 3 if policy.local_step_clipper > 1 else 1
     return Source("ZeroOneAdam", groups, {**adam.DEFAULTS, **defaults}, moments, make, compressed=make, client=client)

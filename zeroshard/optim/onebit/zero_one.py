@@ -25,7 +25,7 @@ import torch
 from zeroshard.errors import PlanError
 from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
 from zeroshard.optim.segments import pieces_of
-from zeroshard.optim.site import Site
+from zeroshard.optim.update_context import UpdateContext
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Interval:
 class ZeroOneAdamUpdate(OneBitUpdate):
     """The update of this rank's regions."""
 
-    def __init__(self, site: Site, policy: Policy) -> None:
-        super().__init__(site, policy.var_freeze_step)
+    def __init__(self, context: UpdateContext, policy: Policy) -> None:
+        super().__init__(context, policy.var_freeze_step)
         self._local = policy.local_step_clipper > 1
-        if self._local and site.divided:
+        if self._local and context.divided:
             raise PlanError(
                 "ZeroOneAdam takes local steps, for which each rank needs all of the state: use stage 0, or set "
                 "local_step_clipper to 1"

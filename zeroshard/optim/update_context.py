@@ -15,7 +15,7 @@ from zeroshard.optim.regions import Region
 
 
 @dataclass(frozen=True)
-class Site:
+class UpdateContext:
     """What an update gets to work with.
 
     Attributes:
