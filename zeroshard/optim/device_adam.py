@@ -16,7 +16,7 @@ from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState
-from zeroshard.optim.updates import refuse_unruly
+from zeroshard.optim.updates import refuse_unsupported
 
 HYPER = 8
 
@@ -82,7 +82,7 @@ class DeviceAdam(FlatState):
         Raises:
             UsageError: a group has been given an option that this update does not have.
         """
-        refuse_unruly(self._rule.name, groups)
+        refuse_unsupported(self._rule.name, groups)
         none = (0.0,) * HYPER
         values = tuple(_hyper(groups[i]) if i in self._used else none for i in range(len(self._hyper)))
         if values != self._seen:

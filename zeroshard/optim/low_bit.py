@@ -28,7 +28,7 @@ from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.saved_state import STEP, SavedState, Scalar, StatePart, piece_of
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.optim.updates import FlatUpdate, UpdateMethod, refuse_unruly, scaled
+from zeroshard.optim.updates import FlatUpdate, UpdateMethod, refuse_unsupported, scaled
 from zeroshard.plan.placement import Blocks
 
 BLOCK_SIZES: Mapping[int, int] = {8: 256, 4: 128}
@@ -138,7 +138,7 @@ class BlockedUpdate(SavedState):
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         """See UpdateMethod."""
-        refuse_unruly(self._name, hyper)
+        refuse_unsupported(self._name, hyper)
         for region, state, steps in zip(self._regions, self._state, self._steps, strict=True):
             on = active[region.first_flag : region.first_flag + len(steps)]
             for run in region.runs(on, steps):

@@ -16,7 +16,7 @@ from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState, SavedState, Scalar, StatePart
 
-UNRULY = ("maximize", "differentiable", "amsgrad")
+UNSUPPORTED_OPTIONS = ("maximize", "differentiable", "amsgrad")
 """Options of torch's optimizers that our rules don't have."""
 
 
@@ -146,7 +146,7 @@ class FlatUpdate(FlatState):
 
     def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
         """See PiecewiseUpdate."""
-        refuse_unruly(self._rule.name, hyper)
+        refuse_unsupported(self._rule.name, hyper)
 
     def apply_region(
         self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
@@ -303,10 +303,10 @@ def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def refuse_unruly(name: str, hyper: Sequence[Mapping[str, Any]]) -> None:
+def refuse_unsupported(name: str, hyper: Sequence[Mapping[str, Any]]) -> None:
     """Raises UsageError where a group has since been given an option that our rules don't have."""
     for number, group in enumerate(hyper):
-        late = [key for key in UNRULY if group.get(key)]
+        late = [key for key in UNSUPPORTED_OPTIONS if group.get(key)]
         if late:
             raise UsageError(
                 f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a "

@@ -66,7 +66,7 @@ class Preemption:
         self._outer = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         _leave_out_children(self)
         self._stopping = Stopping(
-            mesh.store(), mesh.rank, mesh.world_size, handle.comm.watchdog, self._asked, self._give_up
+            mesh.store(), mesh.rank, mesh.world_size, handle.comm.watchdog, self._asked, self._end_without_saving
         )
         atexit.register(self.close)
         _tell_launcher()
@@ -104,7 +104,7 @@ class Preemption:
             _LOGGER.warning("SIGTERM: all ranks finish their step, save and end")
         return asked
 
-    def _give_up(self, reason: str) -> None:
+    def _end_without_saving(self, reason: str) -> None:
         """In the thread: end as if SIGTERM had never been heard. Python can set handlers in the main thread only."""
         _LOGGER.error("asked to stop, but %s: ending without a checkpoint", reason)
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)

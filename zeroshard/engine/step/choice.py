@@ -17,7 +17,7 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.sources import Source
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.optim.updates import UNRULY
+from zeroshard.optim.updates import UNSUPPORTED_OPTIONS
 from zeroshard.plan.offload import stream_buffer_nbytes
 from zeroshard.plan.plan import HostUpdate
 
@@ -51,7 +51,7 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
 
 def _in_full(source: Source) -> str:
     """An optimizer's name, with the options for which it is not updated by our rules."""
-    options = [name for name in UNRULY if any(group.get(name) for group in source.groups)]
+    options = [name for name in UNSUPPORTED_OPTIONS if any(group.get(name) for group in source.groups)]
     options += ["an lr that is a tensor"] * any(isinstance(group.get("lr"), torch.Tensor) for group in source.groups)
     return source.name + (f" with {' and '.join(options)}" if options else "")
 
