@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.llama import SIZES, Llama, Shape
 from benchmarks.planner_cases import RECIPE
 from zeroshard.plan.offload import Offload as HostState
-from zeroshard.plan.plan import HostUpdate
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.hardware import GIB, Cluster, parse_cluster
 from zeroshard.planner.rows import Row, Setting, make_row

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.llama import SIZES, Llama
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.offload import Offload as HostState
-from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.cost import kernels_seconds
 from zeroshard.planner.hardware import Cluster

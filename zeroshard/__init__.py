@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.offload import Offload
     from zeroshard.plan.placement import STAGES, Blocks, Sharding
-    from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan
+    from zeroshard.plan.plan import Plan
+    from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
     from zeroshard.sharding.activations import checkpoint_activations
     from zeroshard.sharding.deferred import Init
     from zeroshard.sharding.marks import (
@@ -86,7 +87,7 @@ _HOME = {
     "Blocks": "zeroshard.plan.placement",
     "AutoPlan": "zeroshard.engine.automatic",
     "CPUAdam": "zeroshard.optim.cpu_adam",
-    "ExecutionPolicy": "zeroshard.plan.plan",
+    "ExecutionPolicy": "zeroshard.plan.policy",
     "GatheredParameters": "zeroshard.engine.outside_step.gathered",
     "GraphedStep": "zeroshard.engine.graphed",
     "Init": "zeroshard.sharding.deferred",
@@ -100,7 +101,7 @@ _HOME = {
     "Pretrained": "zeroshard.checkpoint.pretrained",
     "Recipe": "zeroshard.plan.builder",
     "Offload": "zeroshard.plan.offload",
-    "HostUpdate": "zeroshard.plan.plan",
+    "HostUpdate": "zeroshard.plan.policy",
     "STAGES": "zeroshard.plan.placement",
     "Sharding": "zeroshard.plan.placement",
     "ZeroOneAdam": "zeroshard.optim.named",

@@ -26,7 +26,8 @@ from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, with_peer_copies
-from zeroshard.plan.plan import Plan, peer_problem
+from zeroshard.plan.check import peer_problem
+from zeroshard.plan.plan import Plan
 from zeroshard.planner.startup import Example
 from zeroshard.planner.tiers import Offload
 from zeroshard.recipes import recipe_of

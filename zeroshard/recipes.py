@@ -8,7 +8,7 @@ from zeroshard.errors import PlanError
 from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
+from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 
 
 def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:

@@ -19,7 +19,7 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.plan.traffic import step_traffic
 
 WIDTH = 20

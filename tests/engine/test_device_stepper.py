@@ -27,7 +27,7 @@ from zeroshard.optim.rules import ADAMW
 from zeroshard.optim.split import join, split
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite
+from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 
 CPU = torch.device("cpu")
 

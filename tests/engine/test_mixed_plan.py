@@ -22,7 +22,8 @@ from zeroshard.errors import UsageError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.sharding.units import find_units
 

@@ -37,7 +37,8 @@ from zeroshard.optim.onebit.mean import pack, unpack
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.sharding.units import find_units
 

@@ -54,7 +54,8 @@ from zeroshard.optim.parts import context_of_part
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, OnNonFinite, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 from zeroshard.plan.traffic import step_traffic
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

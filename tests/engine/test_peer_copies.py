@@ -17,12 +17,13 @@ from tests.support.patience import Patience
 from tests.support.shared_memory import shared_files
 from zeroshard.comm.collectives import Pending
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.engine.core.streams import Buffers, Launch, Stream
+from zeroshard.engine.core.streams import Buffers, Launch
 from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
+from zeroshard.plan.legs import Stream
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.sharding.units import find_units
 

@@ -27,7 +27,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.errors import NonFiniteError
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy
+from zeroshard.plan.policy import ExecutionPolicy
 
 ALL = (0, 1, 2, 3)
 STACK = Task(Stack, square_loss)

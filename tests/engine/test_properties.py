@@ -25,7 +25,8 @@ from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.units import find_units
 

@@ -12,11 +12,12 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.patience import Patience
-from zeroshard.engine.core.streams import Event, Stream
+from zeroshard.engine.core.streams import Event
 from zeroshard.engine.core.virtual_streams import HazardError, Pace, VirtualStreams
 from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.legs import Stream
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy
+from zeroshard.plan.policy import ExecutionPolicy
 
 
 class _Block(nn.Module):

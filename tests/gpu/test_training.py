@@ -18,7 +18,7 @@ from tests.support.distributed import run_ranks
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")

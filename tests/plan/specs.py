@@ -9,7 +9,8 @@ from hypothesis import settings
 
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.placement import STAGES, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 relaxed = settings(deadline=None, max_examples=60)

@@ -9,10 +9,12 @@ import pytest
 from tests.plan.specs import blocks
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
+from zeroshard.plan.check import peer_problem
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import STREAM_BUFFERS, LinkTraffic, Offload, link_traffic
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, Plan, peer_problem
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 NUMEL = 1 << 20
 UNITS = 8

@@ -19,7 +19,8 @@ from tests.plan.specs import blocks, plan_of, relaxed
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
 from zeroshard.plan.placement import STAGES, Sharding, StateKind
-from zeroshard.plan.plan import ExecutionPolicy, HostUpdate, OnNonFinite, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate, OnNonFinite
 from zeroshard.plan.report import memory_table, traffic_table, unit_table
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.llama import SIZES, Llama
 from zeroshard.plan.builder import Precision, Recipe
-from zeroshard.plan.plan import ExecutionPolicy
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.planner.sources import ModelSource
 
 BF16 = Recipe(

@@ -10,7 +10,8 @@ from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.memory import StateBytes, state_bytes
 from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.planner.advice import impossible_memory, impossible_rate
 from zeroshard.planner.cost import update_nbytes
 from zeroshard.planner.hardware import find_gpu

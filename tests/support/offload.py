@@ -25,7 +25,7 @@ from zeroshard.optim.rules import ADAMW
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import ExecutionPolicy, HostUpdate
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 CPU = torch.device("cpu")
 PIECE = 512

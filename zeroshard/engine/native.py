@@ -34,9 +34,10 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.plan.builder import Recipe, with_peer_copies
+from zeroshard.plan.check import peer_problem
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import Plan, peer_problem
+from zeroshard.plan.plan import Plan
 from zeroshard.planner.tiers import Offload as AwayTo
 from zeroshard.sharding.deferred_calls import suspended
 from zeroshard.sharding.overlap import refuse_shared_memory

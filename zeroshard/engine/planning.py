@@ -19,8 +19,10 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.host.choose import processor_keeps_up
 from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
+from zeroshard.plan.check import peer_problem
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import HostUpdate, Plan, peer_problem
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.units import find_units
 
 _PLANS = "a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto' is needed"

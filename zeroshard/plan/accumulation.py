@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from zeroshard.plan.builder import with_order
 from zeroshard.plan.dtypes import dtype_name, state_dtype
+from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.placement import Residency, Tier
-from zeroshard.plan.plan import GroupPlan, Plan
+from zeroshard.plan.plan import Plan
 
 
 def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:

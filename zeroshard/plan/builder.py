@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
+from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
+from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
-from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, Plan, UnitPlan, peer_problem
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.slots import SlotPlan, assign_slots
 from zeroshard.sharding.units import ParameterSpec, UnitSpec

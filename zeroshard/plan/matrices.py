@@ -16,7 +16,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.plan import Plan
 
 WIRE_ITEMSIZE = 2
 """Matrices travel in bfloat16, in which they are worked on."""

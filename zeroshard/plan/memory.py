@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.matrices import exchange_buffers
 from zeroshard.plan.offload import host_nbytes, stream_buffer_nbytes
 from zeroshard.plan.placement import StateKind, Tier
-from zeroshard.plan.plan import GroupPlan, Plan
+from zeroshard.plan.plan import Plan
 
 _ALIGNMENT = 64  # of the parts in the copy, as checkpoint/staging.py lays them
 

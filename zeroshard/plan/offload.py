@@ -23,8 +23,10 @@ from numbers import Real
 
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import itemsize, state_dtype
+from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Placement, Residency, Tier
-from zeroshard.plan.plan import ExecutionPolicy, GroupPlan, HostUpdate, Plan, UnitPlan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 STREAM_NUMEL = 1 << 24
 """Elements of a piece of streamed state: large enough for the link's full speed, small beside a unit."""

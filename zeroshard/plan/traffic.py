@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from zeroshard.plan.compression import compressed_nbytes
-from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.legs import Legs
 from zeroshard.plan.matrices import exchange_nbytes
-from zeroshard.plan.plan import GroupPlan, Plan, UnitPlan
+from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import OpKind, Program, build_programs
 from zeroshard.sharding.slots import SlotLedger
 
@@ -116,23 +116,18 @@ class _Counter:
 
     def run(self, program: Program, ledger: SlotLedger, *, reduce: bool, last: bool) -> None:
         for op in program:
-            unit = self.plan.units[op.unit]
             if op.kind is OpKind.GATHER and not ledger.holds(op.unit):
                 ledger.take(op.unit)
-                for group in unit.groups:
-                    if group.param.axis is not None or group.update_axis is not None:
-                        self.add("all-gather", group.gathered_nbytes, group.layout.shards)
+                for legs in self.plan.legs[op.unit]:
+                    self._legs(legs.gather)
             elif op.kind is OpKind.RELEASE:
                 ledger.release(op.unit)
             elif op.kind is OpKind.REDUCE and reduce:
-                for group in unit.groups:
-                    if group.grad is not None and (last or group.grad.axis is not None):
-                        self._reduce(unit, group)
+                for legs in self.plan.legs[op.unit]:
+                    if last or legs.divided:
+                        self._legs(legs.reduce)
 
-    def _reduce(self, unit: UnitPlan, group: GroupPlan) -> None:
-        shards = group.layout.shards
-        self.add("reduce-scatter", group.wire_nbytes, shards)
-        if unit.axis == "shard":
-            self.add("all-reduce", group.layout.shard_numel * itemsize(group.wire), self.plan.axis_size("replicate"))
-        if group.update_axis is None:
-            self.add("all-gather", group.wire_nbytes, shards)
+    def _legs(self, legs: Legs) -> None:
+        for leg in legs:
+            if leg.axis is not None:
+                self.add(leg.kind.value, leg.nbytes, self.plan.axis_size(leg.axis))

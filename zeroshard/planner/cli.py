@@ -17,7 +17,7 @@ from rich.text import Text
 from zeroshard.errors import PlanError
 from zeroshard.plan.offload import ENOUGH_THREADS
 from zeroshard.plan.offload import Offload as HostState
-from zeroshard.plan.plan import HostUpdate
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.planner.advice import Situation, advice
 from zeroshard.planner.calibration import calibrated, load_calibration
 from zeroshard.planner.checkpointing import Checkpointing

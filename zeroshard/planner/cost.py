@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import StateKind
-from zeroshard.plan.plan import GroupPlan, UnitPlan
 from zeroshard.planner.hardware import Cluster
 from zeroshard.planner.kernels import Kernel, KernelKind
 

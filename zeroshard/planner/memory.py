@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import buffer_host_nbytes, stream_buffer_nbytes
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
-from zeroshard.plan.plan import GroupPlan, Plan
+from zeroshard.plan.plan import Plan
 from zeroshard.planner.allocator import rounding
 from zeroshard.planner.ledger import Purpose
 from zeroshard.planner.trace import Phase, Segment, Trace

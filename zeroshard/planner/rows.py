@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from zeroshard.plan.builder import Recipe, with_peer_copies
+from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.placement import STAGES
-from zeroshard.plan.plan import Plan, peer_problem
+from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.compiled import compiled

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.plan.plan import HostUpdate
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import Choice

@@ -15,9 +15,11 @@ from dataclasses import replace
 from enum import Enum
 
 from zeroshard.plan.builder import Recipe, for_gpu
+from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.placement import Placement, Tier
-from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
 
 
 class Offload(str, Enum):

@@ -14,15 +14,18 @@ sizes and on the slots, and these are in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.legs import Leg, LegKind, Route, Stream
 from zeroshard.plan.placement import StateKind, Tier
-from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan, UnitPlan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.plan.program import OpKind, Program, build_programs
 from zeroshard.plan.traffic import new_ledger, stats_numel
-from zeroshard.planner.collectives import Ranks, collective_seconds, group_of
+from zeroshard.planner.collectives import collective_seconds, group_of
 from zeroshard.planner.cost import copy_seconds, kernel_seconds, norm_seconds, update_nbytes, update_seconds
 from zeroshard.planner.hardware import Cluster
 from zeroshard.planner.kernels import Kernel
@@ -91,7 +94,6 @@ class _Simulation:
         self._plan, self._traced, self._cluster = plan, traced, cluster
         self._two_levels, self._secondary = two_levels, secondary
         self._inside = False
-        self._peers = plan.policy.peer_copies
         self._share = cluster.efficiency
         self._programs = build_programs(plan)
         self._ledger = new_ledger(plan)
@@ -215,13 +217,8 @@ class _Simulation:
         ready = max(self._written.get(index, 0.0), self._clock["host"])
         if slot is not None:
             ready = max(ready, self._slot_free.get(slot, 0.0))
-        for group in unit.groups:
-            if _on_host(group, StateKind.PARAM):
-                nbytes = group.layout.shard_numel * itemsize(group.param.dtype)
-                rate = self._cluster.gpu.pcie_rate * self._share.pcie
-                ready = self._occupy("copies", f"parameters of {unit.label}", ready, nbytes / rate)[1]
-            if group.param.axis is not None or group.update_axis is not None:
-                ready = self._collective("gather", "all-gather", unit, group.gathered_nbytes, ready)
+        for legs in self._plan.legs[index]:
+            ready = self._beside(unit, "gather", legs.gather, ready)
         self._gathered[index] = ready
 
     def _release(self, index: int) -> None:
@@ -237,40 +234,35 @@ class _Simulation:
         if slot is not None:
             self._wait("compute", self._wire_free.get(slot, 0.0))
         self._clock["host"] += self._share.host_operation
-        for group in unit.groups:
-            if group.grad is None:
-                continue
-            whole = group.grad.axis is None
-            target = group.layout.numel * itemsize(group.grad.dtype) if whole else group.wire_nbytes
-            added = self._plan.policy.accumulate and whole
-            moved = group.layout.numel * itemsize(group.param.dtype) + (2 if added else 1) * target
-            if whole or not self._peers:  # peers are sent gradients from where autograd left them
-                self._work(f"collect {unit.label}", "collect", copy_seconds(self._cluster, moved))
-            if last or not whole:
-                self._reduce(unit, group)
+        for legs in self._plan.legs[index]:
+            now = legs.reduce if last or legs.divided else legs.keep
+            for leg in now:
+                if leg.stream is Stream.COMPUTE:
+                    self._work(f"{leg.kind.value} {unit.label}", "collect", self._pass_seconds(leg))
+            self._beside(
+                unit, "reduce", [leg for leg in now if leg.stream is not Stream.COMPUTE], self._clock["compute"]
+            )
         if slot is not None:
             self._wire_free[slot] = self._clock["reduce"]
         if index:
             self._release(index)
 
-    def _reduce(self, unit: UnitPlan, group: GroupPlan) -> None:
-        assert group.grad is not None
-        ready = self._collective("reduce", "reduce-scatter", unit, group.wire_nbytes, self._clock["compute"])
-        shard = group.layout.shard_numel
-        if unit.axis == "shard":
-            replicas = group_of(self._cluster, self._plan.axis_size("replicate"), stride=self._plan.shard)
-            seconds = collective_seconds(self._cluster, "all-reduce", shard * itemsize(group.wire), replicas)
-            self._debt += self._share.contention * seconds
-            ready = self._occupy("reduce", f"all-reduce {unit.label}", ready, seconds)[1]
-        if group.update_axis is None:
-            ready = self._collective("reduce", "all-gather", unit, group.wire_nbytes, ready)
-        if group.staged:
-            moved = shard * (itemsize(group.wire) + 2 * itemsize(group.grad.dtype))
-            self._occupy("reduce", f"add {unit.label}", ready, copy_seconds(self._cluster, moved))
-        if _on_host(group, StateKind.GRAD):
-            rate = self._cluster.gpu.pcie_rate * self._share.pcie
-            nbytes = shard * itemsize(group.wire)
-            self._occupy("copies", f"gradients of {unit.label}", self._clock["reduce"], nbytes / rate)
+    def _beside(self, unit: UnitPlan, stream: str, legs: Sequence[Leg], ready: float) -> float:
+        """Legs beside compute, one after the other; when the last has come."""
+        for leg in legs:
+            label = f"{leg.kind.value} {unit.label}"
+            if leg.axis is not None:
+                ready = self._collective(stream, label, leg, ready)
+            elif leg.kind is LegKind.COPY:
+                seconds = leg.nbytes / (self._cluster.gpu.pcie_rate * self._share.pcie)
+                ready = self._occupy("copies", f"copy of {unit.label}", ready, seconds)[1]
+            else:
+                ready = self._occupy(stream, label, ready, self._pass_seconds(leg))[1]
+        return ready
+
+    def _pass_seconds(self, leg: Leg) -> float:
+        """A leg that sends nothing: a pass over memory. Squares are part of the norm, which counts all of them."""
+        return 0.0 if leg.kind is LegKind.SQUARE else copy_seconds(self._cluster, leg.moved_nbytes)
 
     # Clocks.
 
@@ -308,16 +300,16 @@ class _Simulation:
             self._waited += late
             self._clock[stream] = until
 
-    def _collective(self, stream: str, kind: str, unit: UnitPlan, nbytes: int, ready: float) -> float:
-        ranks = self._ranks(unit)
+    def _collective(self, stream: str, label: str, leg: Leg, ready: float) -> float:
+        assert leg.axis is not None
+        stride = self._plan.shard if leg.axis == "replicate" else 1
+        ranks = group_of(self._cluster, self._plan.axis_size(leg.axis), stride=stride)
         if self._inside and stream == "gather":
             ranks = group_of(self._cluster, min(ranks.size, self._cluster.per_node))
-        seconds = collective_seconds(self._cluster, kind, nbytes, ranks, two_levels=self._two_levels)
-        self._debt += (self._share.peer_contention if self._peers else self._share.contention) * seconds
-        return self._occupy(stream, f"{kind} {unit.label}", ready, seconds)[1]
-
-    def _ranks(self, unit: UnitPlan) -> Ranks:
-        return group_of(self._cluster, self._plan.axis_size(unit.axis))
+        seconds = collective_seconds(self._cluster, leg.kind.value, leg.nbytes, ranks, two_levels=self._two_levels)
+        copies = leg.route is Route.COPIES
+        self._debt += (self._share.peer_contention if copies else self._share.contention) * seconds
+        return self._occupy(stream, label, ready, seconds)[1]
 
     def _occupy(self, stream: str, label: str, ready: float, seconds: float) -> tuple[float, float]:
         start = max(self._clock[stream], ready)

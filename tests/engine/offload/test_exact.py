@@ -17,9 +17,10 @@ from tests.support.offload import offloaded, on_device, recipe, train
 from tests.support.patience import Patience
 from tests.support.training import Setting, adamw, assert_close, assert_same, build, sgd, shard_task, train_sharded
 from tests.support.zoo import Stack
-from zeroshard.engine.core.streams import Event, Stream
+from zeroshard.engine.core.streams import Event
 from zeroshard.engine.core.virtual_streams import ClockedEvent, HazardError, Pace, VirtualStreams
-from zeroshard.plan.plan import HostUpdate
+from zeroshard.plan.legs import Stream
+from zeroshard.plan.policy import HostUpdate
 
 TASK = Task(Stack, square_loss)
 CASES = [

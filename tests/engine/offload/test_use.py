@@ -31,7 +31,8 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import FlatUpdate
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.plan import HostUpdate, OnNonFinite, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate, OnNonFinite
 
 TASK = Task(Stack, square_loss)
 

@@ -10,8 +10,7 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
+from collections.abc import Hashable, Iterable
 
 import torch
 
@@ -21,10 +20,11 @@ from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.pending_updates import PendingUpdates
-from zeroshard.engine.core.streams import Buffers, Event, Stream, Streams
+from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, Streams
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
+from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
 
@@ -77,18 +77,41 @@ class Parameters:
         self._met: Event | None = None
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
-        self._launches = [
-            [self._launch(unit, group) for group in unit.groups if group.plan.travels] for unit in self._storage.units
+        self._gather_legs = [[legs.gather for legs in unit] for unit in plan.legs]
+        self._steps = [self._steps_of(unit) for unit in self._storage.units]
+
+    def _steps_of(self, unit: Unit) -> list[Step]:
+        """What gathers a unit into its slot."""
+        found: list[Step] = []
+        for group, legs in zip(unit.groups, self._gather_legs[unit.index], strict=True):
+            found += self._steps_into(unit, group, legs, group.whole, self._buffer(unit.index))
+        return found
+
+    def _steps_into(self, unit: Unit, group: Group, legs: Legs, whole: torch.Tensor, name: Hashable) -> list[Step]:
+        """What gathers a group into `whole`, which hazards call `name`."""
+        return [
+            Step(
+                self._copy(group, whole) if leg.kind is LegKind.COPY else self._all_gather(unit, group, leg, whole),
+                (("shard", unit.index),),
+                (name,),
+                sends=leg.axis is not None,
+            )
+            for leg in legs
         ]
 
-    def _launch(self, unit: Unit, group: Group) -> Callable[[], Pending]:
-        gathers, label = self._gathers[unit.plan.axis], unit.label
-        if self._peers is not None:
-            return self._peers.all_gather(group.whole, group.shard, label, group.copied)
-        if group.plan.param_on_host:
-            start, end = group.plan.layout.shard_range(group.rank)
-            return partial(_gather_from_host, gathers, group.whole, group.whole[start:end], group.shard, label)
-        return lambda: gathers.all_gather(group.whole, group.shard, label)
+    def _copy(self, group: Group, whole: torch.Tensor) -> Follow:
+        start, end = group.plan.layout.shard_range(group.rank)
+        return lambda: whole[start:end].copy_(group.shard, non_blocking=True)
+
+    def _all_gather(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Launch:
+        assert leg.axis is not None
+        gathers, label = self._gathers[leg.axis], unit.label
+        if leg.route is Route.COPIES and whole is group.whole:
+            assert self._peers is not None
+            return self._peers.all_gather(whole, group.shard, label, group.copied)
+        start, end = group.plan.layout.shard_range(group.rank)
+        own = whole[start:end] if leg.source is Buffer.WHOLE else group.shard
+        return lambda: gathers.all_gather(whole, own, label)
 
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
@@ -105,10 +128,11 @@ class Parameters:
             self._await_written(index)
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
-        reads, writes = (("shard", index),), (self._buffer(index),)
-        for launch in self._launches[index]:
-            self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
-            self._streams.launch(Stream.GATHER, launch, reads, writes)
+        steps = self._steps[index]
+        for step in steps:
+            if step.sends:
+                self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
+        self._streams.run(Stream.GATHER, steps)
         self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
             self._versions[index] = _versions(self._storage.units[index])
@@ -164,10 +188,9 @@ class Parameters:
         # Write after read: the memory comes from the allocator, and belongs to what compute has yet to run there.
         self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
         unit.held = True
-        for group in unit.groups:
-            for launch in self._launches_apart(unit, group):
-                self._log.record("all-gather", unit.label, group.plan.gathered_nbytes)
-                self._streams.launch(Stream.GATHER, launch, (("shard", index),), (("held", index),))
+        for group, legs in zip(unit.groups, self._gather_legs[index], strict=True):
+            self._log.record("all-gather", unit.label, group.plan.gathered_nbytes)
+            self._streams.run(Stream.GATHER, self._steps_into(unit, group, legs, group.take_apart(), ("held", index)))
         # Read after write: the memory belongs to the gather until it has landed.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
         self._streams.touch(reads=(("held", index),))
@@ -182,15 +205,6 @@ class Parameters:
                 if self.changes.expected:
                     self.changes.compare(unit, held=True)
                 unit.give_apart_back()
-
-    def _launches_apart(self, unit: Unit, group: Group) -> Iterator[Callable[[], Pending]]:
-        """What gathers a group into its memory of `hold`: by collectives, where slots are gathered by copies too."""
-        gathers, whole = self._gathers[unit.plan.axis], group.take_apart()
-        if group.plan.param_on_host:
-            start, end = group.plan.layout.shard_range(group.rank)
-            yield partial(_gather_from_host, gathers, whole, whole[start:end], group.shard, unit.label)
-        else:
-            yield lambda: gathers.all_gather(whole, group.shard, unit.label)
 
     def resting(self) -> Hashable:
         """What is gathered, on its way or waited for just now: equal values lead to the same operations."""
@@ -335,14 +349,6 @@ def _lent(unit: Unit) -> bool:
     """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather."""
     sent = [group for group in unit.groups if group.plan.travels]
     return bool(sent) and all(len(group.lent) == len(group.parameters) for group in sent)
-
-
-def _gather_from_host(
-    gathers: Collectives, whole: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, label: str
-) -> Pending:
-    """Copy a shard from host memory into its place, and gather the others' around it."""
-    own.copy_(shard, non_blocking=True)
-    return gathers.all_gather(whole, own, label)
 
 
 def written_buffers(index: int) -> tuple[Hashable, ...]:

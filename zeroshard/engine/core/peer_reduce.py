@@ -24,9 +24,10 @@ from zeroshard.comm.collectives import Pending
 from zeroshard.comm.copies import device_copies
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
-from zeroshard.engine.core.streams import Event, Step, Stream, Streams
+from zeroshard.engine.core.streams import Event, Step, Streams
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.optim.kernels.rows import OwnPiece, RowSum
+from zeroshard.plan.legs import Stream
 
 HELD = ("sending", 0)
 

@@ -42,20 +42,21 @@ from zeroshard.engine.core.inner_backward import (
 )
 from zeroshard.engine.core.inspection import Inspection
 from zeroshard.engine.core.interrupted import EndOfBackward, refuse_half_done, refuse_transform
-from zeroshard.engine.core.late_gradients import LateGradients
+from zeroshard.engine.core.late_gradients import add_late_gradients
 from zeroshard.engine.core.outputs import refuse_no_tensor, tensors_in
 from zeroshard.engine.core.outside_reads import OutsideReads
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker, ForwardPass
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.reducing import Reducing
-from zeroshard.engine.core.streams import Stream, Streams
+from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Unit
 from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
 from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered, with_kept
+from zeroshard.plan.legs import Stream
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import Op, OpKind, build_programs
 from zeroshard.sharding.resting import unguarded
@@ -96,8 +97,7 @@ class Runtime:
         self.updates = PendingUpdates()
         self.parking = Parking()
         self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
-        self.gradients = Gradients(plan, storage, streams, dict(reduces), log, peers, self.updates)
-        self._late = LateGradients(storage.units, self.gradients, streams, reduces, log)
+        self.gradients = Gradients(plan, storage, streams, reduces, log, peers, self.updates)
         self.inspection = Inspection(storage.units)
         self._whole_changes = WholeChanges(storage.units, storage.device)
         self._inner = InnerBackward(storage.units, self.parameters)
@@ -360,7 +360,7 @@ class Runtime:
         self._tracker.end_backward()
         self.parameters.let_go()
         if self._collects:
-            for index in self._late.add(self.reducing.factor, self.plan.policy.predivide):
+            for index in add_late_gradients(self.units, self.gradients, self.streams, self.reducing.factor):
                 self.reads.expect(index)
             self.gradients.show_collected()
 

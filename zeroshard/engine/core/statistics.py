@@ -66,7 +66,9 @@ def exchange(
             flags += fired
             if unit.plan.axis == "dp" or first_replica:
                 on_host = group.plan.grad_on_host
-                values[0] += runtime.gradients.squares(group) if on_host else _squared_norm(group, norms, whole=whole)
+                values[0] += (
+                    runtime.gradients.squares.total(group) if on_host else _squared_norm(group, norms, whole=whole)
+                )
     values[1], values[2] = digest_terms(digest)
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
     control.wait(control.all_reduce(values, "(step)"))

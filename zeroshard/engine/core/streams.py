@@ -19,12 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
 from typing import NamedTuple, Protocol, cast
 
 import torch
 
 from zeroshard.comm.collectives import Pending
+from zeroshard.plan.legs import Stream
 
 Buffers = tuple[Hashable, ...]
 Launch = Callable[[], Pending]
@@ -38,20 +38,6 @@ class Step(NamedTuple):
     reads: Buffers = ()
     writes: Buffers = ()
     sends: bool = False
-
-
-class Stream(Enum):
-    """Who runs beside whom."""
-
-    COMPUTE = 0
-    GATHER = 1
-    REDUCE = 2
-    UPLOAD = 3
-    """From host memory to the device."""
-    UPDATE = 4
-    """State that rests in host memory is updated while it is on the device."""
-    DOWNLOAD = 5
-    """From the device to host memory."""
 
 
 SIDE = tuple(stream for stream in Stream if stream is not Stream.COMPUTE)

@@ -19,8 +19,8 @@ from torch import nn
 from zeroshard.engine.memory.guard import sharded_gradient
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Residency
-from zeroshard.plan.plan import GroupPlan, UnitPlan
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import Resting, rest, resting_class, unguarded, wake
 

@@ -27,9 +27,11 @@ from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.host_memory import HostMemory
 from zeroshard.engine.memory.loose_values import take_whole
 from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.offload import lands_beside, returns_beside
 from zeroshard.plan.placement import Placement, Residency, Tier
-from zeroshard.plan.plan import GroupPlan, HostUpdate, Plan
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.resting import Resting, stretch, stretched, whole_class
 
 

@@ -351,7 +351,7 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
         summed = torch.zeros_like(summed)
     if gradients.reduced(spot.unit):
         group.update_grad[spot.own].copy_(summed[spot.of_whole])
-        gradients.square_again(group)
+        gradients.squares.changed(group)
     gradients.fired(spot.unit)[spot.number][spot.index] = True
     stepper.gradients_changed()
 

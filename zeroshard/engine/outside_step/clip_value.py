@@ -53,4 +53,4 @@ def _clip(handle: Handle, group: Group, limit: float) -> None:
         handle.runtime.streams.settle_host()
     gradient = group.update_grad
     gradient.copy_(torch.where(gradient.isfinite(), gradient.clamp(-limit, limit), gradient))
-    handle.runtime.gradients.changed(group)
+    handle.runtime.gradients.squares.changed(group)

@@ -19,7 +19,7 @@ from zeroshard.optim.sources import Source
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import UNSUPPORTED_OPTIONS
 from zeroshard.plan.offload import stream_buffer_nbytes
-from zeroshard.plan.plan import HostUpdate
+from zeroshard.plan.policy import HostUpdate
 
 
 def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:

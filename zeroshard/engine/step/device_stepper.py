@@ -100,7 +100,7 @@ class DeviceStepper(StepperBase):
         """See StepperBase."""
         self._measured = None
         self._norm_of = None
-        self.handle.runtime.gradients.square_into(None, ())
+        self.handle.runtime.gradients.squares.square_into(None, ())
 
     @property
     def settled(self) -> bool:
@@ -148,12 +148,12 @@ class DeviceStepper(StepperBase):
         owned = [group for group in self._counted_groups() if not group.plan.grad_on_host]
         if self._norm_of is None:
             self._norm_of = SquaredNorm([group.own_pieces() for group in owned], self.handle.device)
-            runtime.gradients.square_into(self._norm_of, owned)
-        runtime.gradients.square_rest(owned)
+            runtime.gradients.squares.square_into(self._norm_of, owned)
+        runtime.gradients.squares.square_rest(owned)
         self._norm_of.into(self._stats[0])
         for place, group in enumerate(self._landed_groups()):
-            self._stats[0] += runtime.gradients.squares(group)
-            bad = runtime.gradients.first_bad(group)
+            self._stats[0] += runtime.gradients.squares.total(group)
+            bad = runtime.gradients.squares.first_bad(group)
             numbered = torch.where(bad < FINITE, bad + _LANDED * (place + 1), FINITE)
             torch.minimum(self._norm_of.first_bad, numbered, out=self._norm_of.first_bad)
         digest = comm.log.digest()
@@ -238,7 +238,7 @@ class DeviceStepper(StepperBase):
             return "a parameter of another rank's part"
         if tile >= _LANDED:
             group = self._landed_groups()[tile // _LANDED - 1]
-            low = self.handle.runtime.gradients.first_in_tile(group, tile % _LANDED)
+            low = self.handle.runtime.gradients.squares.first_in_tile(group, tile % _LANDED)
         else:
             number, low = self._norm_of.place_of(tile)
             group = [group for group in self._counted_groups() if not group.plan.grad_on_host][number]

@@ -19,12 +19,13 @@ import torch
 
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.parameters import written_buffers
-from zeroshard.engine.core.streams import Event, Stream
+from zeroshard.engine.core.streams import Event
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.step.step_base import regions_of_units
 from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.updates import PiecewiseUpdate, group_options
+from zeroshard.plan.legs import Stream
 
 _Arrival = Callable[[], object]
 

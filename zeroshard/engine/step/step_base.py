@@ -23,7 +23,7 @@ from zeroshard.errors import NonFiniteError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import StatefulUpdate
-from zeroshard.plan.plan import OnNonFinite
+from zeroshard.plan.policy import OnNonFinite
 
 _LOGGER = logging.getLogger("zeroshard")
 LOUD_SKIPS = 20

@@ -1,0 +1,108 @@
+"""Takes gradients off the parameters, where autograd left them, into the engine's buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.engine.memory.group import Group
+from zeroshard.errors import PlanError
+from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.legs import local_dtype
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """A gradient buffer as one view per parameter, and what lies between them."""
+
+    views: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+
+class Collector:
+    """Copies the gradients of groups into flat buffers.
+
+    Args:
+        accumulate: whether the plan has accumulators for several micro-batches.
+    """
+
+    def __init__(self, *, accumulate: bool) -> None:
+        self._accumulate = accumulate
+        self._cuts: dict[tuple[int, int], _Cuts] = {}
+
+    def forget_addresses(self) -> None:
+        """Buffers have other addresses than before."""
+        self._cuts.clear()
+
+    def views(self, group: Group, target: torch.Tensor) -> list[torch.Tensor]:
+        """One view of a gradient buffer per parameter."""
+        return self._cuts_of(group, target).views
+
+    def local(self, group: Group) -> torch.Tensor:
+        """Where whole local gradients are kept: the resting gradient, or a buffer taken when no_sync first needs it."""
+        plan = group.plan
+        assert plan.grad is not None
+        if plan.grad.axis is None:
+            assert group.grad is not None
+            return group.grad
+        if group.local is None:
+            dtype = torch_dtype(local_dtype(plan, self._accumulate))
+            group.local = torch.zeros(plan.layout.numel, dtype=dtype, device=group.device)
+        return group.local
+
+    def collect(self, group: Group, fired: list[bool], target: torch.Tensor, *, fresh: bool, factor: float) -> None:
+        """Move the gradients of a group, times `factor`, into `target`: over what is there when fresh, else added."""
+        cuts = self._cuts_of(group, target)
+        views, grads, empty = [], [], []
+        for index, (view, parameter) in enumerate(zip(cuts.views, group.parameters, strict=True)):
+            if parameter.grad is None:
+                empty.append(view)
+                continue
+            views.append(view)
+            grads.append(_dense(parameter, group, index))
+            parameter.grad = None
+            fired[index] = True
+        if fresh:
+            empty += cuts.gaps
+            if empty:
+                torch._foreach_zero_(empty)  # a slot is dirty: what got no gradient must not keep another unit's
+            if grads:
+                torch._foreach_copy_(views, grads)
+                if factor != 1.0:
+                    torch._foreach_mul_(views, factor)
+        elif grads:
+            torch._foreach_add_(views, grads, alpha=factor)
+
+    def take(self, group: Group, fired: list[bool], factor: float) -> list[torch.Tensor | None]:
+        """The gradients of a group times `factor`, taken off their parameters; None where there is none."""
+        taken: list[torch.Tensor | None] = []
+        for index, parameter in enumerate(group.parameters):
+            grad = None
+            if parameter.grad is not None:
+                grad = _dense(parameter, group, index).contiguous()
+                grad = grad if factor == 1.0 else grad * factor
+                parameter.grad = None
+                fired[index] = True
+            taken.append(grad)
+        return taken
+
+    def _cuts_of(self, group: Group, target: torch.Tensor) -> _Cuts:
+        """The views of a group's gradient buffer; made once, for the buffers stay where they are."""
+        key = (id(group), target.data_ptr())
+        found = self._cuts.get(key)
+        if found is None:
+            layout = group.plan.layout
+            views = [target[segment.offset : segment.end].view(segment.shape) for segment in layout.segments]
+            found = self._cuts[key] = _Cuts(views, [target[start:end] for start, end in layout.gaps()])
+        return found
+
+
+def _dense(parameter: nn.Parameter, group: Group, index: int) -> torch.Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        name = group.plan.layout.segments[index].name
+        raise PlanError(f"parameter {name!r} got a sparse gradient; build its nn.Embedding with sparse=False")
+    return grad

@@ -1,0 +1,281 @@
+"""Turns the legs of a group's reduces into calls on streams, once for each plan.
+
+The lists stand in the plan (see plan.legs). Here each leg becomes a function of what differs from one backward to the
+next (`Turn`), and the waits that the hazards of the wire slot need come in between:
+
+    write after read    before compute writes to the slot, it waits for the event after the slot's last reduce
+    read after write    before the first leg beside compute, the reduce stream waits for what compute has written
+
+Rejected: to look at the kind of each leg while a backward runs, which costs the host time in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.core.collect import Collector
+from zeroshard.engine.core.peer_reduce import PeerReduce
+from zeroshard.engine.core.squares import Squares
+from zeroshard.engine.core.streams import Buffers, Event, Streams
+from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
+
+
+class Turn(NamedTuple):
+    """What differs from one backward to the next.
+
+    Attributes:
+        fired: per parameter, whether it has got a gradient on this rank; collecting sets it.
+        factor: what gradients are multiplied by when they are collected.
+        fresh: no local gradients wait, so that collecting writes over what the buffer holds.
+        add: reduced gradients rest already, to which this backward's are added.
+    """
+
+    fired: list[bool]
+    factor: float
+    fresh: bool
+    add: bool
+
+
+Action = Callable[[Turn], object]
+Tensors = Callable[[Buffer], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a list of legs works."""
+
+    unit: Unit
+    group: Group
+    legs: Legs
+    slot: int | None
+    tensor: Tensors
+
+    def names(self, *buffers: Buffer) -> Buffers:
+        """What streams call buffers."""
+        return tuple(dict.fromkeys(map(self._name, buffers)))
+
+    def _name(self, buffer: Buffer) -> tuple[str, int | None]:
+        if buffer in _IN_SLOT:
+            return "wire", self.slot
+        return ("late" if buffer in _LATE else "grad"), self.unit.index
+
+
+_IN_SLOT = (Buffer.WIRE, Buffer.STAGING)
+_LATE = (Buffer.LATE, Buffer.LATE_PART)
+
+
+class LegActions:
+    """Makes the actions of one plan, and owns the memory of its reduce slots.
+
+    Args:
+        slots: the reduce slot of each unit.
+        reduces: the reduce communicator of each mesh axis.
+        log: what this rank issues, in the order of the lists (a queue may start it later).
+        peers: what sends gradients where ranks copy to each other.
+        predivide: what gradients are divided by before they are summed.
+    """
+
+    def __init__(
+        self,
+        slots: tuple[int | None, ...],
+        collector: Collector,
+        squares: Squares,
+        streams: Streams,
+        reduces: Mapping[str, Collectives],
+        log: OperationLog,
+        peers: PeerReduce | None,
+        predivide: float,
+    ) -> None:
+        self._slots, self._collector, self._squares = slots, collector, squares
+        self._streams, self._reduces, self._log = streams, reduces, log
+        self._peers, self._predivide = peers, predivide
+        self._free: dict[int, Event] = {}
+        self._makers: dict[LegKind, Callable[[Leg, _Place], Action]] = {
+            LegKind.COLLECT: self._collect,
+            LegKind.CAST: self._cast,
+            LegKind.DIVIDE: self._divide,
+            LegKind.REDUCE_SCATTER: self._reduce_scatter,
+            LegKind.ALL_REDUCE: self._all_reduce,
+            LegKind.ALL_GATHER: self._all_gather,
+            LegKind.SQUARE: self._square,
+            LegKind.LAND: self._land,
+            LegKind.COPY: self._copy,
+        }
+
+    def bind(
+        self, unit: Unit, group: Group, legs: Legs, others: Mapping[Buffer, torch.Tensor] | None = None
+    ) -> list[Action]:
+        """The actions of a list of legs, in order.
+
+        Args:
+            others: buffers that the group itself does not have.
+        """
+        slot = self._slots[unit.index]
+        place = _Place(unit, group, legs, slot, partial(self._tensor, group, others or {}))
+        through_slot = any(leg.source in _IN_SLOT and leg.route is Route.COLLECTIVE and leg.axis for leg in legs)
+        actions: list[Action] = []
+        entered = beside = False
+        for leg in legs:
+            if leg.target is Buffer.WIRE and leg.stream is Stream.COMPUTE and slot is not None and not entered:
+                actions.append(partial(self._wait_for_slot, slot))
+                entered = True
+            if leg.stream is Stream.REDUCE and not beside:
+                if leg.route is Route.COLLECTIVE:  # who sends copies waits by itself
+                    actions.append(partial(self._wait_for_compute, place.names(leg.source)))
+                beside = True
+            actions.append(self._makers[leg.kind](leg, place))
+        if through_slot:
+            actions.append(partial(self._leave_slot, place))
+        return actions
+
+    def _tensor(self, group: Group, others: Mapping[Buffer, torch.Tensor], buffer: Buffer) -> torch.Tensor:
+        if buffer is Buffer.LOCAL:
+            return self._collector.local(group)
+        if buffer is Buffer.GRAD:
+            return group.take_grad()
+        found = {Buffer.WIRE: group.wire, Buffer.STAGING: group.staging, **others}[buffer]
+        assert found is not None
+        return found
+
+    # Between legs.
+
+    def _wait_for_slot(self, slot: int, _: Turn) -> None:
+        event = self._free.get(slot)
+        if event is not None:
+            # Write after read: the slot belongs to the reduce of its last unit until that has finished.
+            self._streams.wait(Stream.COMPUTE, event)
+
+    def _wait_for_compute(self, written: Buffers, _: Turn) -> None:
+        self._streams.touch(writes=written)
+        # Read after write: what was collected belongs to compute until that has run.
+        self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE, "collected"))
+
+    def _leave_slot(self, place: _Place, _: Turn) -> None:
+        if self._streams.poisons:
+            wire = place.tensor(Buffer.WIRE)
+            self._streams.follow(Stream.REDUCE, lambda: wire.fill_(math.nan), (), (("wire", place.slot),))
+        if place.slot is not None:
+            self._free[place.slot] = self._streams.record(Stream.REDUCE, ("wire", place.slot))
+
+    # On compute.
+
+    def _collect(self, leg: Leg, place: _Place) -> Action:
+        collect, group, peers = self._collector.collect, place.group, self._peers
+        if leg.target is not Buffer.LOCAL:
+            target = place.tensor(leg.target)
+            return lambda turn: collect(group, turn.fired, target, fresh=True, factor=turn.factor)
+
+        def into_local(turn: Turn) -> None:
+            if peers is not None:
+                # Write after read: whole local gradients may still be sent from where they are about to be written.
+                peers.let_go()
+            collect(group, turn.fired, self._collector.local(group), fresh=turn.fresh, factor=turn.factor)
+
+        return into_local
+
+    def _cast(self, leg: Leg, place: _Place) -> Action:
+        if leg.stream is Stream.COMPUTE:
+            return lambda _: place.tensor(leg.target).copy_(place.tensor(leg.source))
+        source, reads, writes = place.tensor(leg.source), place.names(leg.source), place.names(leg.target)
+
+        def beside(_: Turn) -> None:
+            target = place.tensor(leg.target)
+            self._streams.follow(leg.stream, lambda: target.copy_(source), reads, writes)
+
+        return beside
+
+    def _divide(self, leg: Leg, place: _Place) -> Action:
+        return lambda _: place.tensor(leg.source).div_(self._predivide)
+
+    # Beside compute.
+
+    def _reduce_scatter(self, leg: Leg, place: _Place) -> Action:
+        if leg.route is Route.COPIES:
+            return self._by_copies(leg, place)
+        assert leg.axis is not None
+        collectives, label, nbytes = self._reduces[leg.axis], place.unit.label, leg.nbytes
+        reads, writes = place.names(leg.source), place.names(leg.source, leg.target, Buffer.GRAD)
+
+        def send(_: Turn) -> None:
+            self._log.record("reduce-scatter", label, nbytes)
+            source, landing = place.tensor(leg.source), place.tensor(leg.target)
+            self._streams.launch(leg.stream, lambda: collectives.reduce_scatter(landing, source, label), reads, writes)
+
+        return send
+
+    def _by_copies(self, leg: Leg, place: _Place) -> Action:
+        """Send to the peers; squares are made with the sums where these are the last ones."""
+        peers, unit, group, slot = self._peers, place.unit, place.group, place.slot
+        assert peers is not None
+        last = leg.target is Buffer.GRAD and leg is place.legs[-1]
+
+        def send(turn: Turn) -> None:
+            if leg.source is Buffer.AUTOGRAD:
+                sources = self._collector.take(group, turn.fired, turn.factor)
+            else:
+                sources = self._collector.views(group, place.tensor(leg.source))
+            landing = place.tensor(leg.target)
+            squares = self._squares.beside_sum(group) if last else None
+            peers.reduce(unit, group, slot, sources, landing, add=leg.adds and turn.add, squares=squares)
+
+        return send
+
+    def _all_reduce(self, leg: Leg, place: _Place) -> Action:
+        assert leg.axis is not None
+        collectives, label, writes = self._reduces[leg.axis], place.unit.label, place.names(leg.target, Buffer.GRAD)
+
+        def send(_: Turn) -> None:
+            part = place.tensor(leg.target)
+            self._streams.launch(leg.stream, lambda: collectives.all_reduce(part, label), (), writes)
+
+        return send
+
+    def _all_gather(self, leg: Leg, place: _Place) -> Action:
+        assert leg.axis is not None
+        collectives, label = self._reduces[leg.axis], place.unit.label
+        reads, writes = place.names(leg.target), place.names(leg.target, leg.source, Buffer.GRAD)
+
+        def send(_: Turn) -> None:
+            whole, part = place.tensor(leg.target), place.tensor(leg.source)
+            self._streams.launch(leg.stream, lambda: collectives.all_gather(whole, part, label), reads, writes)
+
+        return send
+
+    def _square(self, leg: Leg, place: _Place) -> Action:
+        squares, source = self._squares.of(place.group), place.tensor(leg.source)
+        buffers = place.names(leg.source), place.names(Buffer.GRAD)
+
+        def square() -> None:
+            squares.norm.square(0, source)
+            squares.norm.into(squares.total)
+
+        return lambda _: self._streams.follow(leg.stream, square, *buffers)
+
+    def _land(self, leg: Leg, place: _Place) -> Action:
+        source, buffers = place.tensor(leg.source), (place.names(leg.source), place.names(leg.target))
+
+        def land(turn: Turn) -> None:
+            target = place.tensor(leg.target)
+            put = target.add_ if turn.add else target.copy_
+            self._streams.follow(leg.stream, lambda: put(source), *buffers)
+
+        return land
+
+    def _copy(self, leg: Leg, place: _Place) -> Action:
+        source, buffers = place.tensor(leg.source), (place.names(leg.source), place.names(leg.target))
+
+        def copy(_: Turn) -> None:
+            target = place.group.grad
+            assert target is not None
+            self._streams.follow(leg.stream, lambda: target.copy_(source, non_blocking=True), *buffers)
+
+        return copy

@@ -1,0 +1,110 @@
+"""Squares of reduced gradients, summed beside the backward, while they are on the device.
+
+gradients on the device    each group when its last reduce before the step has landed, into the norm of the step
+gradients on the host      each group while its reduced part is still beside the slot; one sum per group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.optim.kernels.norm import SquaredNorm
+from zeroshard.plan.legs import Stream
+
+
+@dataclass(frozen=True)
+class HostSquares:
+    """The sum of squares of gradients that go to host memory."""
+
+    norm: SquaredNorm
+    total: torch.Tensor
+
+
+class Squares:
+    """Who is squared when."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._done: set[int] = set()
+        self.square_into(None, ())
+
+    def adopt(self, units: Iterable[Unit], *, accumulate: bool) -> None:
+        """Start anew under a plan."""
+        self._final = not accumulate
+        # Made here, on compute, which every reduce waits for: later their first zeros could come after the first sum.
+        self._on_host = {
+            id(group): _squares_of(group)
+            for unit in units
+            for group in unit.trainable
+            if group.plan.grad_on_host and group.staging is not None
+        }
+
+    def clear(self) -> None:
+        """The gradients went."""
+        self._done = set()
+
+    def square_into(self, norm: SquaredNorm | None, groups: Sequence[Group]) -> None:
+        """Square each of `groups` when it has been reduced, as the tensor of `norm` of the same number; None: don't."""
+        self._norm = norm
+        self._number = {id(group): number for number, group in enumerate(groups)}
+        self._done = set()
+
+    def square_rest(self, groups: Sequence[Group]) -> None:
+        """Square on compute what was not squared when it was reduced."""
+        assert self._norm is not None
+        for number, group in enumerate(groups):
+            if id(group) not in self._done:
+                self._norm.square(number, group.own_grad)
+
+    def after_reduce(self, unit: Unit, group: Group) -> None:
+        """Square a group whose reduce was the last one before the step."""
+        norm, number = self._norm, self._number.get(id(group))
+        if norm is None or number is None or not self._final or id(group) in self._done:
+            return
+        gradient = group.own_grad
+        self._streams.follow(Stream.REDUCE, lambda: norm.square(number, gradient), (("grad", unit.index),))
+        self._done.add(id(group))
+
+    def beside_sum(self, group: Group) -> torch.Tensor | None:
+        """Where the kernel that makes a group's last sums puts their squares; None where nobody wants them."""
+        norm, number = self._norm, self._number.get(id(group))
+        if norm is None or number is None or not self._final:
+            return None
+        self._done.add(id(group))
+        return norm.partial(number)
+
+    def changed(self, group: Group) -> None:
+        """Gradients were changed where they rest, with no reduce in flight: earlier squares count no more."""
+        self._done.discard(id(group))
+        squares = self._on_host.get(id(group))
+        if squares is not None:
+            squares.norm.square(0, group.own_grad.to(squares.total.device))
+            squares.norm.into(squares.total)
+
+    def of(self, group: Group) -> HostSquares:
+        """The squares of a group whose gradients go to host memory."""
+        return self._on_host[id(group)]
+
+    def total(self, group: Group) -> torch.Tensor:
+        """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
+        return self.of(group).total
+
+    def first_bad(self, group: Group) -> torch.Tensor:
+        """Int64 scalar on the device: the first tile of such gradients that is not finite; see SquaredNorm."""
+        return self.of(group).norm.first_bad
+
+    def first_in_tile(self, group: Group, tile: int) -> int:
+        """The first element of a tile of such gradients, in this rank's part."""
+        return self.of(group).norm.place_of(tile)[1]
+
+
+def _squares_of(group: Group) -> HostSquares:
+    assert group.staging is not None
+    device = group.staging.device
+    norm = SquaredNorm([group.own_pieces()], device)
+    return HostSquares(norm, torch.zeros((), dtype=torch.float64, device=device))

@@ -1,0 +1,171 @@
+"""Whether the parts of a plan fit each other, as they may not in one that was edited by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zeroshard.errors import PlanError
+from zeroshard.plan.dtypes import dtype_name
+from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
+from zeroshard.sharding.layout import FlatLayout
+from zeroshard.sharding.slots import SlotPlan
+
+if TYPE_CHECKING:
+    from zeroshard.plan.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises PlanError where the parts of a plan don't fit each other, as they may in one that was edited by hand."""
+    if plan.dp < 1 or plan.shard < 1 or plan.dp % plan.shard:
+        raise PlanError(f"shard {plan.shard} does not divide dp {plan.dp}")
+    names = [unit.name for unit in plan.units]
+    if names.count("") != 1 or len(set(names)) != len(names):
+        raise PlanError('units: each needs a name of its own, and one of them must be the root, ""')
+    for unit in plan.order:
+        if not 0 <= unit < len(plan.units):
+            raise PlanError(f"order names unit {unit}, but there are {len(plan.units)} units")
+    for unit in plan.kept:
+        if not (0 <= unit < len(plan.units) and plan.units[unit].name):
+            raise PlanError(f"kept names unit {unit}, which is not a unit besides the root")
+    if plan.policy.prefetch < 0:
+        raise PlanError(f"policy.prefetch must not be negative, is {plan.policy.prefetch}")
+    if plan.policy.peer_copies and (problem := peer_problem(plan)) is not None:
+        raise PlanError(f"policy.peer_copies: {problem}")
+    if plan.policy.cast_inputs is not None:
+        _check_dtype(plan.policy.cast_inputs, "policy.cast_inputs")
+    for index, unit in enumerate(plan.units):
+        _check_unit(plan, unit, f"units[{index}]")
+    gathered = [unit.gathered_nbytes if unit.sharded else None for unit in plan.units]
+    _check_slots(plan.gather_slots, gathered, plan.order, "gather_slots")
+    reduced = [unit.reduce_slot_nbytes or None for unit in plan.units]
+    _check_slots(plan.reduce_slots, reduced, plan.order, "reduce_slots")
+
+
+def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
+    if unit.axis not in ("dp", "shard"):
+        raise PlanError(f"{path}.axis must be 'dp' or 'shard', not {unit.axis!r}")
+    for number, group in enumerate(unit.groups):
+        where = f"{path}.groups[{number}]"
+        _check_layout(group.layout, plan.axis_size(unit.axis), f"{where}.layout")
+        if group.update_axis not in (None, unit.axis):
+            raise PlanError(f"{where}.update_axis must be null or the unit's axis {unit.axis!r}")
+        divided = any(placed is not None and placed.axis is not None for placed in (group.param, group.grad))
+        if group.trainable and divided and group.update_axis is None:
+            raise PlanError(f"{where}.update_axis must be {unit.axis!r} where parameters or gradients are divided")
+        for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER, StateKind.MOMENTS):
+            placement = group.placement(kind)
+            if placement is None:
+                continue
+            if not (kind is StateKind.MASTER and _is_split(group)):
+                _check_dtype(placement.dtype, f"{where}.{kind.value}.dtype")
+            if placement.axis not in (None, unit.axis):
+                raise PlanError(f"{where}.{kind.value}.axis must be null or the unit's axis {unit.axis!r}")
+            if placement.copies < 1:
+                raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
+            _check_blocks(group.layout, kind, placement, f"{where}.{kind.value}")
+        _check_tiers(plan.policy, group, where)
+        if group.trainable:
+            _check_dtype(group.wire, f"{where}.wire")
+        if group.owners and len(group.owners) != len(group.layout.segments):
+            raise PlanError(f"{where}.owners has {len(group.owners)} entries for {len(group.layout.segments)} segments")
+        if any(not 0 <= owner < group.layout.shards for owner in group.owners):
+            raise PlanError(f"{where}.owners names a rank that the axis {unit.axis!r} does not have")
+        if group.trainable != (group.grad is not None):
+            raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
+
+
+def _is_split(group: GroupPlan) -> bool:
+    """Whether master weights are the 16-bit remainder beside bfloat16 parameters (see optim.split)."""
+    return group.master is not None and group.master.dtype == "int16" and group.param.dtype == "bfloat16"
+
+
+def _check_blocks(layout: FlatLayout, kind: StateKind, placement: Placement, path: str) -> None:
+    """Blocks are for moments, and no block may straddle parameters or ranks."""
+    if placement.blocks is None:
+        return
+    size = placement.blocks.size
+    if kind is not StateKind.MOMENTS or placement.tier is not Tier.DEVICE:
+        raise PlanError(f"{path}.blocks: only moments on the device are kept in blocks")
+    borders = [layout.shard_numel, *(border for segment in layout.segments for border in (segment.offset, segment.end))]
+    if any(border % size for border in borders):
+        raise PlanError(f"{path}.blocks.size {size} does not divide where parameters and shards begin and end")
+
+
+def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
+    if layout.shards != shards:
+        raise PlanError(f"{path}.shards is {layout.shards}, but the unit's axis has {shards} ranks")
+    if layout.numel < 0 or layout.numel % shards:
+        raise PlanError(f"{path}.numel {layout.numel} does not divide by {shards} ranks")
+    position = 0
+    for index, segment in enumerate(layout.segments):
+        if any(size < 0 for size in segment.shape):
+            raise PlanError(f"{path}.segments[{index}].shape {segment.shape} has a negative size")
+        if segment.offset < position or segment.end > layout.numel:
+            raise PlanError(f"{path}.segments[{index}] ({segment.name!r}) overlaps another or the end of the buffer")
+        position = segment.end
+
+
+def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
+    """What rests in host memory must have a way there and back."""
+    tiers = {kind: held.tier for kind in StateKind if (held := group.placement(kind)) is not None}
+    for kind, tier in tiers.items():
+        if tier is Tier.NVME:
+            raise PlanError(f"{path}.{kind.value}.tier is 'nvme', which is not built yet; use 'host' or 'device'")
+    if group.param_on_host and (group.param.axis is None or group.param.residency is Residency.RESIDENT):
+        raise PlanError(f"{path}.param.tier is 'host', which needs parameters that are sharded and gathered around use")
+    if group.param_on_host and (policy.host_update is None or (group.trainable and not group.state_on_host)):
+        raise PlanError(f"{path}.param.tier is 'host', which needs policy.host_update and state on the host too")
+    if group.state_on_host and (policy.host_update is None or group.update_axis is None):
+        raise PlanError(f"{path}: state on the host needs policy.host_update and an update_axis")
+    if policy.host_update is HostUpdate.STREAMED and policy.stream_numel < 1:
+        raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
+    if group.grad_on_host and not (group.state_on_host and group.staged and not policy.accumulate):
+        raise PlanError(
+            f"{path}.grad.tier is 'host', which needs state on the host, staged gradients and one micro-batch per step"
+        )
+
+
+def _check_slots(slots: SlotPlan, needed: Sequence[int | None], order: Sequence[int], path: str) -> None:
+    """`needed` is bytes per unit, None for a unit that needs no slot."""
+    if len(slots.of_unit) != len(needed):
+        raise PlanError(f"{path}.of_unit has {len(slots.of_unit)} entries for {len(needed)} units")
+    if any(nbytes < 0 for nbytes in slots.nbytes):
+        raise PlanError(f"{path}.nbytes has a negative size")
+    for unit, (slot, nbytes) in enumerate(zip(slots.of_unit, needed, strict=True)):
+        if (slot is None) != (nbytes is None):
+            raise PlanError(f"{path}.of_unit[{unit}] is {slot}, but the unit {'needs one' if nbytes else 'needs none'}")
+        if nbytes is not None and unit not in order:
+            raise PlanError(f"order leaves out unit {unit}, which must be gathered or reduced")
+        if slot is not None and not (0 <= slot < len(slots.nbytes) and slots.nbytes[slot] >= (nbytes or 0)):
+            raise PlanError(f"{path}.of_unit[{unit}] is {slot}, which is no slot of {nbytes} bytes or more")
+
+
+def _check_dtype(name: str, path: str) -> None:
+    try:
+        canonical = dtype_name(name)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    if canonical != name:
+        raise PlanError(f"{path}: write {canonical!r} for {name!r}")
+
+
+def peer_problem(plan: Plan) -> str | None:
+    """Why the plan can't run by copies between peers; None where it can."""
+    groups = [(unit, group) for unit, group in plan.groups() if group.layout.shards > 1]
+    if not groups:
+        return "nothing is sent"
+    if len({unit.axis for unit, _ in groups}) > 1:
+        return "units are sharded over different axes"
+    if any(group.param_on_host for _, group in groups):
+        return "parameters rest in host memory"
+    trainable = [group for _, group in groups if group.trainable]
+    if any(group.update_axis is None for group in trainable):
+        return "every rank updates all parameters (stage 0)"
+    if any(group.wire == "float64" for group in trainable):
+        return "gradients travel in float64"
+    if plan.policy.predivide != 1.0:
+        return "gradients are divided before they are summed (predivide)"
+    return None

@@ -1,0 +1,143 @@
+"""The parts of a plan: units, which are gathered and reduced together, and the flat groups that these are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.placement import Placement, StateKind, Tier
+from zeroshard.sharding.layout import FlatLayout
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One flat buffer of a unit and the placement of each kind of its state.
+
+    Attributes:
+        wire: dtype in which gradients travel; "" for frozen groups.
+        staged: the reduced part lands beside the slot first (to be added or converted), not in the gradient itself.
+        update_axis: the axis over which the optimizer step is divided; None where every rank updates everything.
+        grad, master, moments: None where the group has no such state (frozen; or the parameters are their own master).
+        compressed: an optimizer averages momentum in compressed form (1-bit): beside `moments`, of which the update
+            reads its part, each rank keeps the whole momentum, the whole of what its own compression left out, and its
+            part of what the second one did.
+        owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
+            makes each one's update; () for all others.
+    """
+
+    layout: FlatLayout
+    trainable: bool
+    param: Placement
+    wire: str = ""
+    staged: bool = False
+    update_axis: str | None = None
+    grad: Placement | None = None
+    master: Placement | None = None
+    moments: Placement | None = None
+    owners: tuple[int, ...] = ()
+    compressed: bool = False
+
+    def placement(self, kind: StateKind) -> Placement | None:
+        return {
+            StateKind.PARAM: self.param,
+            StateKind.GRAD: self.grad,
+            StateKind.MASTER: self.master,
+            StateKind.MOMENTS: self.moments,
+            StateKind.ACTIVATION: None,
+        }[kind]
+
+    def numel_per_rank(self, placement: Placement) -> int:
+        return self.layout.shard_numel if placement.axis is not None else self.layout.numel
+
+    def nbytes(self, kind: StateKind) -> int:
+        """Bytes that one rank holds of this kind of state, padding included."""
+        placement = self.placement(kind)
+        if placement is None:
+            return 0
+        found = placement.nbytes(self.numel_per_rank(placement))
+        if self.compressed and kind is StateKind.MOMENTS:
+            found += (2 * self.layout.numel + self.layout.shard_numel) * itemsize(placement.dtype)
+        return found
+
+    def held_on(self, tier: Tier, kind: StateKind) -> int:
+        """Bytes of this kind of state that one rank holds in a tier."""
+        placement = self.placement(kind)
+        return self.nbytes(kind) if placement is not None and placement.tier is tier else 0
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether the optimizer's state rests off the device; where it has none, whether the parameters do."""
+        held = (self.master, self.moments) if self.master is not None or self.moments is not None else (self.param,)
+        return self.trainable and any(one is not None and one.tier is not Tier.DEVICE for one in held)
+
+    @property
+    def param_on_host(self) -> bool:
+        return self.param.tier is Tier.HOST
+
+    @property
+    def grad_on_host(self) -> bool:
+        return self.grad is not None and self.grad.tier is Tier.HOST
+
+    @property
+    def travels(self) -> bool:
+        """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
+        if self.param_on_host:
+            return True
+        return self.layout.shards > 1 and (self.param.axis is not None or self.update_axis is not None)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole group in compute dtype."""
+        return self.layout.numel * itemsize(self.param.dtype)
+
+    @property
+    def needs_reduce_slot(self) -> bool:
+        """Whether gradients pass through a slot on their way to the wire, instead of being reduced where they rest."""
+        return self.grad is not None and (self.grad.axis is not None or self.grad.dtype != self.wire)
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes of the whole group's gradients on the wire."""
+        return self.layout.numel * itemsize(self.wire) if self.trainable else 0
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of this rank's reduced part where it lands beside the slot."""
+        return self.layout.shard_numel * itemsize(self.wire) if self.staged else 0
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What is gathered and reduced together. The root unit's name is ""."""
+
+    name: str
+    axis: str
+    groups: tuple[GroupPlan, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        return self.name or "(root)"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters rest divided, so that the unit is gathered around its use."""
+        return any(group.param.axis is not None for group in self.groups)
+
+    @property
+    def trainable(self) -> bool:
+        return any(group.trainable for group in self.groups)
+
+    @property
+    def stepped_in_shards(self) -> bool:
+        """Whether each rank updates only its part, so that whole parameters are stale after a step."""
+        return any(group.trainable and group.update_axis is not None for group in self.groups)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        return sum(group.gathered_nbytes for group in self.groups)
+
+    @property
+    def reduce_slot_nbytes(self) -> int:
+        """Bytes of the slot that its gradients need: the whole on the wire, then this rank's reduced part."""
+        return sum(group.wire_nbytes + group.staging_nbytes for group in self.groups if group.needs_reduce_slot)

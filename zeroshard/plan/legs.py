@@ -1,0 +1,330 @@
+"""Legs: what a gather or a reduce of one flat group is made of, in order. The one place that knows.
+
+    gather    [copy SHARD -> WHOLE]      all-gather SHARD -> WHOLE
+    keep      collect AUTOGRAD -> LOCAL                                    gradients wait for a later reduce
+    pending   [cast LOCAL -> WIRE]       reduce-scatter ... [all-reduce ...] [land | copy | all-gather]
+    reduce    collect AUTOGRAD -> WIRE, then as pending; or keep, then pending, where gradients rest whole
+
+The engine turns the lists into calls, the traffic count adds their payloads up, and the planner's clocks add their
+seconds up; all three read the same list object (`Plan.legs`). Whatever travels another way (in another dtype, over a
+second axis, to another tier) is another leg here. Rejected: to let the engine decide from the placements while it runs;
+the traffic count and the clocks then decide a second and a third time, and differ where nobody looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.placement import Tier
+
+
+class Stream(Enum):
+    """Who runs beside whom."""
+
+    COMPUTE = 0
+    GATHER = 1
+    REDUCE = 2
+    UPLOAD = 3
+    """From host memory to the device."""
+    UPDATE = 4
+    """State that rests in host memory is updated while it is on the device."""
+    DOWNLOAD = 5
+    """From the device to host memory."""
+
+
+class LegKind(str, Enum):
+    """What a leg does with its source."""
+
+    COLLECT = "collect"
+    """Gradients leave their parameters, over what the target holds or added to it."""
+    CAST = "cast"
+    """The whole is copied, into the dtype of the target."""
+    DIVIDE = "divide"
+    """The source is divided in place, before it is summed over ranks."""
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    SQUARE = "square"
+    """The squares of the source are summed, while it is on the device."""
+    LAND = "land"
+    """This rank's reduced part is copied to where it rests, or added to what rests there."""
+    COPY = "copy"
+    """Between tiers."""
+
+
+class Buffer(str, Enum):
+    """Where a leg reads or writes."""
+
+    SHARD = "shard"
+    """This rank's part of the parameters."""
+    WHOLE = "whole"
+    """All of the parameters, in compute dtype."""
+    AUTOGRAD = "autograd"
+    """The parameters' gradients as autograd leaves them."""
+    LOCAL = "local"
+    """This rank's whole gradients, until they are reduced."""
+    WIRE = "wire"
+    """Whole gradients in wire dtype, in the reduce slot."""
+    STAGING = "staging"
+    """This rank's part of the reduced gradients, beside WIRE in the slot."""
+    GRAD = "grad"
+    """Where this rank's part of the reduced gradients rests."""
+    LATE = "late"
+    """Whole gradients that came after those of their unit were reduced."""
+    LATE_PART = "late part"
+    """This rank's reduced part of these."""
+
+
+class Route(str, Enum):
+    """How a collective reaches the other ranks."""
+
+    COLLECTIVE = "collective"
+    COPIES = "copies"
+    """Between memory that all ranks of the axis reach; sums are made by the rank that keeps them."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One stretch of the way.
+
+    Attributes:
+        numel: elements of the larger side: an all-gather's output, a reduce-scatter's input.
+        dtype: in which they travel, or arrive.
+        read: dtype of the source.
+        stream: where the leg runs.
+        axis: mesh axis over which ranks take part; None for a leg that sends nothing.
+        adds: the target may hold something to which the leg adds.
+        route: of legs with an axis.
+    """
+
+    kind: LegKind
+    source: Buffer
+    target: Buffer
+    numel: int
+    dtype: str
+    read: str
+    stream: Stream
+    axis: str | None = None
+    adds: bool = False
+    route: Route = Route.COLLECTIVE
+
+    @property
+    def nbytes(self) -> int:
+        """Payload, in bytes."""
+        return self.numel * itemsize(self.dtype)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that the leg reads and writes in the memory of its device."""
+        return self.numel * (itemsize(self.read) + (2 if self.adds else 1) * itemsize(self.dtype))
+
+
+Legs = tuple[Leg, ...]
+
+
+@dataclass(frozen=True)
+class GroupLegs:
+    """The legs of one flat group.
+
+    Attributes:
+        gather: from the shards to the whole parameters; () where nothing moves.
+        keep: from autograd to whole local gradients.
+        pending: from whole local gradients to where reduced ones rest.
+        reduce: from autograd to where reduced ones rest, with no local gradients before.
+        late: from gradients that came late to where those of the unit rest.
+        divided: reduced gradients rest in parts, so that each backward may reduce.
+    """
+
+    gather: Legs = ()
+    keep: Legs = ()
+    pending: Legs = ()
+    reduce: Legs = ()
+    late: Legs = ()
+    divided: bool = False
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What lowering needs to know beside the group: how ranks reach each other, and what is done before sums."""
+
+    copies: bool
+    accumulate: bool
+    divides: bool
+
+
+def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
+    """The legs of a group of `unit`."""
+    gather = _gather(unit, group, ways)
+    if group.grad is None:
+        return GroupLegs(gather)
+    axis, wire, whole = unit.axis, group.wire, group.layout.numel
+    local = local_dtype(group, ways.accumulate)
+    keep = (_collect(group, Buffer.LOCAL, local, adds=True),)
+    divided = group.grad.axis is not None
+    if group.needs_reduce_slot and ways.copies:
+        sent = [_sent_by_copies(unit, group, source) for source in (Buffer.LOCAL, Buffer.AUTOGRAD)]
+        rest = _rest_of_copies(unit, group)
+        pending, direct = ((leg, *rest) for leg in sent)
+    elif group.needs_reduce_slot:
+        rest = (*_divide(ways, Buffer.WIRE, whole, wire), *_through_slot(unit, group))
+        cast = Leg(LegKind.CAST, Buffer.LOCAL, Buffer.WIRE, whole, wire, local, Stream.COMPUTE)
+        pending = (cast, *rest)
+        direct = (_collect(group, Buffer.WIRE, wire), *rest)
+    else:
+        landed = _reduced(unit, group, Buffer.LOCAL, Buffer.GRAD)
+        pending = (*_divide(ways, Buffer.LOCAL, whole, wire), *landed, *_shared(group, axis, Buffer.GRAD, Buffer.LOCAL))
+        direct = ()
+    late = (
+        _collect(group, Buffer.LATE, wire),
+        *_divide(ways, Buffer.LATE, whole, wire),
+        *_reduced(unit, group, Buffer.LATE, Buffer.LATE_PART),
+        *_shared(group, axis, Buffer.LATE_PART, Buffer.LATE),
+    )
+    return GroupLegs(gather, keep, pending, direct if divided else (*keep, *pending), late, divided)
+
+
+def local_dtype(group: GroupPlan, accumulate: bool) -> str:
+    """The dtype of whole local gradients: never narrower than the wire, so that waiting is no less exact."""
+    assert group.grad is not None
+    kept, wire = group.grad.dtype, group.wire
+    if group.grad.axis is None:
+        return kept
+    widest = kept if itemsize(kept) >= itemsize(wire) else wire
+    if accumulate or itemsize(widest) >= itemsize("float32"):
+        return widest
+    return "float32"  # such gradients are not meant to be added to
+
+
+def _gather(unit: UnitPlan, group: GroupPlan, ways: Ways) -> Legs:
+    if not group.travels:
+        return ()
+    dtype, legs = group.param.dtype, list[Leg]()
+    source = Buffer.SHARD
+    if group.param.tier is not Tier.DEVICE:
+        shard = group.layout.shard_numel
+        legs.append(Leg(LegKind.COPY, source, Buffer.WHOLE, shard, dtype, dtype, Stream.GATHER))
+        source = Buffer.WHOLE  # where the shard is now
+    route = Route.COPIES if ways.copies else Route.COLLECTIVE
+    sent = Leg(
+        LegKind.ALL_GATHER,
+        source,
+        Buffer.WHOLE,
+        group.layout.numel,
+        dtype,
+        dtype,
+        Stream.GATHER,
+        unit.axis,
+        route=route,
+    )
+    return (*legs, sent)
+
+
+def _collect(group: GroupPlan, target: Buffer, dtype: str, *, adds: bool = False) -> Leg:
+    return Leg(
+        LegKind.COLLECT,
+        Buffer.AUTOGRAD,
+        target,
+        group.layout.numel,
+        dtype,
+        group.param.dtype,
+        Stream.COMPUTE,
+        adds=adds,
+    )
+
+
+def _divide(ways: Ways, buffer: Buffer, numel: int, dtype: str) -> Legs:
+    return (Leg(LegKind.DIVIDE, buffer, buffer, numel, dtype, dtype, Stream.COMPUTE),) if ways.divides else ()
+
+
+def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
+    """From the wire slot to where reduced gradients rest."""
+    assert group.grad is not None
+    landing = Buffer.STAGING if group.staged else Buffer.GRAD
+    sent = _reduced(unit, group, Buffer.WIRE, landing)
+    if group.update_axis is None:
+        back = Leg(
+            LegKind.CAST,
+            Buffer.WIRE,
+            Buffer.LOCAL,
+            group.layout.numel,
+            group.grad.dtype,
+            group.wire,
+            Stream.REDUCE,
+        )
+        return (*sent, *_shared(group, unit.axis, landing, Buffer.WIRE), back)
+    return (*sent, *_landed(group, landing))
+
+
+def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
+    """What the ranks copy to each other and sum: into the gradient itself, unless more is to be done with the sum."""
+    assert group.grad is not None
+    landing = _landing_of_copies(unit, group)
+    return Leg(
+        LegKind.REDUCE_SCATTER,
+        source,
+        landing,
+        group.layout.numel,
+        group.wire,
+        group.wire,
+        Stream.REDUCE,
+        unit.axis,
+        adds=landing is Buffer.GRAD and group.staged,
+        route=Route.COPIES,
+    )
+
+
+def _landing_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
+    beside = group.grad_on_host or (group.staged and unit.axis == "shard")
+    return Buffer.STAGING if beside else Buffer.GRAD
+
+
+def _rest_of_copies(unit: UnitPlan, group: GroupPlan) -> Legs:
+    landing = _landing_of_copies(unit, group)
+    return (*_over_replicas(unit, group, landing), *_landed(group, landing))
+
+
+def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
+    sent = Leg(
+        LegKind.REDUCE_SCATTER,
+        source,
+        landing,
+        group.layout.numel,
+        group.wire,
+        group.wire,
+        Stream.REDUCE,
+        unit.axis,
+    )
+    return (sent, *_over_replicas(unit, group, landing))
+
+
+def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
+    """Units that are divided within a subgroup are summed over the subgroups too."""
+    if unit.axis != "shard":
+        return ()
+    numel, wire = group.layout.shard_numel, group.wire
+    return (Leg(LegKind.ALL_REDUCE, part, part, numel, wire, wire, Stream.REDUCE, "replicate"),)
+
+
+def _shared(group: GroupPlan, axis: str, part: Buffer, whole: Buffer) -> Legs:
+    """Where every rank updates everything, all get the reduced parts of all."""
+    if group.update_axis is not None:
+        return ()
+    wire = group.wire
+    return (Leg(LegKind.ALL_GATHER, part, whole, group.layout.numel, wire, wire, Stream.REDUCE, axis),)
+
+
+def _landed(group: GroupPlan, landing: Buffer) -> Legs:
+    """From beside the slot to where reduced gradients rest."""
+    assert group.grad is not None
+    if landing is Buffer.GRAD:
+        return ()
+    numel, wire, kept = group.layout.shard_numel, group.wire, group.grad.dtype
+    if group.grad_on_host:
+        return (
+            Leg(LegKind.SQUARE, landing, landing, numel, wire, wire, Stream.REDUCE),
+            Leg(LegKind.COPY, landing, Buffer.GRAD, numel, kept, wire, Stream.REDUCE),
+        )
+    return (Leg(LegKind.LAND, landing, Buffer.GRAD, numel, kept, wire, Stream.REDUCE, adds=True),)

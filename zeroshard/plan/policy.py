@@ -1,0 +1,80 @@
+"""How a step runs: what of a plan is not about where bytes rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from zeroshard.errors import PlanError
+
+
+class OnNonFinite(str, Enum):
+    """What a step does when the gradients hold an inf or NaN."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+    APPLY = "apply"
+    """The update is made from them, unclipped: there is no norm to clip to. Without a loss scale only."""
+
+
+class HostUpdate(str, Enum):
+    """How optimizer state that rests in host memory is updated."""
+
+    PROCESSOR = "processor"
+    """By the processor, beside the next forward: gradients go down, parameters in compute dtype come up."""
+    STREAMED = "streamed"
+    """By the device: state comes up piece by piece, is updated by the device's kernel, and goes down again."""
+
+
+@dataclass(frozen=True)
+class ExecutionPolicy:
+    """How a step runs.
+
+    Attributes:
+        prefetch: how many units are gathered ahead of the one in use.
+        reuse: keep the content of released slots while it is valid; False gathers before every use.
+        spare_nbytes: device memory beyond the smallest slots that is spent to keep units gathered from forward to
+            backward, last first; with enough of it each unit is gathered once per micro-batch, as at stage 2.
+        accumulate: several backwards per step are allowed, and gradients have an accumulator.
+        overlap_step: parameters that rest whole are gathered after a step beside the next forward, and who reads them
+            before that must drain first; False lets the step wait for them. Sharded units are always gathered ahead.
+        predivide: gradients are divided by this before they are summed over ranks.
+        mean: gradients are averaged over data-parallel ranks (else summed).
+        clip_norm: global gradient norm above which gradients are scaled down; 0 means no clipping.
+        on_nonfinite: what to do about inf and NaN in the gradients.
+        cast_inputs: floating inputs of the model are cast to this dtype; None leaves them.
+        peer_copies: all-gathers and reduce-scatters are copies between memory that all ranks of an axis reach.
+        parameter_sums: float64 values per trainable parameter that the optimizer sums over ranks in each step, in one
+            all-reduce for all of them (Lamb: two squared norms).
+        parameter_maxima: float64 values per trainable parameter of which a compressed step takes the largest over
+            ranks, in one all-reduce (1-bit Lamb).
+        host_update: how state in host memory is updated; None where there is none.
+        stream_numel: elements of each of the device buffers through which streamed state passes.
+        pin_memory: host memory that is copied to and from the device is locked.
+    """
+
+    prefetch: int = 1
+    reuse: bool = True
+    spare_nbytes: int = 0
+    accumulate: bool = False
+    overlap_step: bool = False
+    predivide: float = 1.0
+    mean: bool = True
+    clip_norm: float = 0.0
+    on_nonfinite: OnNonFinite = OnNonFinite.RAISE
+    cast_inputs: str | None = None
+    peer_copies: bool = False
+    parameter_sums: int = 0
+    parameter_maxima: int = 0
+    host_update: HostUpdate | None = None
+    stream_numel: int = 0
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.clip_norm >= 0:
+            raise PlanError(f"clip_norm {self.clip_norm} must be a number above 0, or 0 for no clipping")
+        if self.spare_nbytes < 0 or (self.spare_nbytes and not self.reuse):
+            raise PlanError(f"spare_nbytes {self.spare_nbytes} must be 0 or more, and needs reuse of what is in slots")
+        if not 0 < self.predivide < math.inf:
+            raise PlanError(f"predivide {self.predivide} must be a finite number above 0")
