@@ -23,6 +23,7 @@ from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.loose import whole_shape
@@ -151,6 +152,13 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
         raise PlanError(
             f"the plan is for {plan.dp} data-parallel ranks, but {running} running; make it with build_plan(dp={world})"
         )
+    for unit, group in plan.groups():
+        for kind in StateKind:
+            held = group.placement(kind)
+            if held is not None and held.tier is Tier.NVME:  # the planner predicts it
+                raise PlanError(
+                    f"unit {unit.label!r}: {kind.value} rests on 'nvme', which is not built yet; use 'host' or 'device'"
+                )
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     planned = {segment.name: segment.shape for _, group in plan.groups() for segment in group.layout.segments}
     for name in [*shapes, *planned]:

@@ -49,7 +49,7 @@ def make_plan(
         if "accumulate" in changes and plan.policy.accumulate != accumulate:
             raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
         check_wide(plan, source)
-        return plan.with_policy(**changes)
+        return plan.with_policy(**changes) if changes else plan
     if isinstance(plan, int) and not isinstance(plan, bool):
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")

@@ -110,10 +110,6 @@ def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
 
 def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
     """What rests in host memory must have a way there and back."""
-    tiers = {kind: held.tier for kind in StateKind if (held := group.placement(kind)) is not None}
-    for kind, tier in tiers.items():
-        if tier is Tier.NVME:
-            raise PlanError(f"{path}.{kind.value}.tier is 'nvme', which is not built yet; use 'host' or 'device'")
     if group.param_on_host and (group.param.axis is None or group.param.residency is Residency.RESIDENT):
         raise PlanError(f"{path}.param.tier is 'host', which needs parameters that are sharded and gathered around use")
     if group.param_on_host and (policy.host_update is None or (group.trainable and not group.state_on_host)):

@@ -332,12 +332,21 @@ def test_a_plan_with_host_state_reads_back_and_is_checked() -> None:
     text = run_ranks(1, _plan_text)[0]
     for old, new, wrong in (
         ('"host_update": "processor"', '"host_update": null', "host_update"),
-        ('"tier": "host"', '"tier": "nvme"', "not built yet"),
         ('"accumulate": false', '"accumulate": true', "one micro-batch"),
     ):
         assert old in text
         with pytest.raises(PlanError, match=wrong):
             Plan.from_json(text.replace(old, new))
+
+
+def _on_disk(rank: int, world: int) -> None:
+    plan = Plan.from_json(_plan_text(rank, world).replace('"tier": "host"', '"tier": "nvme"'))
+    with pytest.raises(PlanError, match="rests on 'nvme', which is not built yet"):
+        zeroshard.shard(build(TASK), torch.optim.AdamW, plan=plan)
+
+
+def test_state_on_disk_can_be_planned_and_is_refused_where_it_would_run() -> None:
+    run_ranks(1, _on_disk)
 
 
 class _Branches(nn.Module):
