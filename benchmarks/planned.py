@@ -71,7 +71,7 @@ def _stage(plan: Plan) -> int:
     held = [
         [group.placement(kind) for group in groups] for kind in (StateKind.MOMENTS, StateKind.GRAD, StateKind.PARAM)
     ]
-    divided = [sum(p is not None and p.axis is not None for p in found) * 2 >= len(groups) for found in held]
+    divided = [sum(p is not None and p.divided for p in found) * 2 >= len(groups) for found in held]
     return sum(divided)
 
 

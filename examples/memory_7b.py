@@ -49,7 +49,7 @@ def plan_for(model: nn.Module, stage: int, ranks: int, *, accumulate: bool) -> z
         precision=zeroshard.Precision(param="bfloat16"),
         policy=zeroshard.ExecutionPolicy(accumulate=accumulate),
     )
-    return zeroshard.build_plan(find_units(model), recipe, dp=ranks)
+    return zeroshard.build_plan(find_units(model), recipe, ranks)
 
 
 def stage_lines(model: nn.Module, ranks: int) -> list[str]:

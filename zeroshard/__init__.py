@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.saving.checkpoints import load, save, wait_for_checkpoint
     from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
+    from zeroshard.mesh import Mesh, MeshAxis
     from zeroshard.optim.cpu_adam import CPUAdam
     from zeroshard.optim.named import (
         Adam4bit,
@@ -96,6 +97,8 @@ _HOME = {
     "MuonAdamW": "zeroshard.optim.named",
     "OneBitAdam": "zeroshard.optim.named",
     "OneBitLamb": "zeroshard.optim.named",
+    "Mesh": "zeroshard.mesh",
+    "MeshAxis": "zeroshard.mesh",
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
     "Pretrained": "zeroshard.checkpoint.pretrained",
@@ -172,6 +175,8 @@ __all__ = [
     "Init",
     "Lamb",
     "Lion",
+    "Mesh",
+    "MeshAxis",
     "MuonAdamW",
     "Offload",
     "OnDevice",

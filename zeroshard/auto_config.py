@@ -24,6 +24,7 @@ from zeroshard.config.resolve import Resolution
 from zeroshard.engine.automatic import OFFLOADS, assumed_example, choose, example_of, reachable
 from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.errors import ConfigError, PlanError
+from zeroshard.mesh import Mesh
 from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, with_peer_copies
 from zeroshard.plan.check import peer_problem
@@ -42,6 +43,7 @@ def chosen_document(
     source: Source | None,
     device: torch.device,
     example: Example | None,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """The config with the planner's stage and offload in it; called by all ranks.
 
@@ -61,7 +63,9 @@ def chosen_document(
             candidate = read(with_choice(document, stage, offload, share)).config
         except ConfigError as error:
             raise PlanError(str(error)) from error
-        plan = make_plan(model, _without_peers(candidate, model), source, device, accumulate=True if more else None)
+        plan = make_plan(
+            model, _without_peers(candidate, model, mesh), source, device, mesh=mesh, accumulate=more or None
+        )
         check_update(plan, source)
         return with_peer_copies(plan) if peers and peer_problem(plan) is None else plan
 
@@ -130,6 +134,8 @@ def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
-def _without_peers(config: Config, model: nn.Module) -> Recipe:
+def _without_peers(config: Config, model: nn.Module, mesh: Mesh | None) -> Recipe:
     """Whether peers reach each other is asked once, by all ranks; plans are made on the first alone."""
-    return replace(recipe_of(config, kept_in_fp32(model)), peer_copies=False)
+    recipe = recipe_of(config, kept_in_fp32(model))
+    row = recipe.sharding if mesh is None else recipe.sharding.on(mesh)
+    return replace(recipe, sharding=row, peer_copies=False)

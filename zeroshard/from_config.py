@@ -6,18 +6,21 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard import checkpointing
 from zeroshard.arguments import need_kind
 from zeroshard.auto_config import ConfigSource, chosen_document, example_from, kept_in_fp32
 from zeroshard.cluster import rank_place
+from zeroshard.comm.device_mesh import mesh_from
 from zeroshard.comm.join import init_distributed
 from zeroshard.config import ActivationConfig, Config, LeafModules, load_config
 from zeroshard.config.models import DEFAULT_LEAVES
@@ -32,6 +35,7 @@ from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
+from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
 from zeroshard.optim.loss_scale import LossScaler
@@ -165,9 +169,8 @@ def _build_engine(
 ) -> tuple[AnyEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     if model is None:
         raise UsageError("initialize needs a model")
-    if mpu is not None or mesh_param is not None:
-        raise UsageError("initialize: mpu and mesh_param (tensor and pipeline parallelism) are not built yet")
     _join(dist_init_required, distributed_port)
+    mesh = _mesh(mpu, mesh_param)
     world = dist.get_world_size() if dist.is_initialized() else 1
     own, scheduled = optimizer is not None, lr_scheduler is not None
     document = _config_source(args, config, config_params)
@@ -186,9 +189,9 @@ def _build_engine(
     if resolved.zero.stage == "auto":
         example = example_from(training_data, collate_fn, resolved.batch.micro)
         read = partial(resolve, world_size=world, client_optimizer=own, client_scheduler=scheduled)
-        resolved = read(chosen_document(model, document, resolved, read, source, device, example)).config
+        resolved = read(chosen_document(model, document, resolved, read, source, device, example, mesh)).config
     scaler = _scaler(resolved, device)
-    sharded = _shard(model, resolved, source, scaler, device)
+    sharded = _shard(model, resolved, source, scaler, device, mesh)
     try:
         _cast_buffers(model, resolved.precision.buffer)
         scheduler = _scheduler(resolved, sharded, lr_scheduler)
@@ -218,6 +221,24 @@ def _join(required: bool | None, port: int) -> None:
         )
     if required or rank_place(os.environ, port) is not None:
         init_distributed(distributed_port=port)
+
+
+def _mesh(mpu: Any, mesh_param: Any) -> Mesh | None:
+    """The mesh that a caller names in either place."""
+    if mpu is not None and mesh_param is not None:
+        raise UsageError("initialize: give mpu or mesh_param, not both")
+    given, name = (mpu, "mpu") if mesh_param is None else (mesh_param, "mesh_param")
+    if given is None:
+        return None
+    if isinstance(given, tuple) and len(given) == 2 and all(type(size) is int for size in given):
+        data, sequence = given
+        return Mesh((MeshAxis(REPLICATE, 1), MeshAxis(SHARD, data), MeshAxis("sp", sequence)))
+    if not isinstance(given, DeviceMesh):
+        raise UsageError(
+            f"initialize({name}=...): a torch DeviceMesh is needed, or two sizes (data, sequence), not a "
+            f"{type(given).__name__}; tensor and pipeline parallelism are not built yet"
+        )
+    return mesh_from(given)
 
 
 def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource | None) -> ConfigSource:
@@ -270,9 +291,17 @@ def _scaler(config: Config, device: torch.device) -> LossScaler | None:
 
 
 def _shard(
-    model: nn.Module, config: Config, source: Source | None, scaler: LossScaler | None, device: torch.device
+    model: nn.Module,
+    config: Config,
+    source: Source | None,
+    scaler: LossScaler | None,
+    device: torch.device,
+    mesh: Mesh | None,
 ) -> ShardedOptimizer | None:
-    plan = make_plan(model, recipe_of(config, kept_in_fp32(model)), source, device)
+    recipe = recipe_of(config, kept_in_fp32(model))
+    if mesh is not None:
+        recipe = replace(recipe, sharding=recipe.sharding.on(mesh))
+    plan = make_plan(model, recipe, source, device, mesh=mesh)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 
 
@@ -301,7 +330,7 @@ def _source(
     warnings.warn(
         "initialize: neither the config nor the call names an optimizer; the engine can run forward only",
         ZeroShardWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return None
 

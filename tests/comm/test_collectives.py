@@ -14,12 +14,13 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import build_mesh
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
+from zeroshard.mesh import DATA
 
 
 def _collectives(world_size: int, rank: int) -> tuple[Collectives, OperationLog, Watchdog]:
     mesh, log = build_mesh(), OperationLog()
     watchdog = Watchdog(mesh.store(), rank, world_size, log)
-    return Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog), log, watchdog
+    return Collectives(mesh.over(DATA).gather, "dp", log, watchdog), log, watchdog
 
 
 def _use_all(rank: int, world_size: int) -> tuple[dict[str, list[float]], dict[str, tuple[int, int]]]:

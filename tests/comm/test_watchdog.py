@@ -20,10 +20,11 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from zeroshard.checkpoint.error_barrier import StoreBarrier, on_all_ranks
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.mesh import Mesh, build_mesh
+from zeroshard.comm.mesh import RankMesh, build_mesh
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import EXIT_CODE, Watchdog
 from zeroshard.errors import DivergenceError, ZeroShardError
+from zeroshard.mesh import DATA
 
 LIMIT_S = 10.0
 
@@ -31,7 +32,7 @@ LIMIT_S = 10.0
 @dataclass
 class _Rank:
     rank: int
-    mesh: Mesh
+    mesh: RankMesh
     log: OperationLog
     watchdog: Watchdog
     comm: Collectives
@@ -48,7 +49,7 @@ class _Rank:
 def _join(rank: int, world_size: int) -> _Rank:
     mesh, log = build_mesh(), OperationLog()
     watchdog = Watchdog(mesh.store(), rank, world_size, log)
-    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    comm = Collectives(mesh.over(DATA).gather, "dp", log, watchdog)
     joined = _Rank(rank, mesh, log, watchdog, comm)
     joined.gather("embedding")
     return joined
@@ -179,7 +180,7 @@ def _over_tcp(rank: int, world_size: int, directory: str, body: Callable[[_Rank]
     store = server or dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
     mesh, log = build_mesh(), OperationLog()
     watchdog = Watchdog(store, rank, world_size, log)
-    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    comm = Collectives(mesh.over(DATA).gather, "dp", log, watchdog)
     outcome = _outcome(_Rank(rank, mesh, log, watchdog, comm), body)
     Path(directory, str(rank)).write_text(f"{outcome.kind}|{outcome.seconds}|{outcome.text}")
 
@@ -260,7 +261,7 @@ def _in_a_barrier(rank: int, world: int) -> str:
     """Rank 0 runs something alone and rank 1 is ahead, in a barrier of the user's, in a function that we call."""
     mesh, log = build_mesh(), OperationLog()
     watchdog = Watchdog(mesh.store(), rank, world, log, patience_s=0.5, exit_grace_s=60)
-    comm = Collectives(mesh.axis("dp").groups.gather, "dp", log, watchdog)
+    comm = Collectives(mesh.over(DATA).gather, "dp", log, watchdog)
     me = _Rank(rank, mesh, log, watchdog, comm)
     me.gather("embedding")
     try:

@@ -30,7 +30,7 @@ def _placed(plan: Plan) -> tuple[bool, bool, bool, bool]:
     group = plan.units[-1].groups[0]  # what goes to the host goes from the end
     assert group.grad is not None
     assert group.moments is not None
-    divided = (group.param.axis is not None, group.grad.axis is not None)
+    divided = (group.param.divided, group.grad.divided)
     return *divided, group.moments.tier is Tier.HOST, group.placement(StateKind.PARAM).tier is Tier.HOST  # type: ignore[union-attr]
 
 

@@ -18,6 +18,7 @@ from tests.support.models import Batch, Task, square_loss
 from tests.support.training import adamw, build
 from tests.support.zoo import Stack
 from zeroshard.engine.core.handle import handle_of
+from zeroshard.mesh import SHARD, Mesh
 from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.legs import GroupLegs, Leg, LegKind, Legs
 from zeroshard.plan.placement import STAGES, Sharding
@@ -33,7 +34,7 @@ from zeroshard.sharding.units import find_units
 
 TASK = Task(Stack, square_loss)
 WORLD, STEPS = 4, 2
-IN_SUBGROUPS = Sharding(param=True, grad=True, state=True, axis="shard")
+IN_SUBGROUPS = Sharding(param=True, grad=True, state=True, axes=(SHARD,))
 LISTS = ("gather", "keep", "pending", "reduce", "late")
 Change = Callable[[Leg], Leg | None]
 
@@ -57,12 +58,12 @@ def _without(kind: LegKind, leg: Leg) -> Leg | None:
 
 
 def _over_subgroups(kind: LegKind, leg: Leg) -> Leg:
-    return replace(leg, axis="shard") if leg.kind is kind else leg
+    return replace(leg, axes=(SHARD,)) if leg.kind is kind else leg
 
 
 def _plan(row: Sharding, subgroup: int, *, accumulate: bool) -> Plan:
     recipe = Recipe(sharding=row, policy=ExecutionPolicy(accumulate=accumulate))
-    return build_plan(find_units(build(TASK)), recipe, dp=WORLD, shard=subgroup)
+    return build_plan(find_units(build(TASK)), recipe, Mesh.data_parallel(WORLD, subgroup))
 
 
 def _trained(plan: Plan, rank: int, micro_batches: int) -> tuple[Traffic, dict[str, torch.Tensor]]:
@@ -117,14 +118,14 @@ def test_a_changed_leg_changes_what_is_sent_what_is_counted_and_the_bits(name: s
 def _kinds(plan: Plan) -> Iterator[LegKind]:
     for unit in plan.legs:
         for group in unit:
-            yield from {leg.kind for legs in (group.gather, group.reduce) for leg in legs if leg.axis is not None}
+            yield from {leg.kind for legs in (group.gather, group.reduce) for leg in legs if leg.axes}
 
 
 @pytest.mark.parametrize("row", [STAGES[0], STAGES[3], IN_SUBGROUPS], ids=["0", "3", "subgroups"])
 def test_the_planners_clocks_read_the_same_list(row: Sharding) -> None:
     cluster = parse_cluster("8xH100")
     plan, traced = Workload(sized_source(1e8, 2, 256), 1, 128).plan(
-        replace(BF16, sharding=row), dp=8, shard=4, how=Checkpointing.OFF
+        replace(BF16, sharding=row), Mesh.data_parallel(8, 4), Checkpointing.OFF
     )
     busy = step_time(plan, traced, cluster).busy
     for kind in set(_kinds(plan)):

@@ -290,7 +290,7 @@ def _mismatches_are_refused() -> None:
 
 
 def _made(recipe: Recipe) -> Plan:
-    return zeroshard.build_plan(find_units(_Model()), recipe, dp=2)
+    return zeroshard.build_plan(find_units(_Model()), recipe, 2)
 
 
 @needs_torchao
@@ -326,7 +326,7 @@ def _check_planner(kind: str, params: dict[str, Any], stage: int) -> None:
     source = configured_source(config.optimizer.type, config.optimizer.params, list(model.parameters()), {})
     recipe = meaning(document, parse_cluster("1xH100")).recipe
     engine = make_plan(model, replace(recipe, moments=9, blocks=None), source, torch.device("cpu"))
-    plan = zeroshard.build_plan(find_units(model), recipe, dp=engine.dp)
+    plan = zeroshard.build_plan(find_units(model), recipe, engine.dp)
     assert state_bytes(plan).moments == state_bytes(engine).moments
     assert state_bytes(plan).moments > 0
 
@@ -335,7 +335,7 @@ def test_no_block_straddles_parameters_or_ranks_and_the_planner_counts_as_the_en
     document = {"optimizer": {"type": "AdamW4bit", "params": {}}, "train_micro_batch_size_per_gpu": 1}
     recipe = meaning(document, parse_cluster("8xH100")).recipe
     assert recipe.blocks == Blocks(4, 128)
-    plan = zeroshard.build_plan(find_units(_Model()), recipe, dp=3)
+    plan = zeroshard.build_plan(find_units(_Model()), recipe, 3)
     for _, group in plan.groups():
         if group.moments is not None and group.moments.blocks is not None:
             borders = [border for segment in group.layout.segments for border in (segment.offset, segment.end)]

@@ -146,8 +146,8 @@ def test_what_no_hook_can_see_and_what_comes_after_the_end_is_refused_and_input_
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_plan_for_other_ranks_is_refused_by_their_number(stage: int) -> None:
-    plan = zeroshard.build_plan(find_units(Stack()), zeroshard.Recipe(zeroshard.STAGES[stage]), dp=8)
-    with pytest.raises(PlanError, match=r"the plan is for 8 .* ranks, but 1 is running; make it with .*dp=1"):
+    plan = zeroshard.build_plan(find_units(Stack()), zeroshard.Recipe(zeroshard.STAGES[stage]), 8)
+    with pytest.raises(PlanError, match=r"the plan is for 8 ranks .*, but 1 is running; make it .*, 1\)"):
         zeroshard.shard(Stack(), torch.optim.AdamW, plan=plan)
 
 

@@ -19,6 +19,7 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.measure import forget_sent, held_bytes, sent
 from zeroshard.errors import UsageError
+from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
@@ -28,8 +29,8 @@ from zeroshard.plan.traffic import step_traffic
 from zeroshard.sharding.units import find_units
 
 WHOLE, ALL_RANKS = STAGES[0], STAGES[3]
-SUBGROUP = Sharding(param=True, grad=True, state=True, axis="shard")
-SUBGROUP_STATE = Sharding(param=False, grad=False, state=True, axis="shard")
+SUBGROUP = Sharding(param=True, grad=True, state=True, axes=("dp_shard",))
+SUBGROUP_STATE = Sharding(param=False, grad=False, state=True, axes=("dp_shard",))
 ROWS = {
     "": WHOLE,
     "blocks.0": WHOLE,
@@ -107,7 +108,7 @@ def _train(plan: Plan, rank: int, micro_batches: int) -> tuple[dict[str, torch.T
 def _plan(shard_size: int, rows: dict[str, Sharding], *, accumulate: bool, low: bool = False) -> Plan:
     policy = ExecutionPolicy(accumulate=accumulate, clip_norm=CLIP, cast_inputs="bfloat16" if low else None)
     recipe = Recipe(overrides=rows, precision=Precision("bfloat16" if low else None), policy=policy)
-    return build_plan(find_units(_Model()), recipe, dp=dist.get_world_size(), shard=shard_size)
+    return build_plan(find_units(_Model()), recipe, Mesh.data_parallel(dist.get_world_size(), shard_size))
 
 
 def _mixed(rank: int, world_size: int, shard_size: int) -> float:
@@ -159,8 +160,8 @@ def _measured(rank: int, world_size: int) -> None:
     planned = state_bytes(zeroshard.plan_of(model))
     assert held_bytes(model).total == planned.total
     whole = sum(group.layout.numel * 2 for unit, group in plan.groups() if not unit.sharded)
-    part = {"dp": 4, "shard": 2}
-    parts = sum(group.layout.numel * 2 // part[unit.axis] for unit, group in plan.groups() if unit.sharded)
+    mesh = plan.mesh
+    parts = sum(group.layout.numel * 2 // mesh.size(unit.axes) for unit, group in plan.groups() if unit.sharded)
     assert planned.param == whole + parts
     zeroshard.close(model)
 

@@ -271,7 +271,7 @@ def _finished_plans(rank: int, world: int) -> None:
         (Recipe(STAGES[1], moments=1, policy=ExecutionPolicy(clip_norm=1.0)), "set clip_norm 0"),
     ):
         model = frozen_model()
-        plan = build_plan(find_units(model), recipe, dp=world)
+        plan = build_plan(find_units(model), recipe, world)
         with pytest.raises(PlanError, match=words):
             zeroshard.shard(model, MAKERS["OneBitAdam"](model), plan=plan)
 

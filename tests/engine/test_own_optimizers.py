@@ -195,7 +195,7 @@ def test_each_equals_its_unsharded_reference_bit_for_bit(world: int) -> None:
 def _in_subgroups(rank: int, world: int) -> None:
     """State divided within pairs of ranks, each pair holding all of it."""
     task, setting = CASES[0]
-    recipe = Recipe(Sharding(param=True, grad=True, state=True, axis="shard"))
+    recipe = Recipe(Sharding(param=True, grad=True, state=True, axes=("dp_shard",)))
     for name in ("Lamb", "Muon"):
         ours, plain = PAIRS[name]
         reference = shared_reference(task, replace(setting, optimizer=plain, steps=3), world)

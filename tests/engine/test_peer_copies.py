@@ -328,4 +328,4 @@ def test_parameters_within_this_ranks_shard_are_used_there_and_not_copied(tmp_pa
 
 def test_a_plan_whose_gradients_no_peer_could_sum_is_refused() -> None:
     with pytest.raises(PlanError, match="stage 0"):
-        build_plan(find_units(_Model(), None), Recipe(sharding=STAGES[0], peer_copies=True), dp=2)
+        build_plan(find_units(_Model(), None), Recipe(sharding=STAGES[0], peer_copies=True), 2)

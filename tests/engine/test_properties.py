@@ -234,7 +234,7 @@ def _only_nothing_trains() -> nn.Module:
 def _plan(seed: int, stage: int, world: int) -> tuple[Example, Plan]:
     example = Example.draw(seed)
     torch.manual_seed(0)
-    return example, build_plan(find_units(example.build()), example.recipe(stage, world), dp=world)
+    return example, build_plan(find_units(example.build()), example.recipe(stage, world), world)
 
 
 @settings(max_examples=40, deadline=None)

@@ -42,6 +42,6 @@ def test_equal_logs_agree_and_one_that_differs_does_not(size: int) -> None:
     for digest in LOGS:
         for last in (digest, digest ^ 1):
             ring = cast(Collectives, _Ring(size, last))
-            found = exchange(runtime, ring, {}, digest=digest, first_replica=True)
+            found = exchange(runtime, ring, {}, digest=digest)
             assert found.agree == (last == digest)
     zeroshard.close(model)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import settings
 
+from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Precision, Recipe, build_plan
 from zeroshard.plan.placement import STAGES, Sharding
 from zeroshard.plan.plan import Plan
@@ -51,4 +52,4 @@ def plan_of(
         moments=moments,
         persistence_threshold=threshold,
     )
-    return build_plan(units, recipe, dp=dp, shard=shard)
+    return build_plan(units, recipe, Mesh.data_parallel(dp, shard))

@@ -111,12 +111,12 @@ def test_a_persistent_unit_keeps_its_parameters_whole() -> None:
 
 
 def test_a_subgroup_divides_by_its_own_size() -> None:
-    row = Sharding(param=True, grad=True, state=True, axis="shard")
+    row = Sharding(param=True, grad=True, state=True, axes=("dp_shard",))
     assert state_bytes(plan_of(blocks(6), row, dp=8, shard=2)).param == 3 * 4096
 
 
 def test_a_subgroup_of_one_holds_everything_in_place() -> None:
-    row = Sharding(param=True, grad=True, state=True, axis="shard")
+    row = Sharding(param=True, grad=True, state=True, axes=("dp_shard",))
     state = state_bytes(plan_of(blocks(6), row, dp=2, shard=1))
     assert (state.param, state.gather_slots, state.reduce_slots) == (6 * 4096, 0, 0)
 

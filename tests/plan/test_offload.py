@@ -29,7 +29,7 @@ def plan_with(offload: Offload, *, stage: int = 3, accumulate: bool = False, mas
         policy=ExecutionPolicy(accumulate=accumulate),
         offload=offload,
     )
-    return build_plan(blocks(UNITS, NUMEL), recipe, dp=RANKS)
+    return build_plan(blocks(UNITS, NUMEL), recipe, RANKS)
 
 
 @pytest.mark.parametrize(("ratio", "units"), [(0.0, 0), (0.1, 1), (0.5, 4), (0.51, 5), (1.0, 8)])
@@ -89,7 +89,7 @@ def test_streamed_state_passes_through_three_buffers_of_a_piece() -> None:
 
 def test_one_rank_alone_offloads_as_many_do() -> None:
     recipe = Recipe(precision=Precision(param="bfloat16"), offload=Offload(param=True))
-    state = state_bytes(build_plan(blocks(UNITS, NUMEL), recipe, dp=1))
+    state = state_bytes(build_plan(blocks(UNITS, NUMEL), recipe, 1))
     assert (state.param, state.grad, state.host) == (0, 0, ALL * 16)
 
 
@@ -107,4 +107,4 @@ def test_what_has_no_meaning_is_refused() -> None:
         plan_with(Offload(), master="int16")
     recipe = Recipe(matrices=("block7.weight",), offload=Offload())
     with pytest.raises(PlanError, match="whole matrices"):
-        build_plan(blocks(UNITS, NUMEL), recipe, dp=RANKS)
+        build_plan(blocks(UNITS, NUMEL), recipe, RANKS)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tests.plan.specs import blocks, plan_of, relaxed
 from zeroshard.errors import PlanError
+from zeroshard.mesh import DATA, SHARD, Mesh, MeshAxis
 from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
 from zeroshard.plan.placement import STAGES, Sharding, StateKind
 from zeroshard.plan.plan import Plan
@@ -49,9 +50,9 @@ plans = st.builds(
         precision=precision,
     ),
     st.builds(
-        lambda param, grad, state, axis: Sharding(param, grad, state or param or grad, axis),
+        lambda param, grad, state, axes: Sharding(param, grad, state or param or grad, axes),
         *[st.booleans()] * 3,
-        st.sampled_from(["dp", "shard"]),
+        st.sampled_from([DATA, (SHARD,)]),
     ),
     st.integers(1, 4),
     st.integers(1, 4),
@@ -129,7 +130,19 @@ WRONG = (None, True, -1, 1.5, "nonsense", [], {})
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", "null", "1", "[]", "{}", '"plan"', "{", '{"dp": 2}', '{"units": [], "dp": 1, "shard": 1}', "NaN"],
+    [
+        "",
+        "nonsense",
+        "null",
+        "1",
+        "[]",
+        "{}",
+        '"plan"',
+        "{",
+        '{"mesh": 2}',
+        '{"units": [], "mesh": {"axes": []}}',
+        "NaN",
+    ],
 )
 def test_garbage_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="not a zeroshard plan"):
@@ -191,20 +204,22 @@ def _exact(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "wrong", "words"),
     [
-        (("dp",), "two", ["dp", "whole number"]),
-        (("dp",), True, ["dp", "whole number"]),
-        (("dp",), 0, ["dp"]),
-        (("shard",), 3, ["shard", "divide"]),
+        (("mesh", "axes", 1, "size"), "two", ["mesh.axes[1].size", "whole number"]),
+        (("mesh", "axes", 1, "size"), True, ["mesh.axes[1].size", "whole number"]),
+        (("mesh", "axes", 1, "size"), 0, ["dp_shard", "0 ranks"]),
+        (("mesh", "axes", 1, "size"), 3, ["shards is 4", "3 ranks"]),
+        (("mesh", "axes", 0, "name"), "up", ["mesh axis 'up'", "dp_replicate"]),
+        (("mesh", "axes", 0, "name"), "tp", ["mesh", "dp_replicate", "needed"]),
         (("order",), [0, 99], ["order", "99"]),
         (("gather_slots", "of_unit", 0), 99, ["gather_slots", "99"]),
         (("gather_slots", "of_unit"), [], ["gather_slots", "units"]),
         (("policy", "on_nonfinite"), "explode", ["on_nonfinite", "explode"]),
         (("policy", "prefetch"), 1.5, ["policy.prefetch", "whole number"]),
-        (("units", 0, "axis"), "diagonal", ["units[0].axis", "diagonal"]),
+        (("units", 0, "axes"), ["diagonal"], ["units[0].axes", "diagonal"]),
         (("units", 1, "groups", 0, "param"), None, ["units[1].groups[0].param"]),
         (("units", 1, "groups", 0, "param", "dtype"), "int8", ["units[1].groups[0].param.dtype", "int8"]),
         (("units", 1, "groups", 0, "param", "tier"), "moon", ["units[1].groups[0].param.tier", "moon"]),
-        (("units", 1, "groups", 0, "update_axis"), None, ["units[1].groups[0].update_axis", "divided"]),
+        (("units", 1, "groups", 0, "update_axes"), [], ["units[1].groups[0].update_axes", "divided"]),
         (("units", 1, "groups", 0, "layout", "numel"), "many", ["units[1].groups[0].layout.numel"]),
         (("units", 1, "groups", 0, "layout", "segments", 0, "shape"), [3, -4], ["segments[0].shape"]),
     ],
@@ -234,8 +249,8 @@ def test_stages_are_rows_of_the_table() -> None:
             for kind, sharded in ((StateKind.PARAM, row.param), (StateKind.GRAD, row.grad)):
                 placement = group.placement(kind)
                 assert placement is not None
-                assert placement.axis == ("dp" if sharded else None), (stage, unit.label, kind)
-            assert group.update_axis == ("dp" if row.state else None)
+                assert placement.axes == (DATA if sharded else ()), (stage, unit.label, kind)
+            assert group.update_axes == (DATA if row.state else ())
 
 
 def test_parameters_named_are_kept_in_fp32() -> None:
@@ -253,9 +268,24 @@ def test_sizes_that_do_not_divide_are_refused(dp: int, shard: int | None) -> Non
         plan_of(blocks(1), 3, dp=dp, shard=shard)
 
 
+def test_axes_that_nothing_uses_yet_are_refused_by_name() -> None:
+    mesh = Mesh((MeshAxis("dp_replicate", 1), MeshAxis("dp_shard", 2), MeshAxis("tp", 2)))
+    with pytest.raises(PlanError, match=r"axis 'tp' has 2 ranks, but nothing uses it yet"):
+        build_plan(blocks(1), Recipe(), mesh)
+    one = Mesh((MeshAxis("pp", 1), MeshAxis("dp_replicate", 1), MeshAxis("dp_shard", 2)))
+    assert build_plan(blocks(1), Recipe(), one).mesh == one
+
+
+def test_a_plan_made_in_python_is_checked_as_one_that_is_read() -> None:
+    plan = plan_of(blocks(2), 3, dp=4)
+    unit = replace(plan.units[1], groups=(replace(plan.units[1].groups[0], update_axes=()),))
+    with pytest.raises(PlanError, match=r"units\[1\]\.groups\[0\]\.update_axes"):
+        replace(plan, units=(plan.units[0], unit, plan.units[2]))
+
+
 def test_an_override_for_a_unit_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match="places unit 'block9'"):
-        build_plan(blocks(1), Recipe(overrides={"block9": STAGES[0]}), dp=1)
+        build_plan(blocks(1), Recipe(overrides={"block9": STAGES[0]}), 1)
 
 
 @pytest.mark.parametrize(("param", "grad"), [(True, True), (True, False), (False, True)])
@@ -265,8 +295,8 @@ def test_a_row_that_divides_what_every_rank_updates_is_refused(param: bool, grad
 
 
 def test_a_row_over_an_axis_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"axis='tensor'.*'dp'.*'shard'"):
-        Sharding(True, True, True, axis="tensor")
+    with pytest.raises(PlanError, match=r"axes=\('tensor',\).*'dp_replicate', 'dp_shard'"):
+        Sharding(True, True, True, axes=("tensor",))
 
 
 def test_integers_are_refused_by_name() -> None:
@@ -282,7 +312,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 def test_the_persistence_budget_is_obeyed() -> None:
     recipe = Recipe(persistence_threshold=1024, persistence_budget=2500)
-    plan = build_plan(blocks(4), recipe, dp=2)
+    plan = build_plan(blocks(4), recipe, 2)
     assert [unit.sharded for unit in plan.units[1:]] == [False, False, True, True]
 
 
@@ -292,7 +322,7 @@ def test_the_persistence_budget_is_obeyed() -> None:
 )
 def test_prefetch_follows_the_element_budgets(prefetch: int | None, live: int | None, depth: int) -> None:
     recipe = Recipe(policy=ExecutionPolicy(prefetch=9), prefetch_numel=prefetch, live_numel=live)
-    assert build_plan(blocks(6), recipe, dp=2).policy.prefetch == depth
+    assert build_plan(blocks(6), recipe, 2).policy.prefetch == depth
 
 
 def test_another_order_changes_slots_and_order_only() -> None:
@@ -329,6 +359,6 @@ def test_on_gpus_stage_1_divides_the_gradients_of_one_micro_batch_unless_they_ar
 ) -> None:
     policy = ExecutionPolicy(accumulate=micro_batches > 1)
     recipe = for_gpu(Recipe(STAGES[1], policy=policy, compressed=compressed), split_master=False)
-    plan = build_plan(blocks(2), recipe, dp=2)
-    divided = {group.grad.axis is not None for _, group in plan.groups() if group.grad is not None}
+    plan = build_plan(blocks(2), recipe, 2)
+    divided = {group.grad.divided for _, group in plan.groups() if group.grad is not None}
     assert divided == {micro_batches == 1 and not compressed}

@@ -86,7 +86,7 @@ def test_no_sync_reduces_once(stage: int) -> None:
 
 
 def test_a_subgroup_adds_an_all_reduce_of_the_shard_over_its_replicas() -> None:
-    row = Sharding(param=True, grad=True, state=True, axis="shard")
+    row = Sharding(param=True, grad=True, state=True, axes=("dp_shard",))
     traffic = step_traffic(plan_of(blocks(UNITS, NUMEL), row, dp=8, shard=4, reuse=False))
     assert payload(traffic) == 3 * PSI
     statistics = 8 * (STATS_FIXED + UNITS)
@@ -95,7 +95,7 @@ def test_a_subgroup_adds_an_all_reduce_of_the_shard_over_its_replicas() -> None:
 
 
 def test_a_subgroup_of_one_sends_gradients_only() -> None:
-    row = Sharding(param=True, grad=True, state=True, axis="shard")
+    row = Sharding(param=True, grad=True, state=True, axes=("dp_shard",))
     traffic = step_traffic(plan_of(blocks(UNITS, NUMEL), row, dp=2, shard=1))
     assert traffic.nbytes == {"all-reduce": PSI + 8 * (STATS_FIXED + UNITS)}
 

@@ -38,7 +38,7 @@ def _plan(
         UnitSpec(f"block{i}" if i else "", (ParameterSpec(f"w{i}", (numel, 1024), torch.float32),)) for i in range(64)
     ]
     recipe = Recipe(STAGES[stage], {}, precision, ExecutionPolicy(accumulate=accumulate), offload=offload)
-    return build_plan(units, recipe, dp=dp)
+    return build_plan(units, recipe, dp)
 
 
 def _on_host(parameters: float, *, param: bool) -> Plan:

@@ -13,6 +13,7 @@ from torch import nn
 from tests.planner.settings import BF16
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh
 from zeroshard.planner.advice import Situation, advice
 from zeroshard.planner.checkpointing import Checkpointing
 from zeroshard.planner.choose import choose
@@ -199,5 +200,5 @@ def _trained_plan(rank: int, world_size: int) -> str:
 def test_the_plan_is_the_very_one_that_the_engine_trains_by() -> None:
     """So its bytes are what a process holds, to the byte (tests/engine/test_bytes.py)."""
     work = Workload(factory_source("tests.planner.zoo:make_tiny"), 2, 1)
-    planned, _ = work.plan(BF16, dp=2, how=Checkpointing.OFF)
+    planned, _ = work.plan(BF16, Mesh.data_parallel(2), Checkpointing.OFF)
     assert run_ranks(2, _trained_plan) == [planned.to_json()] * 2

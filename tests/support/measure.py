@@ -26,9 +26,7 @@ def held_bytes(model: nn.Module) -> StateBytes:
     states = stepper_of(model).update.tensors().items()
     return StateBytes(
         param=_nbytes(
-            group.whole if group.plan.param.axis is None else group.shard
-            for group in groups
-            if not group.plan.param_on_host
+            group.shard if group.plan.param.divided else group.whole for group in groups if not group.plan.param_on_host
         ),
         grad=_nbytes(group.grad for group in groups if not group.plan.grad_on_host),
         master=_nbytes(g.master for g in groups if g.plan.master is not None and g.plan.master.tier is Tier.DEVICE),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.mesh import Axis, Mesh, build_mesh, world_size
+from zeroshard.comm.mesh import RankMesh, build_mesh, world_size
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.waiting import Waiter
@@ -23,13 +23,12 @@ from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.mesh import Axes
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.loose import whole_shape
 from zeroshard.sharding.loose_guard import guard_loose
-
-AXES = ("dp", "shard", "replicate")
 
 
 def build_handle(
@@ -60,7 +59,7 @@ def build_handle(
         )
     _check_model(model)
     _check_plan(model, plan)
-    mesh = build_mesh(plan.shard)
+    mesh = build_mesh(plan.mesh, _axes_of(plan))
     device = default_device() if device is None else device
     comm = _communicators(mesh)
     try:
@@ -84,10 +83,9 @@ def _put_to_work(
     _move_buffers(model, device)
     if sync_parameters and not is_deferred(model):
         _broadcast(model, comm, device)
-    ranks = {axis: comm.mesh.axis(axis).rank for axis in AXES}
     peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
-    storage = Storage(plan, parameters, ranks, device, allocator, open_host_memory(plan, device))
+    storage = Storage(plan, parameters, comm.mesh.rank, device, allocator, open_host_memory(plan, device))
     if is_deferred(model):
         _materialize(model, plan, storage, device)
     guard_loose(model)
@@ -147,10 +145,11 @@ def _check_model(model: nn.Module) -> None:
 def _check_plan(model: nn.Module, plan: Plan) -> None:
     """Before any communicator is made: the mesh of a plan for other ranks would be an error of another kind."""
     world = world_size()
-    if plan.dp != world:
+    if plan.mesh.world_size != world:
         running = "1 is" if world == 1 else f"{world} are"
         raise PlanError(
-            f"the plan is for {plan.dp} data-parallel ranks, but {running} running; make it with build_plan(dp={world})"
+            f"the plan is for {plan.mesh.world_size} ranks ({plan.mesh}), but {running} running; make it with "
+            f"build_plan(units, recipe, {world})"
         )
     for unit, group in plan.groups():
         for kind in StateKind:
@@ -169,17 +168,32 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _communicators(mesh: Mesh) -> Comm:
+def _axes_of(plan: Plan) -> list[Axes]:
+    """The axes over which something is sent: those of units, of their sums, and the rest of these."""
+    found: list[Axes] = []
+    for unit, group in plan.groups():
+        found += [unit.axes, group.sums, plan.mesh.without(unit.axes)]
+    return [axes for axes in dict.fromkeys(found) if axes]
+
+
+def _communicators(mesh: RankMesh) -> Comm:
     log, counted = OperationLog(), OperationLog()
     watchdog = Watchdog(mesh.store(), mesh.rank, mesh.world_size, log)
 
-    def of(axis: Axis, purpose: str, order: OperationLog | None = None) -> Collectives:
-        groups = {"gather": axis.groups.gather, "reduce": axis.groups.reduce, "control": axis.groups.control}
-        return Collectives(groups[purpose], f"{axis.name}/{purpose}", counted, watchdog, order)
+    def named(axes: Axes, purpose: str) -> str:
+        return f"{'+'.join(axes)}/{purpose}"
 
-    gathers = {name: of(mesh.axis(name), "gather") for name in AXES}
-    reduces = {name: of(mesh.axis(name), "reduce") for name in AXES}
-    return Comm(mesh, log, counted, watchdog, of(mesh.axis("dp"), "control", log), gathers, reduces)
+    gathers = {
+        axes: Collectives(groups.gather, named(axes, "gather"), counted, watchdog)
+        for axes, groups in mesh.groups.items()
+    }
+    reduces = {
+        axes: Collectives(groups.reduce, named(axes, "reduce"), counted, watchdog)
+        for axes, groups in mesh.groups.items()
+    }
+    everyone = mesh.mesh.names
+    control = Collectives(mesh.over(everyone).control, named(everyone, "control"), counted, watchdog, log)
+    return Comm(mesh, log, counted, watchdog, control, gathers, reduces)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -7,7 +7,7 @@ part of the first one is kept. No communication: a rank that closes alone, in an
 
 from __future__ import annotations
 
-from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
@@ -29,17 +29,17 @@ def close_handle(handle: Handle) -> None:
             with unguarded():
                 for parameter in group.parameters:
                     parameter.grad = None
-            if group.plan.param.axis is not None:
+            if group.plan.param.divided:
                 _hang(group, handle.comm.mesh)
     guard_loose(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
 
 
-def _hang(group: Group, mesh: Mesh) -> None:
+def _hang(group: Group, mesh: RankMesh) -> None:
     layout = group.plan.layout
     values, others = group.shard, mesh.world_size - layout.shards
     kept = mesh.rank < layout.shards  # ranks of the first subgroup have the first numbers
-    if group.plan.update_axis is not None:  # master weights in host memory stay there
+    if group.plan.update_axes:  # master weights in host memory stay there
         whole = group.master is not None and not group.split
         values = group.update_master if whole else group.master_values()
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):

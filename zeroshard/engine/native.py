@@ -16,8 +16,11 @@ from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from zeroshard.comm.device_mesh import mesh_from
+from zeroshard.comm.mesh import world_size
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.engine.automatic import OFFLOADS, AutoPlan, assumed_example, choose, example_of, reachable
 from zeroshard.engine.build import build_handle, default_device
@@ -29,6 +32,7 @@ from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
 from zeroshard.engine.step.choice import make_stepper
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.mesh import Mesh
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -54,6 +58,7 @@ class ShardOptions(TypedDict, total=False):
 
     plan: Plan | Recipe | AutoPlan | int | Literal["auto"]
     units: Sequence[str] | None
+    mesh: DeviceMesh | Mesh | None
     shard_size: int | None
     accumulate: bool | None
     clip_norm: float | None
@@ -82,6 +87,7 @@ def shard(
     *,
     plan: Plan | Recipe | AutoPlan | int | Literal["auto"] = 3,
     units: Sequence[str] | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     shard_size: int | None = None,
     accumulate: bool | None = None,
     clip_norm: float | None = None,
@@ -99,7 +105,9 @@ def shard(
         plan: a ZeRO stage (0 to 3), a Recipe, a finished Plan, or "auto" or an AutoPlan: the planner chooses by what
             is free.
         units: module paths that are gathered as a whole, instead of the ones found.
-        shard_size: ranks per subgroup, for units that the recipe places on the axis 'shard'.
+        mesh: the ranks as named axes, a torch DeviceMesh say: with `dp_replicate` and `dp_shard` a stage divides the
+            state over `dp_shard`, and each of the subgroups holds a copy. By default all ranks are one subgroup.
+        shard_size: ranks per subgroup, in place of a mesh.
         accumulate: whether several backwards happen per step; takes an accumulator into the plan.
         clip_norm: global gradient norm above which gradients are scaled down.
         scaler: loss scale for float16.
@@ -115,12 +123,13 @@ def shard(
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
     device = default_device() if device is None else device
+    ranks = _mesh(mesh, shard_size)
     if isinstance(plan, (AutoPlan, str)):
         if isinstance(plan, str) and plan != "auto":
             raise PlanError(f"plan={plan!r}: {_PLANS}")
         auto = AutoPlan() if isinstance(plan, str) else plan
-        plan = _chosen(model, auto, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
-    made = make_plan(model, plan, source, device, units, shard_size, accumulate=accumulate, clip_norm=clip_norm)
+        plan = _chosen(model, auto, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
+    made = make_plan(model, plan, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
         model,
         made,
@@ -161,13 +170,22 @@ def build_optimized(
     return model, attach_optimizer(model, source, stepper)
 
 
+def _mesh(mesh: DeviceMesh | Mesh | None, shard_size: int | None) -> Mesh:
+    """The ranks that are running, as axes."""
+    if mesh is not None and shard_size is not None:
+        raise PlanError("shard: give a mesh or shard_size, not both")
+    if isinstance(mesh, DeviceMesh):
+        return mesh_from(mesh)
+    return Mesh.data_parallel(world_size(), shard_size) if mesh is None else mesh
+
+
 def _chosen(
     model: nn.Module,
     auto: AutoPlan,
     source: Source | None,
     device: torch.device,
     units: Sequence[str] | None,
-    shard_size: int | None,
+    mesh: Mesh,
     *,
     accumulate: bool | None,
     clip_norm: float | None,
@@ -176,12 +194,12 @@ def _chosen(
 
     def recipe(stage: int, offload: AwayTo, share: float) -> Recipe:
         host = Offload(share, offload is AwayTo.CPU_PARAM) if offload is not AwayTo.NONE else None
-        return dataclasses.replace(auto.recipe, sharding=STAGES[stage], offload=host)
+        return dataclasses.replace(auto.recipe, sharding=STAGES[stage].on(mesh), offload=host)
 
     def make(stage: int, offload: AwayTo, more: bool, share: float) -> Plan:
         chosen = dataclasses.replace(recipe(stage, offload, share), peer_copies=False)
         adds = True if more else accumulate
-        plan = make_plan(model, chosen, source, device, units, shard_size, accumulate=adds, clip_norm=clip_norm)
+        plan = make_plan(model, chosen, source, device, units, mesh, accumulate=adds, clip_norm=clip_norm)
         check_update(plan, source)
         return with_peer_copies(plan) if peers and peer_problem(plan) is None else plan
 

@@ -16,6 +16,7 @@ from torch import nn
 from zeroshard.comm.mesh import world_size
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.errors import PlanError
+from zeroshard.mesh import DATA, Mesh
 from zeroshard.optim.host.choose import processor_keeps_up
 from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
@@ -34,12 +35,13 @@ def make_plan(
     source: Source | None,
     device: torch.device,
     units: Sequence[str] | None = None,
-    shard_size: int | None = None,
+    mesh: Mesh | None = None,
     *,
     accumulate: bool | None = None,
     clip_norm: float | None = None,
 ) -> Plan:
-    """The plan for `model` on the ranks that are running."""
+    """The plan for `model` on the ranks that are running; they are one data-parallel group, or as `mesh` has them."""
+    mesh = Mesh.data_parallel(world_size()) if mesh is None else mesh
     changes: dict[str, Any] = {}
     if accumulate is not None:
         changes["accumulate"] = accumulate
@@ -53,7 +55,7 @@ def make_plan(
     if isinstance(plan, int) and not isinstance(plan, bool):
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
-        plan = Recipe(sharding=STAGES[plan])
+        plan = Recipe(sharding=STAGES[plan].on(mesh))
     if not isinstance(plan, Recipe):
         raise PlanError(f"plan={plan!r}: {_PLANS}")
     if source is not None:
@@ -71,7 +73,7 @@ def make_plan(
         split = source is not None and source.split_master and not wide
         by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
         recipe = for_gpu(recipe, split_master=split and not by_processor)
-    made = build_plan(find_units(model, units), recipe, dp=world_size(), shard=shard_size)
+    made = build_plan(find_units(model, units), recipe, mesh)
     if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
         made = with_peer_copies(made)
     check_wide(made, source)
@@ -128,7 +130,7 @@ def _check_compressed(recipe: Recipe, name: str) -> None:
     """Raises PlanError where a recipe does not leave each rank its whole gradients, which are never averaged."""
     if not recipe.compressed:
         return
-    if any(row.grad or row.param or row.axis != "dp" for row in (recipe.sharding, *recipe.overrides.values())):
+    if any(row.grad or row.param or row.axes != DATA for row in (recipe.sharding, *recipe.overrides.values())):
         raise PlanError(
             f"{name} sends compressed momentum in place of gradients, which each rank keeps whole: it runs at stages 0 "
             "and 1 only"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Axes
 from zeroshard.optim.exchange import WIRE, MatrixExchange
 from zeroshard.optim.newton_schulz import orthogonalize
 from zeroshard.optim.regions import Region
@@ -35,7 +36,7 @@ class MatrixUpdate(FlatState):
         self.regions = context.regions
         self._flags = Flags(context.regions, context.device)
         self._state = [torch.zeros_like(region.master) for region in context.regions]
-        divided: dict[str, list[tuple[int, Region]]] = {}
+        divided: dict[Axes, list[tuple[int, Region]]] = {}
         for number, region in enumerate(context.regions):
             if region.divided:
                 if len(region.owners) != len(region.layout.segments):
@@ -43,12 +44,12 @@ class MatrixUpdate(FlatState):
                         f"the plan names no owners for the matrices of {region.label}, which Muon needs whole; name "
                         "them in Recipe(matrices=...), or let zeroshard make the plan"
                     )
-                divided.setdefault(region.axis, []).append((number, region))
+                divided.setdefault(region.axes, []).append((number, region))
         exchanges = {
-            axis: MatrixExchange(members, context.axes[axis], context.device) for axis, members in divided.items()
+            axes: MatrixExchange(members, context.axes[axes], context.device) for axes, members in divided.items()
         }
         self._exchanges = list(exchanges.values())
-        self._exchange_of = {number: exchanges[axis] for axis, members in divided.items() for number, _ in members}
+        self._exchange_of = {number: exchanges[axes] for axes, members in divided.items() for number, _ in members}
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._coefficient = torch.zeros((), dtype=torch.float64, device=context.device)
         self._on = self._flags.owned

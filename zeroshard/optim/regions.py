@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.mesh import DATA, Axes
 from zeroshard.plan.placement import Blocks
 from zeroshard.sharding.layout import FlatLayout
 
@@ -38,7 +39,8 @@ class Region:
         grad: gives the reduced gradients; they may be at another place in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
-        axis: mesh axis over which the group's layout is divided.
+        axes: mesh axes over which the group's layout is divided.
+        counts: whether this rank enters sums over all ranks for it, so that each element counts once.
         divided: whether this region is one rank's part; else every rank updates the whole group.
         memory: gives zeros for the update's state where that does not rest beside `master`.
         on_host: which of 'master', 'param' and 'grad' rest in host memory.
@@ -55,7 +57,8 @@ class Region:
     grad: Callable[[], torch.Tensor]
     first_flag: int
     hyper: Sequence[int]
-    axis: str = "dp"
+    axes: Axes = DATA
+    counts: bool = True
     divided: bool = False
     blocks: Blocks | None = None
     owners: Sequence[int] = ()

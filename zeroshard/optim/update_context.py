@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.mesh import Axes
 from zeroshard.optim.regions import Region
 
 
@@ -21,15 +22,13 @@ class UpdateContext:
     Attributes:
         regions: in plan order, this rank's part of each trainable flat group.
         control: the communicator of all data-parallel ranks for what is issued outside of the lists.
-        axes: a communicator for each mesh axis over which regions are divided.
-        first_replica: whether this rank speaks for units that are divided within a subgroup, each copy counting once.
+        axes: communicators, by the mesh axes over which regions are divided.
     """
 
     regions: Sequence[Region]
     device: torch.device
     control: Collectives
-    axes: Mapping[str, Collectives]
-    first_replica: bool
+    axes: Mapping[Axes, Collectives]
 
     def counts(self, region: Region) -> bool:
         """Whether what this rank has of a region enters a sum over all ranks, so that each element counts once.
@@ -38,7 +37,7 @@ class UpdateContext:
         """
         if not region.divided:
             return self.control.rank == 0 or not self.divided
-        return region.axis == "dp" or self.first_replica
+        return region.counts
 
     @property
     def divided(self) -> bool:

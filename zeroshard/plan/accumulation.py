@@ -30,7 +30,7 @@ def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:
     kept = None if dtype is None else dtype_name(dtype)
     units = [replace(unit, groups=tuple(_accumulating(group, kept) for group in unit.groups)) for unit in plan.units]
     policy = replace(plan.policy, accumulate=True)
-    return with_order(units, plan.order, policy, dp=plan.dp, shard=plan.shard, kept=plan.kept)
+    return with_order(units, plan.order, policy, plan.mesh, kept=plan.kept)
 
 
 def _accumulating(group: GroupPlan, wanted: str | None) -> GroupPlan:
@@ -38,4 +38,4 @@ def _accumulating(group: GroupPlan, wanted: str | None) -> GroupPlan:
         return group
     kept = wanted or state_dtype(group.param.dtype)
     grad = replace(group.grad, dtype=kept, residency=Residency.RESIDENT, tier=Tier.DEVICE)
-    return replace(group, grad=grad, staged=grad.axis is not None or kept != group.wire)
+    return replace(group, grad=grad, staged=grad.divided or kept != group.wire)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import DATA, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, UnitPlan
@@ -114,42 +115,39 @@ def _reduced_at_once(row: Sharding) -> Sharding:
     return replace(row, grad=row.grad or row.state)
 
 
-def build_plan(units: Sequence[UnitSpec], recipe: Recipe, *, dp: int, shard: int | None = None) -> Plan:
-    """The plan for `units` (root first, as `find_units` gives them) on `dp` data-parallel ranks.
+def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> Plan:
+    """The plan for `units` (root first, as `find_units` gives them) on the ranks of `mesh`.
 
     Args:
-        shard: size of the subgroups for units whose axis is 'shard'; must divide `dp`. Defaults to `dp`.
+        mesh: the ranks as named axes, or a number of data-parallel ranks.
 
     Raises:
         PlanError: sizes that don't fit, an override for a unit that isn't there, a dtype that can't be sharded.
     """
-    shard = dp if shard is None else shard
-    if dp < 1 or shard < 1 or dp % shard:
-        raise PlanError(f"a shard group of {shard} ranks does not divide {dp} data-parallel ranks")
+    mesh = Mesh.data_parallel(mesh) if isinstance(mesh, int) else mesh
     unknown = set(recipe.overrides) - {unit.name for unit in units}
     if unknown:
         raise PlanError(
             f"the recipe places unit {sorted(unknown)[0]!r}, but the model has units {[u.name for u in units]}"
         )
-    sizes = {"dp": dp, "shard": shard}
     budget = recipe.persistence_budget
     planned: list[UnitPlan] = []
     for unit in units:
         row = recipe.overrides.get(unit.name, recipe.sharding)
         numel = sum(_numel(parameter) for parameter in unit.parameters)
         if (
-            sizes[row.axis] == 1
+            mesh.size(row.axes) == 1
         ):  # a shard that is the whole rests in place, unless it rests elsewhere: no slot, no copy
             row = _undivided(row, recipe)
         if row.param and unit.parameters and _persists(unit, recipe.persistence_threshold) and numel <= budget:
             budget -= numel
-            row = Sharding(param=False, grad=row.grad, state=row.state, axis=row.axis)
-        planned.append(_unit_plan(unit, row, sizes[row.axis], recipe))
+            row = Sharding(param=False, grad=row.grad, state=row.state, axes=row.axes)
+        planned.append(_unit_plan(unit, row, mesh.size(row.axes), recipe))
     planned = with_owners(planned, recipe.matrices)
     policy = recipe_policy(planned, recipe)
     if recipe.offload is not None:
         planned, policy = with_host_state(planned, policy, recipe.offload)
-    plan = with_order(planned, tuple(range(len(planned))), policy, dp=dp, shard=shard)
+    plan = with_order(planned, tuple(range(len(planned))), policy, mesh)
     return with_peer_copies(plan) if recipe.peer_copies else plan
 
 
@@ -157,16 +155,14 @@ def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
     """The row where one rank has everything: what goes to host memory still passes through slots on its way."""
     param = recipe.offload is not None and recipe.offload.param
     grad = recipe.offload is not None and not recipe.policy.accumulate
-    return Sharding(param=row.param and param, grad=row.grad and grad, state=row.state, axis=row.axis)
+    return Sharding(param=row.param and param, grad=row.grad and grad, state=row.state, axes=row.axes)
 
 
 def with_order(
     units: Sequence[UnitPlan],
     order: Sequence[int],
     policy: ExecutionPolicy,
-    *,
-    dp: int,
-    shard: int,
+    mesh: Mesh,
     kept: Sequence[int] = (),
 ) -> Plan:
     """The plan whose forward uses `units` in `order`; slots are assigned anew."""
@@ -176,7 +172,7 @@ def with_order(
     gather = _gather_slots(sharded, root, sizes, policy)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
-    return Plan(dp, shard, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
+    return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
 
 
 def _gather_slots(
@@ -201,12 +197,12 @@ def with_peer_copies(plan: Plan) -> Plan:
     if problem is not None:
         raise PlanError(f"peer_copies: {problem}")
     policy = replace(plan.policy, peer_copies=True)
-    return with_order(plan.units, plan.order, policy, dp=plan.dp, shard=plan.shard, kept=plan.kept)
+    return with_order(plan.units, plan.order, policy, plan.mesh, kept=plan.kept)
 
 
 def with_kept(plan: Plan, kept: Sequence[int]) -> Plan:
     """The same plan with these units gathered for the whole pass, each in a slot of its own."""
-    return with_order(plan.units, plan.order, plan.policy, dp=plan.dp, shard=plan.shard, kept=kept)
+    return with_order(plan.units, plan.order, plan.policy, plan.mesh, kept=kept)
 
 
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:
@@ -222,7 +218,7 @@ def reordered(plan: Plan, order: Sequence[int]) -> Plan:
             place = len(whole) - whole[::-1].index(before) if before is not None else 0
             whole.insert(place, index)
         before = index
-    return with_order(plan.units, whole, plan.policy, dp=plan.dp, shard=plan.shard, kept=plan.kept)
+    return with_order(plan.units, whole, plan.policy, plan.mesh, kept=plan.kept)
 
 
 def recipe_policy(units: Sequence[UnitPlan], recipe: Recipe) -> ExecutionPolicy:
@@ -268,7 +264,7 @@ def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> Un
         _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments, blocks)
         for (dtype, trainable, matrix, blocks), parameters in members.items()
     )
-    return UnitPlan(unit.name, row.axis, groups, unit.aliases)
+    return UnitPlan(unit.name, row.axes, groups, unit.aliases)
 
 
 def _master_dtype(dtype: str, precision: Precision) -> str:
@@ -318,17 +314,18 @@ def _group_plan(
     kept = dtype_name(precision.accumulate or state_dtype(dtype)) if recipe.policy.accumulate else wire
     transient = bool(recipe.transient_gradients) and row.grad and not recipe.policy.accumulate and kept == wire
     grad = Placement(row.placed(row.grad), kept, residency=Residency.AROUND_USE if transient else Residency.RESIDENT)
-    state_axis = row.placed(row.state)
+    state_axes = row.placed(row.state)
     needs_slot = row.grad or kept != wire
-    master = Placement(state_axis, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
-    moments = Placement(state_axis, state_dtype(dtype), copies=copies, blocks=blocks) if copies else None
+    master = Placement(state_axes, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
+    moments = Placement(state_axes, state_dtype(dtype), copies=copies, blocks=blocks) if copies else None
     return GroupPlan(
         layout,
         trainable,
         param,
         wire=wire,
         staged=needs_slot and (recipe.policy.accumulate or kept != wire),
-        update_axis=state_axis,
+        update_axes=state_axes,
+        sums=DATA,
         grad=grad,
         master=master,
         moments=moments,

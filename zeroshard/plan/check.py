@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import DATA, SHARD, Mesh
 from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
 def check_plan(plan: Plan) -> None:
     """Raises PlanError where the parts of a plan don't fit each other, as they may in one that was edited by hand."""
-    if plan.dp < 1 or plan.shard < 1 or plan.dp % plan.shard:
-        raise PlanError(f"shard {plan.shard} does not divide dp {plan.dp}")
+    _check_mesh(plan.mesh)
     names = [unit.name for unit in plan.units]
     if names.count("") != 1 or len(set(names)) != len(names):
         raise PlanError('units: each needs a name of its own, and one of them must be the root, ""')
@@ -44,25 +44,37 @@ def check_plan(plan: Plan) -> None:
     _check_slots(plan.reduce_slots, reduced, plan.order, "reduce_slots")
 
 
+def _check_mesh(mesh: Mesh) -> None:
+    if mesh.among(DATA) != DATA:
+        raise PlanError(f"mesh: the axes {list(DATA)} are needed, of 1 rank where nothing is replicated or divided")
+    for axis in mesh.axes:
+        if axis.name not in DATA and axis.size > 1:
+            raise PlanError(
+                f"mesh: axis {axis.name!r} has {axis.size} ranks, but nothing uses it yet: only {list(DATA)} are built"
+            )
+
+
 def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
-    if unit.axis not in ("dp", "shard"):
-        raise PlanError(f"{path}.axis must be 'dp' or 'shard', not {unit.axis!r}")
+    if unit.axes not in (DATA, (SHARD,)):
+        raise PlanError(f"{path}.axes must be {list(DATA)} or {[SHARD]}, not {list(unit.axes)}")
     for number, group in enumerate(unit.groups):
         where = f"{path}.groups[{number}]"
-        _check_layout(group.layout, plan.axis_size(unit.axis), f"{where}.layout")
-        if group.update_axis not in (None, unit.axis):
-            raise PlanError(f"{where}.update_axis must be null or the unit's axis {unit.axis!r}")
-        divided = any(placed is not None and placed.axis is not None for placed in (group.param, group.grad))
-        if group.trainable and divided and group.update_axis is None:
-            raise PlanError(f"{where}.update_axis must be {unit.axis!r} where parameters or gradients are divided")
+        _check_layout(group.layout, plan.mesh.size(unit.axes), f"{where}.layout")
+        if group.update_axes not in ((), unit.axes):
+            raise PlanError(f"{where}.update_axes must be [] or the unit's axes {list(unit.axes)}")
+        if group.trainable and group.sums != DATA:
+            raise PlanError(f"{where}.sums must be {list(DATA)}: all ranks read different data")
+        divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
+        if group.trainable and divided and not group.update_axes:
+            raise PlanError(f"{where}.update_axes must be {list(unit.axes)} where parameters or gradients are divided")
         for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER, StateKind.MOMENTS):
             placement = group.placement(kind)
             if placement is None:
                 continue
             if not (kind is StateKind.MASTER and _is_split(group)):
                 _check_dtype(placement.dtype, f"{where}.{kind.value}.dtype")
-            if placement.axis not in (None, unit.axis):
-                raise PlanError(f"{where}.{kind.value}.axis must be null or the unit's axis {unit.axis!r}")
+            if placement.axes not in ((), unit.axes):
+                raise PlanError(f"{where}.{kind.value}.axes must be [] or the unit's axes {list(unit.axes)}")
             if placement.copies < 1:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
             _check_blocks(group.layout, kind, placement, f"{where}.{kind.value}")
@@ -72,7 +84,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
         if group.owners and len(group.owners) != len(group.layout.segments):
             raise PlanError(f"{where}.owners has {len(group.owners)} entries for {len(group.layout.segments)} segments")
         if any(not 0 <= owner < group.layout.shards for owner in group.owners):
-            raise PlanError(f"{where}.owners names a rank that the axis {unit.axis!r} does not have")
+            raise PlanError(f"{where}.owners names a rank that the axes {list(unit.axes)} do not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
 
@@ -96,7 +108,7 @@ def _check_blocks(layout: FlatLayout, kind: StateKind, placement: Placement, pat
 
 def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
     if layout.shards != shards:
-        raise PlanError(f"{path}.shards is {layout.shards}, but the unit's axis has {shards} ranks")
+        raise PlanError(f"{path}.shards is {layout.shards}, but the unit's axes have {shards} ranks")
     if layout.numel < 0 or layout.numel % shards:
         raise PlanError(f"{path}.numel {layout.numel} does not divide by {shards} ranks")
     position = 0
@@ -110,12 +122,12 @@ def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
 
 def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
     """What rests in host memory must have a way there and back."""
-    if group.param_on_host and (group.param.axis is None or group.param.residency is Residency.RESIDENT):
+    if group.param_on_host and (not group.param.divided or group.param.residency is Residency.RESIDENT):
         raise PlanError(f"{path}.param.tier is 'host', which needs parameters that are sharded and gathered around use")
     if group.param_on_host and (policy.host_update is None or (group.trainable and not group.state_on_host)):
         raise PlanError(f"{path}.param.tier is 'host', which needs policy.host_update and state on the host too")
-    if group.state_on_host and (policy.host_update is None or group.update_axis is None):
-        raise PlanError(f"{path}: state on the host needs policy.host_update and an update_axis")
+    if group.state_on_host and (policy.host_update is None or not group.update_axes):
+        raise PlanError(f"{path}: state on the host needs policy.host_update and update_axes")
     if policy.host_update is HostUpdate.STREAMED and policy.stream_numel < 1:
         raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
     if group.grad_on_host and not (group.state_on_host and group.staged and not policy.accumulate):
@@ -153,12 +165,12 @@ def peer_problem(plan: Plan) -> str | None:
     groups = [(unit, group) for unit, group in plan.groups() if group.layout.shards > 1]
     if not groups:
         return "nothing is sent"
-    if len({unit.axis for unit, _ in groups}) > 1:
+    if len({unit.axes for unit, _ in groups}) > 1:
         return "units are sharded over different axes"
     if any(group.param_on_host for _, group in groups):
         return "parameters rest in host memory"
     trainable = [group for _, group in groups if group.trainable]
-    if any(group.update_axis is None for group in trainable):
+    if any(not group.update_axes for group in trainable):
         return "every rank updates all parameters (stage 0)"
     if any(group.wire == "float64" for group in trainable):
         return "gradients travel in float64"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.placement import Placement, StateKind, Tier
 from zeroshard.sharding.layout import FlatLayout
@@ -16,7 +17,8 @@ class GroupPlan:
     Attributes:
         wire: dtype in which gradients travel; "" for frozen groups.
         staged: the reduced part lands beside the slot first (to be added or converted), not in the gradient itself.
-        update_axis: the axis over which the optimizer step is divided; None where every rank updates everything.
+        update_axes: mesh axes over which the optimizer step is divided; () where every rank updates everything.
+        sums: mesh axes over which gradients are summed; () for frozen groups.
         grad, master, moments: None where the group has no such state (frozen; or the parameters are their own master).
         compressed: an optimizer averages momentum in compressed form (1-bit): beside `moments`, of which the update
             reads its part, each rank keeps the whole momentum, the whole of what its own compression left out, and its
@@ -30,7 +32,8 @@ class GroupPlan:
     param: Placement
     wire: str = ""
     staged: bool = False
-    update_axis: str | None = None
+    update_axes: Axes = ()
+    sums: Axes = ()
     grad: Placement | None = None
     master: Placement | None = None
     moments: Placement | None = None
@@ -47,7 +50,7 @@ class GroupPlan:
         }[kind]
 
     def numel_per_rank(self, placement: Placement) -> int:
-        return self.layout.shard_numel if placement.axis is not None else self.layout.numel
+        return self.layout.shard_numel if placement.divided else self.layout.numel
 
     def nbytes(self, kind: StateKind) -> int:
         """Bytes that one rank holds of this kind of state, padding included."""
@@ -83,7 +86,7 @@ class GroupPlan:
         """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
         if self.param_on_host:
             return True
-        return self.layout.shards > 1 and (self.param.axis is not None or self.update_axis is not None)
+        return self.layout.shards > 1 and (self.param.divided or bool(self.update_axes))
 
     @property
     def gathered_nbytes(self) -> int:
@@ -93,7 +96,7 @@ class GroupPlan:
     @property
     def needs_reduce_slot(self) -> bool:
         """Whether gradients pass through a slot on their way to the wire, instead of being reduced where they rest."""
-        return self.grad is not None and (self.grad.axis is not None or self.grad.dtype != self.wire)
+        return self.grad is not None and (self.grad.divided or self.grad.dtype != self.wire)
 
     @property
     def wire_nbytes(self) -> int:
@@ -108,10 +111,14 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What is gathered and reduced together. The root unit's name is ""."""
+    """What is gathered and reduced together. The root unit's name is "".
+
+    Attributes:
+        axes: the mesh axes that the layouts of its groups are cut for.
+    """
 
     name: str
-    axis: str
+    axes: Axes
     groups: tuple[GroupPlan, ...]
     aliases: tuple[tuple[str, str], ...] = ()
 
@@ -122,7 +129,7 @@ class UnitPlan:
     @property
     def sharded(self) -> bool:
         """Whether the parameters rest divided, so that the unit is gathered around its use."""
-        return any(group.param.axis is not None for group in self.groups)
+        return any(group.param.divided for group in self.groups)
 
     @property
     def trainable(self) -> bool:
@@ -131,7 +138,7 @@ class UnitPlan:
     @property
     def stepped_in_shards(self) -> bool:
         """Whether each rank updates only its part, so that whole parameters are stale after a step."""
-        return any(group.trainable and group.update_axis is not None for group in self.groups)
+        return any(group.trainable and bool(group.update_axes) for group in self.groups)
 
     @property
     def gathered_nbytes(self) -> int:

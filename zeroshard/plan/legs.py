@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Tier
@@ -95,9 +96,9 @@ class Leg:
         dtype: in which they travel, or arrive.
         read: dtype of the source.
         stream: where the leg runs.
-        axis: mesh axis over which ranks take part; None for a leg that sends nothing.
+        axes: mesh axes over which ranks take part; () for a leg that sends nothing.
         adds: the target may hold something to which the leg adds.
-        route: of legs with an axis.
+        route: of legs that send.
     """
 
     kind: LegKind
@@ -107,7 +108,7 @@ class Leg:
     dtype: str
     read: str
     stream: Stream
-    axis: str | None = None
+    axes: Axes = ()
     adds: bool = False
     route: Route = Route.COLLECTIVE
 
@@ -160,10 +161,10 @@ def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
     gather = _gather(unit, group, ways)
     if group.grad is None:
         return GroupLegs(gather)
-    axis, wire, whole = unit.axis, group.wire, group.layout.numel
+    axes, wire, whole = unit.axes, group.wire, group.layout.numel
     local = local_dtype(group, ways.accumulate)
     keep = (_collect(group, Buffer.LOCAL, local, adds=True),)
-    divided = group.grad.axis is not None
+    divided = group.grad.divided
     if group.needs_reduce_slot and ways.copies:
         sent = [_sent_by_copies(unit, group, source) for source in (Buffer.LOCAL, Buffer.AUTOGRAD)]
         rest = _rest_of_copies(unit, group)
@@ -175,13 +176,13 @@ def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
         direct = (_collect(group, Buffer.WIRE, wire), *rest)
     else:
         landed = _reduced(unit, group, Buffer.LOCAL, Buffer.GRAD)
-        pending = (*_divide(ways, Buffer.LOCAL, whole, wire), *landed, *_shared(group, axis, Buffer.GRAD, Buffer.LOCAL))
+        pending = (*_divide(ways, Buffer.LOCAL, whole, wire), *landed, *_shared(group, axes, Buffer.GRAD, Buffer.LOCAL))
         direct = ()
     late = (
         _collect(group, Buffer.LATE, wire),
         *_divide(ways, Buffer.LATE, whole, wire),
         *_reduced(unit, group, Buffer.LATE, Buffer.LATE_PART),
-        *_shared(group, axis, Buffer.LATE_PART, Buffer.LATE),
+        *_shared(group, axes, Buffer.LATE_PART, Buffer.LATE),
     )
     return GroupLegs(gather, keep, pending, direct if divided else (*keep, *pending), late, divided)
 
@@ -190,7 +191,7 @@ def local_dtype(group: GroupPlan, accumulate: bool) -> str:
     """The dtype of whole local gradients: never narrower than the wire, so that waiting is no less exact."""
     assert group.grad is not None
     kept, wire = group.grad.dtype, group.wire
-    if group.grad.axis is None:
+    if not group.grad.divided:
         return kept
     widest = kept if itemsize(kept) >= itemsize(wire) else wire
     if accumulate or itemsize(widest) >= itemsize("float32"):
@@ -216,7 +217,7 @@ def _gather(unit: UnitPlan, group: GroupPlan, ways: Ways) -> Legs:
         dtype,
         dtype,
         Stream.GATHER,
-        unit.axis,
+        unit.axes,
         route=route,
     )
     return (*legs, sent)
@@ -244,7 +245,7 @@ def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
     assert group.grad is not None
     landing = Buffer.STAGING if group.staged else Buffer.GRAD
     sent = _reduced(unit, group, Buffer.WIRE, landing)
-    if group.update_axis is None:
+    if not group.update_axes:
         back = Leg(
             LegKind.CAST,
             Buffer.WIRE,
@@ -254,7 +255,7 @@ def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
             group.wire,
             Stream.REDUCE,
         )
-        return (*sent, *_shared(group, unit.axis, landing, Buffer.WIRE), back)
+        return (*sent, *_shared(group, unit.axes, landing, Buffer.WIRE), back)
     return (*sent, *_landed(group, landing))
 
 
@@ -270,14 +271,14 @@ def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
         group.wire,
         group.wire,
         Stream.REDUCE,
-        unit.axis,
+        unit.axes,
         adds=landing is Buffer.GRAD and group.staged,
         route=Route.COPIES,
     )
 
 
 def _landing_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
-    beside = group.grad_on_host or (group.staged and unit.axis == "shard")
+    beside = group.grad_on_host or (group.staged and bool(_replicas(unit, group)))
     return Buffer.STAGING if beside else Buffer.GRAD
 
 
@@ -295,25 +296,31 @@ def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) 
         group.wire,
         group.wire,
         Stream.REDUCE,
-        unit.axis,
+        unit.axes,
     )
     return (sent, *_over_replicas(unit, group, landing))
 
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
-    """Units that are divided within a subgroup are summed over the subgroups too."""
-    if unit.axis != "shard":
+    """What is divided over a part of the axes of its sums is summed over the rest too."""
+    axes = _replicas(unit, group)
+    if not axes:
         return ()
     numel, wire = group.layout.shard_numel, group.wire
-    return (Leg(LegKind.ALL_REDUCE, part, part, numel, wire, wire, Stream.REDUCE, "replicate"),)
+    return (Leg(LegKind.ALL_REDUCE, part, part, numel, wire, wire, Stream.REDUCE, axes),)
 
 
-def _shared(group: GroupPlan, axis: str, part: Buffer, whole: Buffer) -> Legs:
+def _replicas(unit: UnitPlan, group: GroupPlan) -> Axes:
+    """The axes along which ranks hold the same part of the unit, but gradients of other data."""
+    return tuple(axis for axis in group.sums if axis not in unit.axes)
+
+
+def _shared(group: GroupPlan, axes: Axes, part: Buffer, whole: Buffer) -> Legs:
     """Where every rank updates everything, all get the reduced parts of all."""
-    if group.update_axis is not None:
+    if group.update_axes:
         return ()
     wire = group.wire
-    return (Leg(LegKind.ALL_GATHER, part, whole, group.layout.numel, wire, wire, Stream.REDUCE, axis),)
+    return (Leg(LegKind.ALL_GATHER, part, whole, group.layout.numel, wire, wire, Stream.REDUCE, axes),)
 
 
 def _landed(group: GroupPlan, landing: Buffer) -> Legs:

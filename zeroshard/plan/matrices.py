@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from zeroshard.mesh import Axes
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.plan import Plan
 
@@ -36,19 +37,19 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
 def with_owners(units: Sequence[UnitPlan], matrices: Sequence[str]) -> list[UnitPlan]:
     """The units with an owner for each of the parameters named in `matrices` that is divided."""
     wanted = set(matrices)
-    work: dict[str, list[float]] = {}
+    work: dict[Axes, list[float]] = {}
     jobs: list[tuple[float, int, int, int]] = []
     for number, unit in enumerate(units):
         for index, group in enumerate(unit.groups):
             if not _is_divided(group) or group.layout.segments[0].name not in wanted:
                 continue
-            work.setdefault(unit.axis, [0.0] * group.layout.shards)
+            work.setdefault(unit.axes, [0.0] * group.layout.shards)
             for place, segment in enumerate(group.layout.segments):
                 batch, rows, columns = matrix_shape(segment.shape)
                 jobs.append((float(batch * rows * columns * min(rows, columns)), number, index, place))
     owners = {(number, index): [0] * len(units[number].groups[index].layout.segments) for _, number, index, _ in jobs}
     for cost, number, index, place in sorted(jobs, key=lambda job: (-job[0], job[1:])):
-        loads = work[units[number].axis]
+        loads = work[units[number].axes]
         owner = loads.index(min(loads))
         loads[owner] += cost
         owners[number, index][place] = owner
@@ -64,12 +65,12 @@ def _owned_by(group: GroupPlan, owners: Sequence[int] | None) -> GroupPlan:
     return group if owners is None else replace(group, owners=tuple(owners))
 
 
-def exchange_nbytes(plan: Plan) -> dict[str, int]:
-    """Bytes that a rank sends on average in one exchange, by mesh axis: its share of all matrices with an owner."""
-    found: dict[str, int] = {}
-    for axis, group in _owned(plan):
-        found[axis] = found.get(axis, 0) + group.layout.parameter_numel * WIRE_ITEMSIZE
-    return {axis: -(-nbytes // plan.axis_size(axis)) for axis, nbytes in found.items()}
+def exchange_nbytes(plan: Plan) -> dict[Axes, int]:
+    """Bytes that a rank sends on average in one exchange, by mesh axes: its share of all matrices with an owner."""
+    found: dict[Axes, int] = {}
+    for axes, group in _owned(plan):
+        found[axes] = found.get(axes, 0) + group.layout.parameter_numel * WIRE_ITEMSIZE
+    return {axes: -(-nbytes // plan.mesh.size(axes)) for axes, nbytes in found.items()}
 
 
 def exchange_buffers(plan: Plan) -> int:
@@ -77,10 +78,10 @@ def exchange_buffers(plan: Plan) -> int:
 
     A matrix that is not divided needs no exchange: its update is made and applied where it is.
     """
-    totals: dict[str, list[int]] = {}
-    for axis, group in _owned(plan):
+    totals: dict[Axes, list[int]] = {}
+    for axes, group in _owned(plan):
         layout = group.layout
-        per_rank = totals.setdefault(axis, [0] * layout.shards)
+        per_rank = totals.setdefault(axes, [0] * layout.shards)
         for rank in range(layout.shards):
             pieces = layout.pieces(*layout.shard_range(rank))
             per_rank[rank] += sum(high - low for _, low, high in pieces)
@@ -89,11 +90,11 @@ def exchange_buffers(plan: Plan) -> int:
     return sum(max(per_rank) for per_rank in totals.values()) * WIRE_ITEMSIZE
 
 
-def _owned(plan: Plan) -> Iterator[tuple[str, GroupPlan]]:
+def _owned(plan: Plan) -> Iterator[tuple[Axes, GroupPlan]]:
     for unit, group in plan.groups():
         if group.owners:
-            yield unit.axis, group
+            yield unit.axes, group
 
 
 def _is_divided(group: GroupPlan) -> bool:
-    return group.trainable and group.update_axis is not None and group.layout.shards > 1 and bool(group.layout.segments)
+    return group.trainable and bool(group.update_axes) and group.layout.shards > 1 and bool(group.layout.segments)

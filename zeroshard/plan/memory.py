@@ -52,7 +52,7 @@ def state_bytes(plan: Plan) -> StateBytes:
     no_sync = sum(
         group.layout.numel * max(itemsize(group.grad.dtype), itemsize(group.wire))
         for _, group in plan.groups()
-        if group.grad is not None and group.grad.axis is not None
+        if group.grad is not None and group.grad.divided
     )
     return StateBytes(
         param=kinds[StateKind.PARAM],

@@ -111,7 +111,7 @@ def _on_host(units: Sequence[UnitPlan], ratio: float) -> set[int]:
 def _with_param(unit: UnitPlan) -> UnitPlan:
     """A unit whose parameters, where they are divided, rest on the host."""
     groups = (
-        replace(group, param=replace(group.param, tier=Tier.HOST)) if group.param.axis is not None else group
+        replace(group, param=replace(group.param, tier=Tier.HOST)) if group.param.divided else group
         for group in unit.groups
     )
     return replace(unit, groups=tuple(groups))
@@ -124,7 +124,7 @@ def _moved(unit: UnitPlan, update: HostUpdate) -> UnitPlan:
 def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupPlan:
     if group.grad is None or not (group.moments or group.master or group.param_on_host):
         return group
-    if group.update_axis is None:
+    if not group.update_axes:
         raise PlanError(
             f"offload: at stage 0 every rank updates all of unit {unit.label!r}, so all of its state would be on every "
             "rank's host; use stage 1, 2 or 3"
@@ -135,7 +135,7 @@ def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupP
     if group.moments is not None and group.moments.blocks is not None:
         raise PlanError("offload: moments in 8 or 4 bits stay on the device; use Adam or AdamW for state on the host")
     grad = group.grad
-    lands = grad.axis is not None and grad.dtype == group.wire and not group.staged
+    lands = grad.divided and grad.dtype == group.wire and not group.staged
     if lands:
         grad = replace(grad, tier=Tier.HOST, residency=Residency.RESIDENT)
     elif grad.residency is not Residency.RESIDENT:
@@ -146,7 +146,7 @@ def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupP
             raise PlanError(f"offload: the processor updates float32 master weights, not {master.dtype}")
         kept = state_dtype(group.param.dtype)
         own_master = group.param_on_host and group.param.dtype == kept
-        master = None if own_master else Placement(group.update_axis, kept, Tier.HOST)
+        master = None if own_master else Placement(group.update_axes, kept, Tier.HOST)
     elif master is not None:
         master = replace(master, tier=Tier.HOST)
     moments = replace(group.moments, tier=Tier.HOST) if group.moments is not None else None

@@ -11,10 +11,11 @@ ZeRO's stages are rows of this table, not classes:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import DATA, REPLICATE, SHARD, Axes, Mesh
 from zeroshard.plan.dtypes import itemsize
 
 MIN_BLOCKED_NUMEL = 4096
@@ -85,18 +86,23 @@ class Placement:
     """Where one kind of state of one flat group lives.
 
     Attributes:
-        axis: mesh axis over which the state is divided ('dp' or 'shard'); None when every rank holds all of it.
+        axes: mesh axes over which the state is divided; () when every rank holds all of it.
         dtype: name of the dtype in which it is stored, or which it is read as where it is in blocks.
         copies: how many tensors of this kind there are per parameter (Adam's moments: 2).
         blocks: how it is stored in fewer bits; None where it is not.
     """
 
-    axis: str | None
+    axes: Axes
     dtype: str
     tier: Tier = Tier.DEVICE
     residency: Residency = Residency.RESIDENT
     copies: int = 1
     blocks: Blocks | None = None
+
+    @property
+    def divided(self) -> bool:
+        """Whether each rank holds a part only."""
+        return bool(self.axes)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the state of `numel` elements, all copies."""
@@ -107,7 +113,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Sharding:
-    """One row of the table above: which kinds of state are divided, and over which axis ('dp' or 'shard').
+    """One row of the table above: which kinds of state are divided, and over which axes of the mesh.
 
     Each rank updates the part that it has, so parameters or gradients are divided only together with the state.
     """
@@ -115,7 +121,7 @@ class Sharding:
     param: bool
     grad: bool
     state: bool
-    axis: str = "dp"
+    axes: Axes = DATA
 
     def __post_init__(self) -> None:
         if (self.param or self.grad) and not self.state:
@@ -123,11 +129,15 @@ class Sharding:
                 f"{self}: where parameters or gradients are divided each rank updates its part, so the optimizer's "
                 "state is divided too; set state=True"
             )
-        if self.axis not in ("dp", "shard"):
-            raise PlanError(f"{self}: axis must be 'dp' (all ranks) or 'shard' (subgroups of shard_size ranks)")
+        if self.axes not in (DATA, (SHARD,)):
+            raise PlanError(f"{self}: axes must be {DATA} (all data-parallel ranks) or {(SHARD,)} (a subgroup of them)")
 
-    def placed(self, sharded: bool) -> str | None:
-        return self.axis if sharded else None
+    def placed(self, sharded: bool) -> Axes:
+        return self.axes if sharded else ()
+
+    def on(self, mesh: Mesh) -> Sharding:
+        """The row with each subgroup of the mesh holding one copy of the state, where it has several."""
+        return replace(self, axes=(SHARD,)) if mesh.size((REPLICATE,)) > 1 else self
 
 
 STAGES = {

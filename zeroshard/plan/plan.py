@@ -1,7 +1,7 @@
 """The plan: a frozen value that says where every byte of training state lives and how a step runs.
 
     Plan
-     +- units[i]: UnitPlan            what is gathered and reduced together, and the mesh axis it is laid out over
+     +- units[i]: UnitPlan            what is gathered and reduced together, and the mesh axes it is laid out over
      |   +- groups[j]: GroupPlan      one flat buffer per (dtype, trainable): layout and placement of each state kind
      +- order                         units as forward uses them
      +- policy: ExecutionPolicy       prefetch, slots, accumulation, gradient scaling
@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh
 from zeroshard.plan.check import check_plan
 from zeroshard.plan.decode import decode
 from zeroshard.plan.groups import GroupPlan, UnitPlan
@@ -33,8 +34,7 @@ from zeroshard.sharding.slots import SlotPlan
 class Plan:
     """Where every byte of training state lives, and how a step runs. See the module's picture."""
 
-    dp: int
-    shard: int
+    mesh: Mesh
     units: tuple[UnitPlan, ...]
     order: tuple[int, ...]
     policy: ExecutionPolicy
@@ -46,9 +46,10 @@ class Plan:
     def __post_init__(self) -> None:
         check_plan(self)
 
-    def axis_size(self, axis: str) -> int:
-        """Ranks along a mesh axis."""
-        return {"dp": self.dp, "shard": self.shard, "replicate": self.dp // self.shard}[axis]
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.mesh.data_parallel_size
 
     def groups(self) -> Iterator[tuple[UnitPlan, GroupPlan]]:
         for unit in self.units:

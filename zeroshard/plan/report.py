@@ -80,7 +80,7 @@ def unit_table(plan: Plan) -> Table:
         numel = sum(group.layout.parameter_numel for group in unit.groups)
         dtypes = ", ".join(dict.fromkeys(group.param.dtype for group in unit.groups)) or "-"
         slot = plan.gather_slots.of_unit[index]
-        rest = f"1/{plan.axis_size(unit.axis)}" if unit.sharded else "whole"
+        rest = f"1/{plan.mesh.size(unit.axes)}" if unit.sharded else "whole"
         table.add_row(unit.label, f"{numel:,}", dtypes, rest, "-" if slot is None else str(slot))
     return table
 

@@ -56,9 +56,9 @@ def step_traffic(
             count.run(programs.backward, ledger, reduce=(last or not no_sync) and not (compressed or local), last=last)
         count.add("all-reduce", stats_numel(plan) * 8, plan.dp)
         count.add("all-reduce", sums_numel(plan) * 8, plan.dp)
-        for axis, nbytes in exchange_nbytes(plan).items():
+        for axes, nbytes in exchange_nbytes(plan).items():
             for _ in range(2):  # there as what is to be made orthogonal, back as what has been
-                count.add("all-to-all", nbytes, plan.axis_size(axis))
+                count.add("all-to-all", nbytes, plan.mesh.size(axes))
         if compressed:
             count.add("all-reduce", maxima_numel(plan) * 8, plan.dp)
             count.add("all-to-all", compressed_nbytes(plan), plan.dp)
@@ -92,7 +92,7 @@ def maxima_numel(plan: Plan) -> int:
 def _divided_parameters(plan: Plan) -> int:
     """Trainable parameters of a plan that divides any of them; 0 where every rank updates all of all."""
     trainable = [group for _, group in plan.groups() if group.trainable]
-    if not any(group.update_axis is not None and group.layout.shards > 1 for group in trainable):
+    if not any(group.update_axes and group.layout.shards > 1 for group in trainable):
         return 0
     return sum(len(group.layout.segments) for group in trainable)
 
@@ -129,5 +129,5 @@ class _Counter:
 
     def _legs(self, legs: Legs) -> None:
         for leg in legs:
-            if leg.axis is not None:
-                self.add(leg.kind.value, leg.nbytes, self.plan.axis_size(leg.axis))
+            if leg.axes:
+                self.add(leg.kind.value, leg.nbytes, self.plan.mesh.size(leg.axes))

@@ -39,7 +39,7 @@ def update_nbytes(group: GroupPlan) -> int:
     """
     if not group.trainable or group.grad is None:
         return 0
-    numel = group.layout.shard_numel if group.update_axis is not None else group.layout.numel
+    numel = group.layout.shard_numel if group.update_axes else group.layout.numel
     param, grad = itemsize(group.param.dtype), itemsize(group.grad.dtype)
     placements = (group.placement(kind) for kind in (StateKind.MASTER, StateKind.MOMENTS))
     kept = sum(placement.nbytes(numel) for placement in placements if placement is not None)

@@ -83,7 +83,7 @@ def estimates(units: Sequence[UnitSpec], stage: int, per_node: int, nodes: int) 
         if not allowed(offload, stage) or offload is Offload.NVME:
             continue
         recipe = gpu_recipe(Recipe(sharding=STAGES[stage], precision=Precision("bfloat16")), offload)
-        plan = build_plan(units, recipe, dp=per_node * nodes)
+        plan = build_plan(units, recipe, per_node * nodes)
         tiers = tier_bytes(plan)
         gradients = sum(transient_nbytes(plan, unit) for unit in range(len(plan.units)))
         device = sum(tiers.device.values()) + slots_nbytes(plan) + gradients

@@ -164,7 +164,7 @@ def workspace_nbytes(plan: Plan) -> int:
     tables = 0.0
     for _, group in plan.groups():
         if group.trainable:
-            updated = group.layout.shard_numel if group.update_axis is not None else group.layout.numel
+            updated = group.layout.shard_numel if group.update_axes else group.layout.numel
             tables += UPDATE_TABLE * updated + NORM_TABLE * group.layout.shard_numel
             tables += SEGMENT_ROW * len(group.layout.segments)
     return CUBLAS_WORKSPACE + int(tables)
@@ -230,7 +230,7 @@ def _sent_nbytes(plan: Plan, unit: int, before: int) -> int:
     if not plan.policy.peer_copies or not travelling:
         return before
     last = travelling[-1]
-    if last.grad is None or last.grad.axis is None:
+    if last.grad is None or not last.grad.divided:
         return 0  # whole gradients are sent from where they rest
     return last.layout.parameter_numel * itemsize(last.param.dtype)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Recipe, with_peer_copies
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import torch_dtype
@@ -165,9 +166,9 @@ def make_row(
         compiling: every block is compiled; an estimate.
     """
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
-    chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axis=recipe.sharding.axis), policy=policy)
+    chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axes=recipe.sharding.axes), policy=policy)
     chosen = gpu_recipe(chosen, setting.offload, setting.ratio)
-    plan, traced = work.plan(chosen, dp=cluster.count, shard=shard, how=setting.checkpointing)
+    plan, traced = work.plan(chosen, Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
         plan = with_peer_copies(plan)
     plan = with_files(plan, setting.offload)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import SHARD
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.placement import STAGES
 from zeroshard.planner.checkpointing import Checkpointing
@@ -87,7 +88,7 @@ def _ways(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) 
     yield _way(
         "ZeRO-3, two-level collectives", make_row(work, recipe, setting, cluster, two_levels=True), executed=False
     )
-    inside = replace(recipe, sharding=replace(STAGES[3], axis="shard"))
+    inside = replace(recipe, sharding=replace(STAGES[3], axes=(SHARD,)))
     yield _way("HSDP", make_row(work, inside, setting, cluster, shard=cluster.per_node), executed=True)
     yield _hpz(work, recipe, cluster, how)
     yield _three_dimensions(work, whole, cluster)

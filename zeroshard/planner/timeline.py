@@ -251,7 +251,7 @@ class _Simulation:
         """Legs beside compute, one after the other; when the last has come."""
         for leg in legs:
             label = f"{leg.kind.value} {unit.label}"
-            if leg.axis is not None:
+            if leg.axes:
                 ready = self._collective(stream, label, leg, ready)
             elif leg.kind is LegKind.COPY:
                 seconds = leg.nbytes / (self._cluster.gpu.pcie_rate * self._share.pcie)
@@ -301,9 +301,8 @@ class _Simulation:
             self._clock[stream] = until
 
     def _collective(self, stream: str, label: str, leg: Leg, ready: float) -> float:
-        assert leg.axis is not None
-        stride = self._plan.shard if leg.axis == "replicate" else 1
-        ranks = group_of(self._cluster, self._plan.axis_size(leg.axis), stride=stride)
+        mesh = self._plan.mesh
+        ranks = group_of(self._cluster, mesh.size(leg.axes), stride=mesh.stride(leg.axes[-1]))
         if self._inside and stream == "gather":
             ranks = group_of(self._cluster, min(ranks.size, self._cluster.per_node))
         seconds = collective_seconds(self._cluster, leg.kind.value, leg.nbytes, ranks, two_levels=self._two_levels)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Recipe, build_plan, reordered
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
@@ -66,9 +67,9 @@ class Workload:
             self._traces[key] = self._run(dtypes, cast, how)
         return self._traces[key]
 
-    def plan(self, recipe: Recipe, *, dp: int, shard: int | None = None, how: Checkpointing) -> tuple[Plan, Trace]:
+    def plan(self, recipe: Recipe, mesh: Mesh, how: Checkpointing) -> tuple[Plan, Trace]:
         """The plan as the engine runs it after its first step, with the order that the model really has."""
-        plan = build_plan(self.units, recipe, dp=dp, shard=shard)
+        plan = build_plan(self.units, recipe, mesh)
         traced = self.trace(plan, how)
         return reordered(plan, (0, *traced.order)), traced
 

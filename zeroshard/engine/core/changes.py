@@ -103,7 +103,7 @@ class WholeChanges:
 
 
 def _can_differ(group: Group) -> bool:
-    return group.plan.param.axis is None and group.master is not None and not group.split
+    return not group.plan.param.divided and group.master is not None and not group.split
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class Collector:
         """Where whole local gradients are kept: the resting gradient, or a buffer taken when no_sync first needs it."""
         plan = group.plan
         assert plan.grad is not None
-        if plan.grad.axis is None:
+        if not plan.grad.divided:
             assert group.grad is not None
             return group.grad
         if group.local is None:

@@ -29,6 +29,7 @@ from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
+from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.legs import Buffer, GroupLegs, Stream
 from zeroshard.plan.plan import Plan
@@ -49,7 +50,7 @@ class Gradients:
     """The way of gradients from autograd to the step.
 
     Args:
-        reduces: the reduce communicator of each mesh axis.
+        reduces: the reduce communicators, by mesh axes.
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the reduce slots are, where ranks copy to each other instead.
         updates: updates that are under way beside compute, and read gradients there.
@@ -60,7 +61,7 @@ class Gradients:
         plan: Plan,
         storage: Storage,
         streams: Streams,
-        reduces: Mapping[str, Collectives],
+        reduces: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,

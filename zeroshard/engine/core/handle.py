@@ -18,13 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.arguments import need_kind
 from zeroshard.checkpoint.saver import Saver
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.mesh import RankMesh
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.statistics import Statistics
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.mesh import Axes
 from zeroshard.plan.plan import Plan
 
 _ATTRIBUTE = "_zeroshard_handle"
@@ -40,13 +41,13 @@ class Comm:
     given, when they were given it.
     """
 
-    mesh: Mesh
+    mesh: RankMesh
     log: OperationLog
     sent: OperationLog
     watchdog: Watchdog
     control: Collectives
-    gathers: dict[str, Collectives]
-    reduces: dict[str, Collectives]
+    gathers: dict[Axes, Collectives]
+    reduces: dict[Axes, Collectives]
 
 
 @dataclass

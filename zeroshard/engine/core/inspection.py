@@ -86,7 +86,7 @@ class Inspection:
                         self._changed(unit, group, index, parameter)
 
     def _changed(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
-        sharded = group.plan.param.axis is not None
+        sharded = group.plan.param.divided
         if sharded and not is_resting(parameter) and (not unit.in_use or index in group.lent) and not unit.held:
             return  # inside a GatheredParameters, which looks itself
         self.accept(parameter)

@@ -26,6 +26,7 @@ from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Buffers, Event, Streams
 from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
 
 
@@ -78,7 +79,7 @@ class LegActions:
 
     Args:
         slots: the reduce slot of each unit.
-        reduces: the reduce communicator of each mesh axis.
+        reduces: the reduce communicators, by mesh axes.
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: what sends gradients where ranks copy to each other.
         predivide: what gradients are divided by before they are summed.
@@ -90,7 +91,7 @@ class LegActions:
         collector: Collector,
         squares: Squares,
         streams: Streams,
-        reduces: Mapping[str, Collectives],
+        reduces: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: PeerReduce | None,
         predivide: float,
@@ -121,7 +122,7 @@ class LegActions:
         """
         slot = self._slots[unit.index]
         place = _Place(unit, group, legs, slot, partial(self._tensor, group, others or {}))
-        through_slot = any(leg.source in _IN_SLOT and leg.route is Route.COLLECTIVE and leg.axis for leg in legs)
+        through_slot = any(leg.source in _IN_SLOT and leg.route is Route.COLLECTIVE and leg.axes for leg in legs)
         actions: list[Action] = []
         entered = beside = False
         for leg in legs:
@@ -201,8 +202,7 @@ class LegActions:
     def _reduce_scatter(self, leg: Leg, place: _Place) -> Action:
         if leg.route is Route.COPIES:
             return self._by_copies(leg, place)
-        assert leg.axis is not None
-        collectives, label, nbytes = self._reduces[leg.axis], place.unit.label, leg.nbytes
+        collectives, label, nbytes = self._reduces[leg.axes], place.unit.label, leg.nbytes
         reads, writes = place.names(leg.source), place.names(leg.source, leg.target, Buffer.GRAD)
 
         def send(_: Turn) -> None:
@@ -230,8 +230,7 @@ class LegActions:
         return send
 
     def _all_reduce(self, leg: Leg, place: _Place) -> Action:
-        assert leg.axis is not None
-        collectives, label, writes = self._reduces[leg.axis], place.unit.label, place.names(leg.target, Buffer.GRAD)
+        collectives, label, writes = self._reduces[leg.axes], place.unit.label, place.names(leg.target, Buffer.GRAD)
 
         def send(_: Turn) -> None:
             part = place.tensor(leg.target)
@@ -240,8 +239,7 @@ class LegActions:
         return send
 
     def _all_gather(self, leg: Leg, place: _Place) -> Action:
-        assert leg.axis is not None
-        collectives, label = self._reduces[leg.axis], place.unit.label
+        collectives, label = self._reduces[leg.axes], place.unit.label
         reads, writes = place.names(leg.target), place.names(leg.target, leg.source, Buffer.GRAD)
 
         def send(_: Turn) -> None:

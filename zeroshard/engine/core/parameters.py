@@ -10,7 +10,7 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 import torch
 
@@ -24,6 +24,7 @@ from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, 
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
+from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
@@ -33,7 +34,7 @@ class Parameters:
     """Who is gathered, and the hazards around it.
 
     Args:
-        gathers: the gather communicator of each mesh axis.
+        gathers: the gather communicators, by mesh axes.
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the shards are, where ranks copy from each other instead.
         updates: updates that are under way beside compute.
@@ -48,7 +49,7 @@ class Parameters:
         plan: Plan,
         storage: Storage,
         streams: Streams,
-        gathers: dict[str, Collectives],
+        gathers: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,
@@ -65,7 +66,7 @@ class Parameters:
 
     def adopt(self, plan: Plan) -> None:
         """Start anew under a plan (another order has other slots); nothing may be in use."""
-        self._slots = plan.gather_slots.of_unit
+        self._slots, self._mesh = plan.gather_slots.of_unit, plan.mesh
         self._ledger = new_ledger(plan)
         self._free: dict[int, Event] = {}
         self._gathered: dict[int, Event] = {}
@@ -94,7 +95,7 @@ class Parameters:
                 self._copy(group, whole) if leg.kind is LegKind.COPY else self._all_gather(unit, group, leg, whole),
                 (("shard", unit.index),),
                 (name,),
-                sends=leg.axis is not None,
+                sends=bool(leg.axes),
             )
             for leg in legs
         ]
@@ -104,8 +105,7 @@ class Parameters:
         return lambda: whole[start:end].copy_(group.shard, non_blocking=True)
 
     def _all_gather(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Launch:
-        assert leg.axis is not None
-        gathers, label = self._gathers[leg.axis], unit.label
+        gathers, label = self._gathers[leg.axes], unit.label
         if leg.route is Route.COPIES and whole is group.whole:
             assert self._peers is not None
             return self._peers.all_gather(whole, group.shard, label, group.copied)
@@ -259,7 +259,7 @@ class Parameters:
         self.settle()
         if self._peers is not None:
             # Write after read: the shards belong to the peers' gathers until all ranks have come here.
-            self._gathers["dp"].wait(self._peers.barrier(Channel.WRITE))
+            self._gathers[self._mesh.names].wait(self._peers.barrier(Channel.WRITE))
 
     def written(self, in_parts: Iterable[int] | None = None) -> None:
         """Shards were written on the compute stream: what was gathered before is stale.

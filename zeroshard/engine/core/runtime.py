@@ -54,6 +54,7 @@ from zeroshard.engine.memory.group import Unit
 from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.errors import UsageError
+from zeroshard.mesh import Axes
 from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered, with_kept
 from zeroshard.plan.legs import Stream
@@ -74,7 +75,7 @@ class Runtime:
     """Executes `plan` for `model`.
 
     Args:
-        gathers, reduces: communicators of each mesh axis, for all-gathers and for reduces.
+        gathers, reduces: communicators by mesh axes, for all-gathers and for reduces.
         log: what this rank issues, in the order of the lists.
         peers: peer memory with the shards and reduce slots, where ranks copy from each other; else they send.
     """
@@ -85,8 +86,8 @@ class Runtime:
         plan: Plan,
         storage: Storage,
         streams: Streams,
-        gathers: Mapping[str, Collectives],
-        reduces: Mapping[str, Collectives],
+        gathers: Mapping[Axes, Collectives],
+        reduces: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
     ) -> None:
@@ -96,7 +97,7 @@ class Runtime:
         self.peers = peers
         self.updates = PendingUpdates()
         self.parking = Parking()
-        self.parameters = Parameters(plan, storage, streams, dict(gathers), log, peers, self.updates)
+        self.parameters = Parameters(plan, storage, streams, gathers, log, peers, self.updates)
         self.gradients = Gradients(plan, storage, streams, reduces, log, peers, self.updates)
         self.inspection = Inspection(storage.units)
         self._whole_changes = WholeChanges(storage.units, storage.device)

@@ -48,7 +48,6 @@ def exchange(
     norms: Norms,
     *,
     digest: int,
-    first_replica: bool,
     whole: bool = False,
 ) -> Statistics:
     """Sum this rank's statistics over all data-parallel ranks; gradients must be reduced.
@@ -56,7 +55,6 @@ def exchange(
     Args:
         norms: what squares gradients on a GPU; made when first needed and kept there, for its tables are copied over.
         whole: gradients are each rank's own, so all of them are squared; the sum only tells whether they are finite.
-        first_replica: whether this rank counts for units that are divided within a subgroup, each copy counting once.
     """
     device = runtime.storage.device
     values = torch.zeros(stats_numel(runtime.plan), dtype=torch.float64, device=device)
@@ -64,7 +62,7 @@ def exchange(
     for unit in runtime.units:
         for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
             flags += fired
-            if unit.plan.axis == "dp" or first_replica:
+            if unit.counts:
                 on_host = group.plan.grad_on_host
                 values[0] += (
                     runtime.gradients.squares.total(group) if on_host else _squared_norm(group, norms, whole=whole)

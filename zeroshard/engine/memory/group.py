@@ -62,14 +62,14 @@ class Group:
     @property
     def update_range(self) -> tuple[int, int]:
         """The elements that this rank's optimizer step updates."""
-        if self.plan.update_axis is None:
+        if not self.plan.update_axes:
             return 0, self.plan.layout.numel
         return self.plan.layout.shard_range(self.rank)
 
     @property
     def update_param(self) -> torch.Tensor:
         """The compute-dtype parameters that this rank's optimizer step writes."""
-        return self.whole if self.plan.update_axis is None else self.shard
+        return self.whole if not self.plan.update_axes else self.shard
 
     @property
     def update_master(self) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Group:
         """This rank's part of the reduced gradients."""
         assert self.grad is not None
         assert self.plan.grad is not None
-        if self.plan.grad.axis is not None:
+        if self.plan.grad.divided:
             return self.grad
         start, end = self.plan.layout.shard_range(self.rank)
         return self.grad[start:end]
@@ -209,19 +209,19 @@ class Group:
     def update_grad(self) -> torch.Tensor:
         """The reduced gradients of the elements that this rank updates."""
         assert self.grad is not None
-        return self.grad if self.plan.update_axis is None else self.own_grad
+        return self.grad if not self.plan.update_axes else self.own_grad
 
     @property
     def held_range(self) -> tuple[int, int]:
         """The elements whose truth this rank holds: those that it updates, or of a frozen group its shard."""
-        if not self.plan.trainable and self.plan.param.axis is not None:
+        if not self.plan.trainable and self.plan.param.divided:
             return self.plan.layout.shard_range(self.rank)
         return self.update_range if self.plan.trainable else (0, self.plan.layout.numel)
 
     @property
     def held_param(self) -> torch.Tensor:
         """The compute-dtype parameters of `held_range`."""
-        whole = self.held_range == (0, self.plan.layout.numel) and self.plan.param.axis is None
+        whole = self.held_range == (0, self.plan.layout.numel) and not self.plan.param.divided
         return self.whole if whole else self.shard
 
     def own_part(self, index: int) -> tuple[slice, slice]:
@@ -270,7 +270,7 @@ class Group:
     def _write_param(self, segment: Segment, flat: torch.Tensor) -> None:
         if self.split and flat.dtype != self.whole.dtype:
             flat = split(flat.float())[0]  # rounded as its master weights are
-        if self.plan.param.axis is None:
+        if not self.plan.param.divided:
             self.whole[segment.offset : segment.end].copy_(flat)
         else:
             own, of_value = self._overlap(segment, *self.plan.layout.shard_range(self.rank))
@@ -291,6 +291,8 @@ class Unit:
     plan: UnitPlan
     index: int
     groups: list[Group]
+    counts: bool
+    """Whether this rank enters sums over all ranks for the unit: of ranks that hold the same part, the first does."""
     in_use: bool = False
     held: bool = False
     """Whether the parameters have memory of their own just now, for reads outside of the unit's own forward."""

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.mesh import RankMesh
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory, Peers
 from zeroshard.comm.watchdog import Watchdog
@@ -39,7 +39,7 @@ class PeerAllocator:
 
 def open_peers(
     plan: Plan,
-    mesh: Mesh,
+    mesh: RankMesh,
     device: torch.device,
     log: OperationLog,
     watchdog: Watchdog,
@@ -56,14 +56,15 @@ def open_peers(
     if not plan.policy.peer_copies:
         return None
     if factory is None:
-        axis = mesh.axis("shard" if any(unit.axis == "shard" for unit, _ in plan.groups()) else "dp")
-        if device.type != "cuda" or axis.groups.gather is None:
+        over = {unit.axes for unit, group in plan.groups() if group.layout.shards > 1}
+        gather = mesh.over(over.pop()).gather if len(over) == 1 else None
+        if device.type != "cuda" or gather is None:
             raise PlanError(
                 "policy.peer_copies needs GPUs that reach each other's memory; make the plan on these ranks"
             )
         from zeroshard.comm.symmetric import SymmetricMemory
 
-        factory = partial(SymmetricMemory, group=axis.groups.gather, device=device)
+        factory = partial(SymmetricMemory, group=gather, device=device)
     return Peers(factory, log, watchdog)
 
 

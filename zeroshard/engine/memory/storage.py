@@ -65,7 +65,7 @@ class Storage:
 
     Args:
         parameters: the model's parameters by name; their data is replaced by views or by empty tensors.
-        rank_of: this rank's position along a mesh axis.
+        rank: this rank's number in the plan's mesh.
         device: where the state lives.
         allocator: where shards and reduce slots come from, instead of torch's allocator.
         host: where the state comes from that rests in host memory; needed if the plan has some.
@@ -78,7 +78,7 @@ class Storage:
         self,
         plan: Plan,
         parameters: Mapping[str, nn.Parameter],
-        rank_of: Mapping[str, int],
+        rank: int,
         device: torch.device,
         allocator: Allocator | None = None,
         host: HostMemory | None = None,
@@ -92,8 +92,10 @@ class Storage:
         self.units: list[Unit] = []
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
-            groups = [self._allocate(group, parameters, rank_of[unit.axis]) for group in unit.groups]
-            self.units.append(Unit(unit, index, groups, trainable=[g for g in groups if g.plan.trainable]))
+            position, counts = plan.mesh.position(rank, unit.axes), plan.mesh.first(rank, unit.axes)
+            groups = [self._allocate(group, parameters, position) for group in unit.groups]
+            trainable = [group for group in groups if group.plan.trainable]
+            self.units.append(Unit(unit, index, groups, counts, trainable=trainable))
         self.place_slots(plan)
 
     def _allocate_slots(self, plan: Plan) -> None:
@@ -103,7 +105,7 @@ class Storage:
     def _allocate(self, plan: GroupPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
         layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
         nothing = torch.empty(0, dtype=dtype, device=self.device)
-        if plan.param.axis is None:
+        if not plan.param.divided:
             whole = self._shard(plan, layout.numel)
             start, end = layout.shard_range(rank)
             shard = whole[start:end]

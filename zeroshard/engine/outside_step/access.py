@@ -82,7 +82,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     runtime.parameters.before_write()
     with torch.no_grad():
         spot.group.write_part(spot.own, part)
-    in_parts = spot.group.plan.param.axis is None and spot.divided
+    in_parts = not spot.group.plan.param.divided and spot.divided
     runtime.parameters.written((spot.unit.index,) if in_parts else ())
     if in_parts:
         runtime.parameters.gather(spot.unit.index)  # it rests whole: let the ranks see each other's parts
@@ -213,7 +213,7 @@ class _Spot:
     def _sum(self, whole: torch.Tensor) -> None:
         comm = self.handle.comm
         comm.log.record("get", self.segment.name, whole.nbytes)
-        gathers = comm.gathers[self.unit.plan.axis]
+        gathers = comm.gathers[self.unit.plan.axes]
         gathers.wait(gathers.all_reduce(whole, self.segment.name))
 
     def agree(self, code: int) -> int:
@@ -255,13 +255,14 @@ class _Spot:
         part = value.detach().to(self.handle.device, torch.float32, copy=True).reshape(-1).contiguous()
         comm = self.handle.comm
         comm.log.record("set", self.segment.name, 0)
-        if self.unit.plan.axis == "shard":
-            replicas = comm.gathers["replicate"]
+        copies = self.handle.plan.mesh.without(self.unit.plan.axes)
+        if copies:
+            replicas = comm.gathers[copies]
             replicas.wait(replicas.broadcast(part, 0, self.segment.name))
         return part
 
     def check_writable(self, call: str) -> None:
-        sharded = self.group.plan.param.axis is not None
+        sharded = self.group.plan.param.divided
         if in_backward():
             raise UsageError(f"{call} during a backward: call it after the step, before the next forward")
         if sharded and self.param.numel() and not self.unit.in_use:
@@ -323,12 +324,13 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
 
 def _sum_of_pending(spot: _Spot) -> torch.Tensor:
     """The sum over ranks of local gradients that the next reduce will take, (numel,) float32; they stay pending."""
-    comm, axis = spot.handle.comm, spot.unit.plan.axis
+    comm, axes = spot.handle.comm, spot.unit.plan.axes
     local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end].float()
     summed = local / spot.handle.plan.policy.predivide
     comm.log.record("get", spot.segment.name, summed.nbytes)
-    for name in (axis, "replicate") if axis == "shard" else (axis,):
-        comm.reduces[name].wait(comm.reduces[name].all_reduce(summed, spot.segment.name))
+    for over in (axes, spot.handle.plan.mesh.without(axes, spot.group.plan.sums)):
+        if over:
+            comm.reduces[over].wait(comm.reduces[over].all_reduce(summed, spot.segment.name))
     return summed
 
 

@@ -125,7 +125,7 @@ class GatheredParameters:
         for parameter, (handle, unit, group, index) in self._places:
             segment = group.plan.layout.segments[index]
             in_use = not is_resting(parameter)
-            if group.plan.param.axis is None or (in_use and self._modifier is None):
+            if not group.plan.param.divided or (in_use and self._modifier is None):
                 continue  # whole already; what is in use is released before changes are kept
             if id(group) not in wholes:
                 wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
@@ -246,7 +246,7 @@ def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -
     """All-gather this rank's `part` of a group (its shard in any dtype) into memory of its own."""
     part = part.to(handle.device)
     whole = torch.empty(group.plan.layout.numel, dtype=part.dtype, device=part.device)
-    gathers = handle.comm.gathers[unit.plan.axis]
+    gathers = handle.comm.gathers[unit.plan.axes]
     handle.comm.log.record("all-gather", unit.label, whole.nbytes)
     gathers.wait(gathers.all_gather(whole, part, unit.label))
     return whole
@@ -265,9 +265,9 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
         for group in unit.groups:
             part = group.master_values() if master else group.update_param
             whole = part
-            if group.plan.trainable and group.plan.update_axis is not None:
+            if group.plan.trainable and group.plan.update_axes:
                 whole = gather_whole(handle, unit, group, part)
-            elif group.plan.param.axis is not None:
+            elif group.plan.param.divided:
                 whole = gather_whole(handle, unit, group, group.shard)
             elif not group.plan.trainable:
                 whole = group.whole

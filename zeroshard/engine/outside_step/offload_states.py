@@ -119,7 +119,7 @@ def _tensors(handle: Handle, model: nn.Module, kind: Parkable) -> list[torch.Ten
 
 
 def _rests_whole(group: Group) -> bool:
-    return group.plan.param.axis is None
+    return not group.plan.param.divided
 
 
 def _show(handle: Handle, *, whole: bool) -> None:

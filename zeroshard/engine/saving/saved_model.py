@@ -72,7 +72,7 @@ def pieces(
 
 def _owned(handle: Handle, unit: Unit, group: Group) -> tuple[int, int]:
     """The elements of a group that this rank saves; none in the further copies of a state."""
-    if unit.plan.axis == "shard" and handle.comm.mesh.axis("replicate").rank != 0:
+    if not unit.counts:
         return 0, 0
     return group.plan.layout.shard_range(group.rank)
 
@@ -116,14 +116,14 @@ def _parameter_values(group: Group, offset: int, low: int, high: int) -> torch.T
 
 
 def _frozen(group: Group) -> torch.Tensor:
-    return group.whole if group.plan.param.axis is None else group.shard
+    return group.whole if not group.plan.param.divided else group.shard
 
 
 def held_range(group: Group) -> tuple[int, int]:
     """The elements of a group that this rank holds the truth of: what it updates, or of a frozen group what rests."""
     if group.plan.trainable:
         return group.update_range
-    if group.plan.param.axis is None:
+    if not group.plan.param.divided:
         return 0, group.plan.layout.numel
     return group.plan.layout.shard_range(group.rank)
 

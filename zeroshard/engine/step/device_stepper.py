@@ -225,8 +225,7 @@ class DeviceStepper(StepperBase):
 
     def _counted_groups(self) -> list[Group]:
         """The groups whose squares this rank adds; a copy of a unit divided within a subgroup counts once."""
-        first_replica = self.handle.comm.mesh.axis("replicate").rank == 0
-        return [g for u in self.handle.runtime.units for g in u.trainable if u.plan.axis == "dp" or first_replica]
+        return [g for u in self.handle.runtime.units for g in u.trainable if u.counts]
 
     def _landed_groups(self) -> list[Group]:
         """The counted groups whose gradients have been squared already, and rest in host memory."""

@@ -18,9 +18,8 @@ from zeroshard.plan.placement import Tier
 def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> UpdateContext:
     """What this rank's update works on."""
     comm = handle.comm
-    axes = {"dp": comm.control, "shard": comm.reduces["shard"]}
-    first = comm.mesh.axis("replicate").rank == 0
-    return UpdateContext(make_regions(handle, groups), handle.device, comm.control, axes, first)
+    axes = {**comm.reduces, handle.plan.mesh.names: comm.control}
+    return UpdateContext(make_regions(handle, groups), handle.device, comm.control, axes)
 
 
 def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Region]:
@@ -40,8 +39,9 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     grad=partial(_step_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
-                    axis=unit.plan.axis,
-                    divided=group.plan.update_axis is not None and group.plan.layout.shards > 1,
+                    axes=unit.plan.axes,
+                    counts=unit.counts,
+                    divided=bool(group.plan.update_axes) and group.plan.layout.shards > 1,
                     blocks=None if group.plan.moments is None else group.plan.moments.blocks,
                     owners=group.plan.owners,
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
@@ -69,7 +69,7 @@ def _on_host(group: Group) -> frozenset[str]:
 
 
 def _has_whole_grad(group: Group) -> bool:
-    return group.plan.grad is not None and group.plan.grad.axis is None
+    return group.plan.grad is not None and not group.plan.grad.divided
 
 
 def _whole_grad(group: Group) -> torch.Tensor:

@@ -62,13 +62,11 @@ class HostStepper(StepperBase):
             self._measured = collected
             handle.runtime.finish_gradients()
             self._record_groups()
-            first_replica = comm.mesh.axis("replicate").rank == 0
             handle.last = exchange(
                 handle.runtime,
                 comm.control,
                 self._norms,
                 digest=comm.log.digest(),
-                first_replica=first_replica,
                 whole=handle.runtime.reducing.keeps_local,
             )
             if not handle.last.agree:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
+from zeroshard.mesh import DATA
 from zeroshard.optim.onebit.mean import OneBitMean
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
@@ -44,7 +45,7 @@ class OneBitUpdate(FlatState):
 
     def __init__(self, context: UpdateContext, freeze_step: int) -> None:
         for region in context.regions:
-            if region.axis != "dp" or region.whole_grad is None:
+            if region.axes != DATA or region.whole_grad is None:
                 raise PlanError(
                     f"the plan divides the gradients of {region.label}, or within subgroups: 1-bit optimizers run at "
                     "stages 0 and 1 over all ranks only"

@@ -53,7 +53,7 @@ class AdaptersBetweenSteps:
 
     def __init__(self, model: nn.Module, adapters: list[nn.Parameter]) -> None:
         self._adapters = adapters
-        self._sharded = [p for p in adapters if (place := place_of(p)) is not None and place[2].plan.param.axis]
+        self._sharded = [p for p in adapters if (place := place_of(p)) is not None and place[2].plan.param.divided]
         self._open: GatheredParameters | None = None
         members = {id(adapter) for adapter in adapters}
         self._hooks: list[RemovableHandle] = [

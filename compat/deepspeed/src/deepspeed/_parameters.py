@@ -109,10 +109,10 @@ def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int, 
     loose, place = loose_of(parameter), place_of(parameter)
     if loose is not None:
         return torch.Size(loose.shape), loose.ranks, False
-    if place is None or not (resident or place[2].plan.param.axis):
+    if place is None or not (resident or place[2].plan.param.divided):
         return None
     plan = place[2].plan
-    return torch.Size(plan.layout.segments[place[3]].shape), plan.layout.shards, plan.param.axis is None
+    return torch.Size(plan.layout.segments[place[3]].shape), plan.layout.shards, not plan.param.divided
 
 
 def _part(parameter: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _part(parameter: torch.Tensor) -> torch.Tensor:
     assert place is not None
     _, _, group, index = place
     segment = group.plan.layout.segments[index]
-    if group.plan.param.axis is None:
+    if not group.plan.param.divided:
         return group.whole[segment.offset : segment.end]
     return group.held_param[group.own_part(index)[0]]
 

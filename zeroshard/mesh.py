@@ -1,0 +1,118 @@
+"""A mesh: the ranks of a job as named axes.
+
+    8 ranks, dp_replicate 2 x dp_shard 4        over dp_shard      over dp_replicate     over both
+        0 1 2 3                                 {0 1 2 3}          {0 4} {1 5}           {0 .. 7}
+        4 5 6 7                                 {4 5 6 7}          {2 6} {3 7}
+
+Axes stand outermost first, and ranks are numbered row by row. It is a value: a plan holds one, and it is known before
+any process runs. Names are those of torch's DeviceMesh in the ecosystem. Rejected: to hold a DeviceMesh itself, which
+makes communicators, binds a device, and needs a process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zeroshard.errors import PlanError
+
+Axes = tuple[str, ...]
+"""Names of axes, outermost first, whose ranks are taken together."""
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+DATA: Axes = (REPLICATE, SHARD)
+"""The axes whose ranks read different data."""
+KNOWN: Axes = ("pp", REPLICATE, SHARD, "cp", "sp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis and the number of ranks along it."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes, outermost first.
+
+    Raises PlanError for names that are not known, that come twice, or sizes below 1.
+    """
+
+    axes: tuple[MeshAxis, ...]
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        for axis in self.axes:
+            if axis.name not in KNOWN or names.count(axis.name) > 1:
+                raise PlanError(f"mesh axis {axis.name!r}: each of {', '.join(KNOWN)} may be there once")
+            if axis.size < 1:
+                raise PlanError(f"mesh axis {axis.name!r} has {axis.size} ranks; at least 1 is needed")
+
+    @staticmethod
+    def data_parallel(ranks: int, shard: int | None = None) -> Mesh:
+        """So many data-parallel ranks, in subgroups of `shard` with consecutive numbers; None is one group of all."""
+        shard = ranks if shard is None else shard
+        if ranks < 1 or shard < 1 or ranks % shard:
+            raise PlanError(f"a shard group of {shard} ranks does not divide {ranks} data-parallel ranks")
+        return Mesh((MeshAxis(REPLICATE, ranks // shard), MeshAxis(SHARD, shard)))
+
+    @property
+    def names(self) -> Axes:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.size(self.names)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different data."""
+        return self.size(self.among(DATA))
+
+    def size(self, over: Axes) -> int:
+        """Ranks that meet over these axes. Raises PlanError for an axis that the mesh does not have."""
+        return math.prod(self._size_of(name) for name in over)
+
+    def among(self, axes: Iterable[str]) -> Axes:
+        """Those of `axes` that the mesh has, outermost first."""
+        wanted = set(axes)
+        return tuple(name for name in self.names if name in wanted)
+
+    def without(self, axes: Axes, of: Axes | None = None) -> Axes:
+        """The axes of the mesh, or of `of`, that are not among `axes`."""
+        return tuple(name for name in (self.names if of is None else self.among(of)) if name not in axes)
+
+    def position(self, rank: int, over: Axes) -> int:
+        """The number of a rank among those that it meets over these axes."""
+        found = 0
+        for name in over:
+            found = found * self._size_of(name) + rank // self.stride(name) % self._size_of(name)
+        return found
+
+    def stride(self, name: str) -> int:
+        """The distance between the numbers of neighbours along an axis."""
+        return math.prod(axis.size for axis in self.axes[self.names.index(name) + 1 :])
+
+    def groups(self, over: Axes) -> list[list[int]]:
+        """All ranks, in the groups that meet over these axes, each in order of position."""
+        found: dict[int, list[int]] = {}
+        others = self.without(over)
+        for rank in range(self.world_size):
+            found.setdefault(self.position(rank, others), []).append(rank)
+        return [sorted(ranks, key=lambda rank: self.position(rank, over)) for ranks in found.values()]
+
+    def first(self, rank: int, axes: Axes) -> bool:
+        """Whether a rank is the first of those that hold the same part of what is divided over `axes`."""
+        return self.position(rank, self.without(axes)) == 0
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name} {axis.size}" for axis in self.axes)
+
+    def _size_of(self, name: str) -> int:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis.size
+        raise PlanError(f"the mesh has no axis {name!r}; it has {', '.join(self.names)}")
