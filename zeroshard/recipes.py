@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroshard.config import Config
 from zeroshard.config.resolved import OffloadConfig, PrecisionConfig
 from zeroshard.errors import PlanError
-from zeroshard.plan.builder import MAX_PREFETCH, Precision, Recipe
+from zeroshard.plan.builder import MAX_PREFETCH, NO_MASTER, Precision, Recipe
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
@@ -44,7 +44,9 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         precision=Precision(
             param=precision.compute if low else None,
             wire=precision.communication,
-            accumulate=precision.grad_accum,
+            accumulate=precision.grad_accum if precision.master else precision.grad_accum or precision.compute,
+            master=None if precision.master else NO_MASTER,
+            moments=precision.compute if precision.low_moments else None,
             keep_fp32=kept,
         ),
         policy=policy,

@@ -91,6 +91,8 @@ class ZeroSection(Section):
 class Bf16Section(Section):
     enabled: Flag = False
     check_grad_overflow: Flag = True
+    bf16_master_weights_and_grads: Flag = False
+    bf16_optimizer_states: Flag = False
 
 
 class Fp16Section(Section):
@@ -101,6 +103,7 @@ class Fp16Section(Section):
     hysteresis: Count = 2
     consecutive_hysteresis: Flag = False
     min_loss_scale: Positive = 1.0
+    fp16_master_weights_and_grads: Flag = False
 
 
 class TorchAutocastSection(Section):

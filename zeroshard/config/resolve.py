@@ -334,6 +334,7 @@ class _Resolver:
             )
             what = f"is {types.param_dtype}, but the model computes in {compute}; {switch}, or remove the key"
             self._problems.add("data_types.param_dtype", self._origin("data_types.param_dtype"), what)
+        low = self._low_master(sections, compute)
         return PrecisionConfig(
             compute=compute,
             communication=sections.communication_data_type,
@@ -342,7 +343,29 @@ class _Resolver:
             keep_in_fp32_modules=types.keep_in_fp32_modules,
             autocast=self._autocast(sections, compute),
             check_overflow=not bf16 or sections.bf16.check_grad_overflow,
+            master=not low,
+            low_moments=low and sections.bf16.bf16_optimizer_states,
         )
+
+    def _low_master(self, sections: ObeyedSections, compute: str) -> bool:
+        """Whether 16-bit parameters are updated without master weights; reports where that can't be."""
+        bf16, fp16 = sections.bf16, sections.fp16
+        asked = {
+            "bf16.bf16_master_weights_and_grads": ("bf16", bf16.bf16_master_weights_and_grads),
+            "bf16.bf16_optimizer_states": ("bf16", bf16.bf16_optimizer_states),
+            "fp16.fp16_master_weights_and_grads": ("fp16", fp16.fp16_master_weights_and_grads),
+        }
+        for path, (dtype, wanted) in asked.items():
+            if wanted and dtype != compute:
+                self._refuse(path, f"is true, but {dtype}.enabled is not; switch that on, or remove the key")
+        if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+            self._refuse("bf16.bf16_optimizer_states", "is true, which needs bf16_master_weights_and_grads too")
+        low = bf16.bf16_master_weights_and_grads if compute == "bf16" else fp16.fp16_master_weights_and_grads
+        offload = sections.zero_optimization.offload_optimizer.device
+        if low and compute != "fp32" and offload != "none":
+            path = f"{compute}.{compute}_master_weights_and_grads"
+            self._refuse(path, "is true, which is not built yet with offload_optimizer; leave one of the two out")
+        return low and compute != "fp32"
 
     def _autocast(self, sections: ObeyedSections, compute: str) -> Dtype | None:
         """The dtype of torch.autocast, which replaces the other two ways to compute in 16 bits."""

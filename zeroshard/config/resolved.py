@@ -80,7 +80,10 @@ class ZeroConfig:
 class PrecisionConfig:
     """Dtypes; None leaves the choice to the plan. `autocast` is that of torch.autocast, None where it is off.
 
-    `check_overflow` says whether a step from bf16 gradients with inf or NaN is skipped.
+    Attributes:
+        check_overflow: whether a step from bf16 gradients with inf or NaN is skipped.
+        master: whether 16-bit parameters have master weights in fp32.
+        low_moments: whether the moments are in 16 bits too, where there are no master weights.
     """
 
     compute: Dtype
@@ -90,6 +93,8 @@ class PrecisionConfig:
     keep_in_fp32_modules: Literal["auto"] | tuple[str, ...]
     autocast: Dtype | None = None
     check_overflow: bool = True
+    master: bool = True
+    low_moments: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class Region:
         label: unit and dtype, for messages.
         layout, start: the group's layout and the element at which this region begins.
         master: float32 or float64 parameters, or the int16 remainder of split ones; `param` the compute-dtype
-            parameters to refresh, None where they are the master themselves.
+            parameters to refresh, None where they are the master themselves, which may be in 16 bits then.
+        state_dtype: of the update's state.
         grad: gives the reduced gradients; they may be at another place in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
         hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
@@ -62,6 +63,7 @@ class Region:
     divided: bool = False
     blocks: Blocks | None = None
     owners: Sequence[int] = ()
+    state_dtype: torch.dtype = torch.float32
     whole_grad: Callable[[], torch.Tensor] | None = None
     memory: Callable[[int, torch.dtype], torch.Tensor] | None = None
     on_host: frozenset[str] = frozenset()
@@ -70,12 +72,15 @@ class Region:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())
 
     def new_state(self) -> torch.Tensor:
-        """Zeros for each element of the region, float64 beside such parameters and else float32, where the update's
-        state is to rest."""
-        dtype = torch.float64 if self.master.dtype == torch.float64 else torch.float32
+        """Zeros of `state_dtype` for each element of the region, where the update's state is to rest."""
         if self.memory is not None:
-            return self.memory(self.master.numel(), dtype)
-        return torch.zeros_like(self.master, dtype=dtype)
+            return self.memory(self.master.numel(), self.state_dtype)
+        return torch.zeros_like(self.master, dtype=self.state_dtype)
+
+    @property
+    def low(self) -> bool:
+        """Whether 16-bit parameters are updated themselves, without master weights."""
+        return self.master.dtype in (torch.bfloat16, torch.float16)
 
     def runs(self, active: Sequence[bool], steps: Sequence[int]) -> list[Run]:
         """The runs to update: `active` and `steps` (updates so far) are per segment of the group."""

@@ -16,6 +16,8 @@ from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState, SavedState, Scalar, StatePart
 
+_PART_NUMEL = 1 << 22
+"""Elements of 16-bit parameters that are in float32 at one time."""
 UNSUPPORTED_OPTIONS = ("maximize", "differentiable", "amsgrad")
 """Options of torch's optimizers that our rules don't have."""
 
@@ -163,11 +165,26 @@ class FlatUpdate(FlatState):
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
     ) -> None:
         """Update neighbouring elements alike."""
+        if region.low:
+            self._update_low(region, state, run, hyper, coefficient)
+            return
         cut = slice(run.start, run.end)
         grad = scaled(region.grad()[cut], coefficient).to(region.master.dtype)
         self._rule.update(region.master[cut], grad, [kind[cut] for kind in state], hyper, run.step)
         if region.param is not None:
             region.param[cut].copy_(region.master[cut])
+
+    def _update_low(
+        self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
+    ) -> None:
+        """Update 16-bit parameters in float32 arithmetic, part by part, and round what is kept."""
+        for low in range(run.start, run.end, _PART_NUMEL):
+            cut = slice(low, min(run.end, low + _PART_NUMEL))
+            kept = [region.master[cut], *(kind[cut] for kind in state)]
+            values, *moments = [tensor.float() for tensor in kept]
+            self._rule.update(values, scaled(region.grad()[cut], coefficient), moments, hyper, run.step)
+            for tensor, value in zip(kept, (values, *moments), strict=True):
+                tensor.copy_(value)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {

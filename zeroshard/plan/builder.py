@@ -26,6 +26,7 @@ from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 MAX_PREFETCH = 4
 LOW_PRECISION = ("bfloat16", "float16")
+NO_MASTER = "none"
 SPLIT_MASTER = "int16"
 """Master weights as the remainder beside bfloat16 parameters; see optim.split."""
 
@@ -39,7 +40,9 @@ class Precision:
         wire: dtype of gradients on the wire; None takes the compute dtype.
         accumulate: dtype of gradients between micro-batches; None means float32, and float64 for such parameters.
         master: dtype of master weights: 'float32', or 'int16' for the remainder beside bfloat16 parameters (see
-            optim.split); None lets the caller choose, and is float32 here.
+            optim.split), or 'none' for 16-bit parameters that are updated themselves; None lets the caller choose, and
+            is float32 here.
+        moments: dtype of the moments beside such parameters; None is float32.
         keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
     """
 
@@ -47,6 +50,7 @@ class Precision:
     wire: str | None = None
     accumulate: str | None = None
     master: str | None = None
+    moments: str | None = None
     keep_fp32: tuple[str, ...] = ()
 
 
@@ -316,8 +320,11 @@ def _group_plan(
     grad = Placement(row.placed(row.grad), kept, residency=Residency.AROUND_USE if transient else Residency.RESIDENT)
     state_axes = row.placed(row.state)
     needs_slot = row.grad or kept != wire
-    master = Placement(state_axes, _master_dtype(dtype, precision)) if dtype in LOW_PRECISION else None
-    moments = Placement(state_axes, state_dtype(dtype), copies=copies, blocks=blocks) if copies else None
+    low = dtype in LOW_PRECISION
+    themselves = low and precision.master == NO_MASTER
+    master = Placement(state_axes, _master_dtype(dtype, precision)) if low and not themselves else None
+    kind = dtype_name(precision.moments) if themselves and precision.moments else state_dtype(dtype)
+    moments = Placement(state_axes, kind, copies=copies, blocks=blocks) if copies else None
     return GroupPlan(
         layout,
         trainable,

@@ -17,7 +17,7 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.segments import refuse_split
 from zeroshard.optim.sources import Source
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.optim.updates import UNSUPPORTED_OPTIONS
+from zeroshard.optim.updates import UNSUPPORTED_OPTIONS, FlatUpdate, TorchUpdate, UpdateMethod
 from zeroshard.plan.offload import stream_buffer_nbytes
 from zeroshard.plan.policy import HostUpdate
 
@@ -27,6 +27,8 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
     update = handle.plan.policy.host_update
     site = make_site(handle, source.groups)
     _check_blocks(site, source)
+    if update is not None:
+        _refuse_low(site, "state in host memory")
     if update is HostUpdate.PROCESSOR:
         if source.on_host is None:
             raise PlanError(
@@ -37,16 +39,38 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
     if update is HostUpdate.STREAMED:
         return _streamed_stepper(handle, source, site, scaler)
     # The kernels of the device compute in float32.
-    wide = any(region.master.dtype == torch.float64 for region in site.regions)
-    on_device = handle.device.type == "cuda" and source.on_device is not None and not wide
+    other = any(region.low or region.master.dtype == torch.float64 for region in site.regions)
+    on_device = handle.device.type == "cuda" and source.on_device is not None and not other
     if not (on_device and source.split_master):
         refuse_split(site.regions, source.name)
     if on_device:
         assert source.on_device is not None
         return DeviceStepper(handle, source.on_device(site), scaler)
     if source.compressed is not None:
+        _refuse_low(site, _in_full(source))
         return CompressedStepper(handle, source.compressed(site), scaler)
-    return HostStepper(handle, source.update(site), scaler)
+    made = source.update(site)
+    _check_low(site, source, made)
+    return HostStepper(handle, made, scaler)
+
+
+def _check_low(site: UpdateContext, source: Source, made: UpdateMethod) -> None:
+    """Raises PlanError where 16-bit parameters without master weights have an update that needs these."""
+    if isinstance(made, TorchUpdate) and all(region.state_dtype != torch.float32 for region in site.regions):
+        return  # torch keeps the state in the dtype of the parameters
+    if not isinstance(made, FlatUpdate):
+        _refuse_low(site, _in_full(source))
+
+
+def _refuse_low(site: UpdateContext, what: str) -> None:
+    """Raises PlanError where there are 16-bit parameters without master weights, which `what` needs."""
+    for region in site.regions:
+        if region.low:
+            raise PlanError(
+                f"{region.label} has no master weights, which {what} needs: keep the state on the device and use Adam, "
+                "AdamW, SGD, Adagrad, Lion or RMSprop without any of torch's special options, or switch the master "
+                "weights on again (bf16_master_weights_and_grads, fp16_master_weights_and_grads)"
+            )
 
 
 def _in_full(source: Source) -> str:

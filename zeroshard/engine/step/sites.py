@@ -12,6 +12,7 @@ from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.optim.regions import Region
 from zeroshard.optim.update_context import UpdateContext
+from zeroshard.plan.dtypes import state_dtype, torch_dtype
 from zeroshard.plan.placement import Tier
 
 
@@ -44,6 +45,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     divided=bool(group.plan.update_axes) and group.plan.layout.shards > 1,
                     blocks=None if group.plan.moments is None else group.plan.moments.blocks,
                     owners=group.plan.owners,
+                    state_dtype=_state_dtype(group),
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                     memory=host.zeros if host is not None and group.plan.state_on_host else None,
                     on_host=_on_host(group),
@@ -51,6 +53,12 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
             )
             first_flag += len(group.parameters)
     return regions
+
+
+def _state_dtype(group: Group) -> torch.dtype:
+    """Of an update's state, also where the plan counts none."""
+    moments = group.plan.moments
+    return torch_dtype(state_dtype(group.plan.param.dtype) if moments is None else moments.dtype)
 
 
 def _step_grad(group: Group) -> torch.Tensor:
