@@ -1,13 +1,14 @@
-"""Run the real `zeroshard` command on small scripts."""
+"""Run the `zeroshard` command on small scripts, as a process that is forked with torch in it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
+
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,27 +21,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def start(
     directory: Path, *words: str, stderr: int | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "zeroshard", *words],
-        cwd=directory,
-        env=environment(env),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-    )
+) -> forked.Program:
+    return forked.start(words, directory, environment(env), err=stderr == subprocess.PIPE)
 
 
 def zeroshard(directory: Path, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zeroshard", *words],
-        cwd=directory,
-        env=environment(env),
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    program = forked.start(words, directory, environment(env))
+    out, err = program.communicate(timeout=120)
+    return subprocess.CompletedProcess(words, program.wait(), out, err)
 
 
 def script(directory: Path, text: str, name: str = "script.py") -> str:

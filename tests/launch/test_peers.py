@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launcher import ROOT
+from tests.launch.launcher import environment
+from tests.support import forked
 from zeroshard.launch import messages
 from zeroshard.launch.channel import Channel
 from zeroshard.launch.starters import StarterOptions
@@ -55,18 +55,14 @@ class _Told:
     status: int | None
 
 
-def _job(*parts: tuple[str, float], over_ssh: bool = False) -> list[_Told]:
+def _job(directory: Path, *parts: tuple[str, float], over_ssh: bool = False) -> list[_Told]:
     """What each node of a job tells, by how and when its part ends."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     nodes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _NODE, json.dumps([rank, len(parts), port, how, seconds, over_ssh])],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forked.start(
+            ["-c", _NODE, json.dumps([rank, len(parts), port, how, seconds, over_ssh])], directory, environment()
         )
         for rank, (how, seconds) in enumerate(parts)
     ]
@@ -78,45 +74,45 @@ def _job(*parts: tuple[str, float], over_ssh: bool = False) -> list[_Told]:
     return told
 
 
-def test_the_first_failure_is_told_by_every_node_and_ends_those_that_are_well() -> None:
-    first, second, third = _job(("failed", 1.0), ("failed", 0.2), ("ended", 100.0))
+def test_the_first_failure_is_told_by_every_node_and_ends_those_that_are_well(tmp_path: Path) -> None:
+    first, second, third = _job(tmp_path, ("failed", 1.0), ("failed", 0.2), ("ended", 100.0))
     assert second.lines == ["zeroshard: rank 1 failed"]
     assert first.lines[0] == "zeroshard: rank 1 failed"
     assert third.lines == ["zeroshard: rank 1 failed", "zeroshard: ended the ranks of this node"]
     assert (second.status, third.status) == (7, 1)
 
 
-def test_a_rank_that_was_killed_goes_before_the_errors_it_causes_however_late_the_news() -> None:
-    first, second = _job(("failed", 0.0), ("killed", 100.0))
+def test_a_rank_that_was_killed_goes_before_the_errors_it_causes_however_late_the_news(tmp_path: Path) -> None:
+    first, second = _job(tmp_path, ("failed", 0.0), ("killed", 100.0))
     assert second.lines == ["zeroshard: rank 1 killed", "zeroshard: ended the ranks of this node"]
     assert first.lines == ["zeroshard: rank 1 killed", "zeroshard: then rank 0 failed"]
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_node_that_is_lost_goes_before_the_errors_it_causes(place: int) -> None:
+def test_a_node_that_is_lost_goes_before_the_errors_it_causes(tmp_path: Path, place: int) -> None:
     parts = [("failed", 0.5), ("failed", 0.5)]
     parts[place] = ("lost", 0.2)
-    other = _job(*parts)[1 - place]
+    other = _job(tmp_path, *parts)[1 - place]
     assert other.lines[0] == (
         f"zeroshard: node {place} (host {'h1' if place else 'localhost'}) was lost first: it fell silent"
     )
     assert other.status
 
 
-def test_a_silent_node_ends_those_that_would_wait_for_it() -> None:
-    first, _ = _job(("ended", 100.0), ("lost", 0.1))
+def test_a_silent_node_ends_those_that_would_wait_for_it(tmp_path: Path) -> None:
+    first, _ = _job(tmp_path, ("ended", 100.0), ("lost", 0.1))
     assert first.lines == [
         "zeroshard: node 1 (host h1) was lost first: it fell silent",
         "zeroshard: ended the ranks of this node",
     ]
 
 
-def test_nodes_that_end_well_at_different_times_have_nothing_to_tell() -> None:
-    assert _job(("ended", 0.0), ("ended", 1.5)) == [_Told([], 0), _Told([], 0)]
+def test_nodes_that_end_well_at_different_times_have_nothing_to_tell(tmp_path: Path) -> None:
+    assert _job(tmp_path, ("ended", 0.0), ("ended", 1.5)) == [_Told([], 0), _Told([], 0)]
 
 
-def test_under_a_launcher_the_node_to_blame_alone_tells_why() -> None:
-    first, second, third = _job(("failed", 0.1), ("killed", 0.1), ("ended", 100.0), over_ssh=True)
+def test_under_a_launcher_the_node_to_blame_alone_tells_why(tmp_path: Path) -> None:
+    first, second, third = _job(tmp_path, ("failed", 0.1), ("killed", 0.1), ("ended", 100.0), over_ssh=True)
     assert first.lines[0] == "zeroshard: then rank 0 failed"
     said, text = second.lines[:2]
     assert messages.split_message(said.encode()) == (b"", {"kind": "first"})
