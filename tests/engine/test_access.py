@@ -330,3 +330,29 @@ def test_a_call_on_one_rank_alone_ends_within_seconds_in_an_error(stage: int, ca
         assert text.startswith("DivergenceError"), text
         assert "outer.weight" in text
         assert seconds < 15.0
+
+
+WIDE = Task(lambda: Stack().double(), lambda m, b: m(b.normal(3, WIDTH).double()).square().mean())
+
+
+def _float64(rank: int, world: int) -> None:
+    """Values that float32 has not, of parameters and of gradients, come out as they went in."""
+    for stage in STAGES:
+        model, _ = shard_task(WIDE, Setting(plan=stage, optimizer=sgd))
+        weight = model.get_parameter("outer.weight")
+        shape = zeroshard.safe_get_full_fp32_param(weight).shape
+        value = torch.linspace(0, 1, shape.numel(), dtype=torch.float64).view(shape) / 3
+        zeroshard.safe_set_full_fp32_param(weight, value)
+        assert torch.equal(zeroshard.safe_get_full_fp32_param(weight), value)
+        zeroshard.safe_set_local_fp32_param(weight, 2 * zeroshard.safe_get_local_fp32_param(weight))
+        assert torch.equal(zeroshard.safe_get_full_fp32_param(weight), 2 * value)
+        with zeroshard.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.div_(7)
+        assert torch.equal(zeroshard.safe_get_full_fp32_param(weight), 2 * value / 7)
+        _backward(model, rank, task=WIDE)
+        zeroshard.safe_set_full_grad(weight, value)
+        assert torch.equal(zeroshard.safe_get_full_grad(weight), value)
+
+
+def test_float64_is_handed_over_exactly() -> None:
+    run_ranks(2, _float64)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,16 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.measure import held_bytes
 from tests.support.models import VOCABULARY, WIDTH, Batch, Task, language_loss
-from tests.support.training import Setting, assert_close, assert_same, sgd, shard_task, train_reference, train_sharded
+from tests.support.training import (
+    Setting,
+    assert_close,
+    assert_same,
+    full_parameters,
+    sgd,
+    shard_task,
+    train_reference,
+    train_sharded,
+)
 from tests.support.zoo import Mlp
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import DivergenceError, UsageError
@@ -281,6 +292,17 @@ REFUSED: dict[str, Callable[[nn.Parameter], object]] = {
     "copy": lambda p: copy.deepcopy(p),
     "save": lambda p: torch.save(p, io.BytesIO()),
     "aten": lambda p: torch.ops.aten.mul.Tensor(p, 2),
+    "as subclass": lambda p: p.as_subclass(torch.Tensor).norm(),
+    "complex": lambda p: complex(p),
+    "dlpack": lambda p: torch.from_dlpack(p),
+    "parameter of it": lambda p: nn.Parameter(p).norm(),
+    "parameter of its data": lambda p: nn.Parameter(p.data) * 2,
+    "average": lambda p: torch.optim.swa_utils.AveragedModel(nn.ParameterList([p])),
+    "iteration": lambda p: list(p),
+    "equality": lambda p: torch.equal(p, torch.zeros(2)),
+    "pickle": lambda p: pickle.dumps(p),
+    "collective": lambda p: torch.distributed.all_reduce(p.data),
+    "array": lambda p: np.asarray(p.data),
 }
 
 
@@ -336,6 +358,22 @@ def _answers(rank: int, world: int) -> None:
 
 def test_a_resting_parameter_says_what_it_is() -> None:
     run_ranks(2, _answers)
+
+
+def _after_a_trace(rank: int, world: int) -> None:
+    """torch.jit.trace refuses the collectives of a forward; the next one gathers again what it had begun to gather."""
+    task, setting = _task(_linear, Around()), Setting(plan=3, optimizer=sgd)
+    expected = train_reference(task, replace(setting, steps=1), world, rank)
+    model, optimizer = shard_task(task, setting)
+    with pytest.raises(RuntimeError):
+        torch.jit.trace(model, Batch(0, 0, rank).tokens())
+    language_loss(model, Batch(0, 0, rank)).backward()
+    optimizer.step()
+    assert_same(full_parameters(model), expected.parameters)
+
+
+def test_a_gather_that_failed_is_no_gather() -> None:
+    run_ranks(2, _after_a_trace)
 
 
 def _after_failures(rank: int, world: int) -> None:

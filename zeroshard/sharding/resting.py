@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -85,9 +85,7 @@ _CALLS = frozenset(
     | {"_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "_is_all_true"}
 )
 """Functions that read no values."""
-_CONVERSIONS = frozenset(
-    {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "share_memory_", "pin_memory"}
-)
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as"})
 """Functions that return the parameter itself where there is nothing to convert."""
 
 
@@ -118,6 +116,7 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "nelement": lambda tensor: 0,
     "nbytes": lambda tensor: 0,
     "storage_offset": lambda tensor: 0,
+    "share_memory_": lambda tensor: tensor,
     "__repr__": lambda tensor, **_: f"{_named(tensor)} of shape {tuple(_shape(tensor))}, {tensor.dtype}, at rest",
 }
 """What is answered for the whole parameter, or for none of its elements."""
@@ -160,6 +159,18 @@ class Guard:
         """Raises UsageError for what would read the values, unless they can be had here."""
         return _answer(func, args, dict(kwargs or {}))
 
+    # torch answers these without asking __torch_function__.
+
+    def as_subclass(self, cls: type[Any]) -> NoReturn:
+        """Raises UsageError."""
+        raise _refusal(cast("torch.Tensor", self), "as_subclass")
+
+    def __complex__(self) -> NoReturn:
+        raise _refusal(cast("torch.Tensor", self), "complex")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refusal(cast("torch.Tensor", self), "dlpack")
+
 
 class GuardedValue(Guard, torch.Tensor):
     """What `detach()` and `.data` of a resting parameter give: as useless, and as guarded, as the parameter."""
@@ -187,7 +198,8 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if alone and name in _MEMORY:
         return _MEMORY[name](first)
     if alone and name in _HANDLES:
-        return _guarded(still)
+        # nn.Parameter(parameter) asks that `detach` gives the same class.
+        return _guarded(still, type(still) if name == "detach" else GuardedValue)
     raise _refusal(still, name)
 
 
@@ -214,8 +226,8 @@ def _fetch_all(arguments: object) -> None:
             record.fetch()
 
 
-def _guarded(tensor: torch.Tensor) -> torch.Tensor:
-    value = _plain(torch.Tensor.detach, tensor).as_subclass(GuardedValue)
+def _guarded(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    value = torch.Tensor.as_subclass(_plain(torch.Tensor.detach, tensor), kind)
     # Without a way to fetch: it stays what it is when the parameter is gathered.
     vars(value)[_RECORD] = replace(_record(tensor), fetch=None)
     return value

@@ -111,6 +111,14 @@ class SlotLedger:
         previous, self._holder[slot] = self._holder[slot], unit
         return previous if previous != unit else None
 
+    def lose(self, unit: int) -> None:
+        """The gather of a unit that was taken has failed: its whole parameters are not there."""
+        slot = self._slot[unit]
+        if slot is None:
+            self._stale.add(unit)
+        elif self._holder[slot] == unit:
+            self._holder[slot] = None
+
     def release(self, unit: int) -> None:
         """The unit is out of use; its content stays valid where the plan reuses slots."""
         slot = self._slot[unit]

@@ -129,10 +129,14 @@ class Parameters:
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         steps = self._steps[index]
-        for step in steps:
-            if step.sends:
-                self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
-        self._streams.run(Stream.GATHER, steps)
+        try:
+            for step in steps:
+                if step.sends:
+                    self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
+            self._streams.run(Stream.GATHER, steps)
+        except RuntimeError:  # torch.jit.trace refuses collectives; whoever goes on must not find an empty slot
+            self._ledger.lose(index)
+            raise
         self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
             self._versions[index] = _versions(self._storage.units[index])

@@ -239,7 +239,7 @@ class Group:
         segment, flat = self.plan.layout.segments[index], value.detach().reshape(-1)
         if self.master is not None:
             own, of_value = self._overlap(segment, *self.update_range)
-            self._write_master(own, flat[of_value].float())
+            self._write_master(own, flat[of_value].to(torch.promote_types(flat.dtype, torch.float32)))
         self._write_param(segment, flat)
 
     def _write_master(self, own: slice, values: torch.Tensor) -> None:
@@ -257,7 +257,7 @@ class Group:
             own, of_value = self._overlap(segment, *self.update_range)
             old, new = self.master_values()[own], flat[of_value].to(self.device)
             current = self.update_param[own].to(self.device) if before is None else before.reshape(-1)[of_value]
-            kept = torch.where(current == new, old, new.float())
+            kept = torch.where(current == new, old, new.to(old.dtype))
             self._write_master(own, kept)
         self._write_param(segment, flat)
 
@@ -265,7 +265,7 @@ class Group:
         """Let master weights follow a whole parameter that was changed in place; unchanged elements keep precision."""
         own, of_value = self._overlap(self.plan.layout.segments[index], *self.update_range)
         old, new = self.master_values()[own], value.reshape(-1)[of_value]
-        self._write_master(own, torch.where(old.to(new.dtype) == new, old, new.float()))
+        self._write_master(own, torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
 
     def _write_param(self, segment: Segment, flat: torch.Tensor) -> None:
         if self.split and flat.dtype != self.whole.dtype:

@@ -35,7 +35,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
     """The whole parameter in float32, from its master weights where there are some; called by all ranks.
 
     Returns:
-        A copy in the parameter's full shape, on the device of the state.
+        A copy in the parameter's full shape, on the device of the state; in float64 of a float64 parameter.
 
     Raises:
         UsageError: the tensor is not a parameter of a sharded model. So do all functions of this file.
@@ -195,6 +195,11 @@ class _Spot:
         return self.group.plan.layout.segments[self.index]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What values are handed over in: float32, or the parameter's own dtype where that is wider."""
+        return torch.promote_types(self.group.whole.dtype, torch.float32)
+
+    @property
     def number(self) -> int:
         """The group's number among the trainable ones of its unit."""
         return next(number for number, group in enumerate(self.unit.trainable) if group is self.group)
@@ -224,13 +229,13 @@ class _Spot:
         return int(codes)
 
     def from_rank_0(self, value: torch.Tensor, call: str) -> torch.Tensor:
-        """Rank 0's value as a flat float32 copy on the state's device.
+        """Rank 0's value as a flat copy in `dtype` on the state's device.
 
         Whether it could be taken travels with it: a rank that raised alone would leave the others waiting.
         """
         control, name = self.handle.comm.control, self.segment.name
         problem = _problem(value, self.segment.numel, f"{tuple(self.segment.shape)}")
-        sent = torch.zeros(self.segment.numel + 1, dtype=torch.float32, device=self.handle.device)
+        sent = torch.zeros(self.segment.numel + 1, dtype=self.dtype, device=self.handle.device)
         if control.rank == 0 and problem is None:
             sent[:-1] = value.detach().reshape(-1)
             sent[-1] = 1
@@ -242,7 +247,7 @@ class _Spot:
         return sent[:-1]
 
     def local_value(self, value: torch.Tensor, call: str) -> torch.Tensor:
-        """This rank's value, flat float32; where several ranks update the same elements, that of the first of them."""
+        """This rank's value, flat; where several ranks update the same elements, that of the first of them."""
         if not self.divided:
             return self.from_rank_0(value, call)
         count = self.own.stop - self.own.start
@@ -252,7 +257,7 @@ class _Spot:
             problem = "what another rank gave can't be taken: its own error says why"
         if problem is not None:
             raise UsageError(f"{call}: {self.segment.name!r} {problem}")
-        part = value.detach().to(self.handle.device, torch.float32, copy=True).reshape(-1).contiguous()
+        part = value.detach().to(self.handle.device, self.dtype, copy=True).reshape(-1).contiguous()
         comm = self.handle.comm
         comm.log.record("set", self.segment.name, 0)
         copies = self.handle.plan.mesh.without(self.unit.plan.axes)
@@ -301,7 +306,7 @@ def _problem(value: object, numel: int, shape: str) -> str | None:
 def _fp32_part(spot: _Spot) -> torch.Tensor:
     group, own = spot.group, spot.own
     if group.master is None:
-        return group.held_param[own].float()
+        return group.held_param[own].to(spot.dtype)
     device = spot.handle.device
     part = group.master[own].to(device)
     return join(group.update_param[own].to(device), part) if group.split else part
@@ -314,19 +319,19 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
         return None
     if spot.agree(int(gradients.fired(spot.unit)[spot.number][spot.index])) == 0:
         return None
-    part = torch.zeros(spot.own.stop - spot.own.start, dtype=torch.float32, device=spot.handle.device)
+    part = torch.zeros(spot.own.stop - spot.own.start, dtype=spot.dtype, device=spot.handle.device)
     if gradients.reduced(spot.unit):
-        part += spot.group.update_grad[spot.own].to(part.device).float()
+        part += spot.group.update_grad[spot.own].to(part.device, spot.dtype)
     if gradients.pending(spot.unit):
         part += _sum_of_pending(spot)[spot.of_whole]
     return part * stepper_of(spot.handle.runtime.model).unscale()
 
 
 def _sum_of_pending(spot: _Spot) -> torch.Tensor:
-    """The sum over ranks of local gradients that the next reduce will take, (numel,) float32; they stay pending."""
+    """The sum over ranks of local gradients that the next reduce will take, flat; they stay pending."""
     comm, axes = spot.handle.comm, spot.unit.plan.axes
-    local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end].float()
-    summed = local / spot.handle.plan.policy.predivide
+    local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end]
+    summed = local.to(spot.dtype) / spot.handle.plan.policy.predivide
     comm.log.record("get", spot.segment.name, summed.nbytes)
     for over in (axes, spot.handle.plan.mesh.without(axes, spot.group.plan.sums)):
         if over:
