@@ -288,7 +288,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         An exception inside leaves nothing reduced. Called by all ranks, which make the same backwards.
         """
         if self._inside_no_sync:
-            raise UsageError("coalesce_grad_reduction() inside no_sync() or another one: leave the outer block first")
+            raise UsageError("coalesce_grad_reduction() nested in no_sync() or another: leave the outer block first")
         if not self._options.counts_micro_batches:
             raise UsageError(
                 "coalesce_grad_reduction() with managed_gradient_accumulation false: step() ends the accumulation "
