@@ -11,6 +11,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from tests.support.zoo import Mlp
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import DivergenceError, UsageError
 from zeroshard.plan.memory import state_bytes
+from zeroshard.sharding.early import ShardedInit
 
 STAGES = (0, 1, 2, 3)
 Read = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -159,6 +161,8 @@ class Around:
     tied: bool = False
     frozen: bool = False
     checkpoints: bool | None = None
+    adapters: bool = False
+    init: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 AROUND = {
@@ -167,21 +171,52 @@ AROUND = {
     "frozen": Around(frozen=True),
     "reentrant": Around(checkpoints=True),
     "not reentrant": Around(checkpoints=False),
+    "adapters": Around(frozen=True, adapters=True),
+    "deferred": Around(init=zeroshard.Init),
+    "built in shards": Around(init=ShardedInit),
 }
 
 
-def _task(read: Read, around: Around) -> Task:
-    return Task(lambda: Reader(read, around.tied, around.frozen, around.checkpoints), language_loss)
+class _Adapted(nn.Module):
+    """A frozen layer and a low-rank correction beside it, as LoRA has them; its weight is still found by its name."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight + self.up.weight @ self.down.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _reader(read: Read, around: Around) -> nn.Module:
+    model = Reader(read, around.tied, around.frozen, around.checkpoints)
+    for block in model.blocks if around.adapters else ():
+        assert isinstance(block, Mlp)
+        block.down = _Adapted(block.down)  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+def _task(read: Read, around: Around, *, deferred: bool = False) -> Task:
+    def build() -> nn.Module:
+        with around.init() if deferred else nullcontext():
+            return _reader(read, around)
+
+    return Task(build, language_loss)
 
 
 def _matrix(rank: int, world: int, name: str) -> None:
     for what, around in AROUND.items():
-        task = _task(READS[name], around)
+        task, sharded = _task(READS[name], around), _task(READS[name], around, deferred=True)
         for setting in (Setting(steps=3, optimizer=sgd), Setting(steps=2, micro=2, clip=0.5)):
             reference = train_reference(task, setting, world, rank)
             check = assert_same if setting.micro == 1 else assert_close
             for stage in STAGES:
-                found = train_sharded(task, setting.at(stage), rank)
+                found = train_sharded(sharded, setting.at(stage), rank)
                 check(found.parameters, reference.parameters, what=f"{name}, {what}, stage {stage}")
 
 

@@ -135,7 +135,7 @@ def _plain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _called(func: Callable[..., Any]) -> tuple[str, bool]:
+def name_of_call(func: Callable[..., Any]) -> tuple[str, bool]:
     """Name of a function of torch, or of the attribute that it gets or sets; and whether it sets one."""
     name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
@@ -177,7 +177,7 @@ class GuardedValue(Guard, torch.Tensor):
 
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name, sets = _called(func)
+    name, sets = name_of_call(func)
     if name in _CALLS or name in _AS_IT_IS:
         return _plain(func, *args, **kwargs)
     first = args[0] if args else None

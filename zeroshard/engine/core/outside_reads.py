@@ -14,6 +14,7 @@ what libraries do), and gathering anew for each operation (autograd saves views 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from zeroshard.engine.core.autograd import in_backward
@@ -29,20 +30,22 @@ class OutsideReads:
         units: all units of the model, whose resting parameters ask here from now on.
         parameters: gathers and releases them.
         tracker: learns when a unit was first read.
+        in_forward: whether a forward of the model, or of a part of it that reads the root, is running. One of a unit by
+            itself does not count: nobody would tell if an exception ended it.
 
     Attributes:
         kept: units that the plan keeps whole for each pass: the root, and those read before.
-        in_forward: whether a forward of the model, or of a part of it that reads the root, is running. One of a unit by
-            itself does not count: nobody would tell if an exception ended it.
     """
 
-    def __init__(self, units: list[Unit], parameters: Parameters, tracker: CallTracker) -> None:
+    def __init__(
+        self, units: list[Unit], parameters: Parameters, tracker: CallTracker, in_forward: Callable[[], bool]
+    ) -> None:
         self._units = units
         self._parameters = parameters
         self._tracker = tracker
         self._new: list[int] = []
         self.kept: tuple[int, ...] = ()
-        self.in_forward = False
+        self._in_forward = in_forward
         for unit in units:
             for group in unit.groups:
                 for record in group.records:
@@ -50,7 +53,7 @@ class OutsideReads:
 
     def _fetch(self, index: int) -> None:
         """Something is about to read a unit that rests. Nothing is done where not all ranks come by."""
-        if not self.in_forward and not in_backward():
+        if not self._in_forward() and not in_backward():
             return
         if index in self.kept:
             self._parameters.use(index)

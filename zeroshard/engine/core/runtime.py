@@ -107,7 +107,7 @@ class Runtime:
         self._tracker = CallTracker()
         self._order = NodeOrder()
         self._root = next(unit.index for unit in storage.units if unit.plan.name == "")
-        self.reads = OutsideReads(storage.units, self.parameters, self._tracker)
+        self.reads = OutsideReads(storage.units, self.parameters, self._tracker, lambda: self._inside is not None)
         self._inside: int | None = None
         self._part: int | None = None
         self.reducing = Reducing()
@@ -180,14 +180,14 @@ class Runtime:
         if in_backward():
             self.parameters.use(self._root)
         elif self._inside is None:
-            self._inside, self.reads.in_forward = face, True
+            self._inside = face
             self.pre_forward(self._root)
 
     def leave(self, face: int, output: object, *, failed: bool) -> None:
         """Such a module has run, or ended in an exception."""
         mine = in_backward() or self._inside == face
         if self._inside == face:
-            self._inside, self.reads.in_forward = None, False
+            self._inside = None
         if mine and not failed:
             self.post_forward(self._root, output)
 
@@ -195,7 +195,6 @@ class Runtime:
         """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
         if not in_backward() and self._inside is None:
             self._inside = self._part = part
-            self.reads.in_forward = True
             self.pre_forward(self._root)
 
     def leave_part(self, part: int, output: object, *, failed: bool) -> None:
@@ -204,7 +203,6 @@ class Runtime:
             if not failed:
                 self.post_forward(self._root, output)
             self._inside = self._part = None
-            self.reads.in_forward = False
 
     def _begin_pass(self) -> None:
         self.parking.refuse("a forward", Parkable.LP_PARAMS)
@@ -326,7 +324,6 @@ class Runtime:
         self.parking.refuse("a backward", Parkable.LP_PARAMS, Parkable.LP_GRADS)
         self.reducing.begin_backward(collects)
         self._backward_running, self._task, self._collects = True, graph_task(), collects
-        self.reads.in_forward = False
         end = EndOfBackward(self._end_backward)
         self._ending = weakref.ref(end)
         self.streams.follow_caller()

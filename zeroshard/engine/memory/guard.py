@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import UsageError
+from zeroshard.sharding.resting import name_of_call
 
 _READABLE = frozenset(
     {"shape", "dtype", "device", "requires_grad", "is_sparse", "layout", "grad_fn", "is_leaf"}
@@ -38,11 +39,9 @@ class ShardedGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _METHODS or (name == "__get__" and owner in _READABLE):
+        called, sets = name_of_call(func)
+        if not sets and (called in _METHODS or called in _READABLE):
             return super().__torch_function__(func, types, args, dict(kwargs or {}))
-        called = owner if owner.isidentifier() else name
         raise UsageError(
             f"torch's {called}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
             "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
