@@ -44,7 +44,7 @@ class Request:
 
     Attributes:
         pieces: what this rank writes; all ranks' together are all of each tensor, once.
-        aliases, state: equal on all ranks (rank 0's are written); `own` is this rank's. As JSON has them.
+        aliases, state: equal on all ranks (rank 0's are written); `rank_state` is this rank's. As JSON has them.
         latest: whether it becomes the newest.
         keep: how many checkpoints are left in the directory, None for all.
     """
@@ -54,7 +54,7 @@ class Request:
     pieces: Sequence[Piece]
     aliases: Mapping[str, str]
     state: Mapping[str, Any]
-    own: Mapping[str, Any]
+    rank_state: Mapping[str, Any]
     latest: bool = True
     keep: int | None = None
 
@@ -69,7 +69,7 @@ class Request:
             name_of(piece.info.dtype, piece.info.name)
         for alias in self.aliases:
             check_name(alias)
-        for what in (self.state, self.own):
+        for what in (self.state, self.rank_state):
             try:
                 nbytes = len(jsonfile.canonical(what))
             except (ValueError, TypeError) as error:
@@ -195,7 +195,7 @@ class _Writing:
         request = self.request
         on_all_ranks(
             barrier,
-            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.own),
+            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.rank_state),
             request.final,
             _UNCHANGED,
         )

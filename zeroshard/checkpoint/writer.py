@@ -73,11 +73,11 @@ class Piece:
             out[low - self.start : high - self.start].copy_(self.values(low, high).detach(), non_blocking=True)
 
 
-def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], own: Mapping[str, Any]) -> None:
+def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any]) -> None:
     """Write a rank's pieces into `folder`, and last of all a table of them, which `join_tables` reads.
 
     Args:
-        own: what the rank keeps for itself; as JSON gives it back.
+        rank_state: what the rank keeps for itself; as JSON gives it back.
 
     Raises:
         CheckpointError: a name or dtype that a checkpoint can't hold.
@@ -90,7 +90,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], own: Mapping[
         if piece.start < piece.stop or not piece.info.numel:
             for number, cut in enumerate(rectangles(piece.info.shape, piece.start, piece.stop)):
                 files.setdefault(f"{kind}-{rank:05d}-{number}.safetensors", []).append((piece, cut))
-    table: dict[str, Any] = {"files": {}, "tensors": [], "own": own}
+    table: dict[str, Any] = {"files": {}, "tensors": [], "rank_state": rank_state}
     for name, entries in files.items():
         info, parts = _write_file(folder, name, entries)
         table["files"][name] = {"bytes": info.nbytes, "header_crc32": info.header_checksum}
@@ -142,7 +142,7 @@ def join_tables(folder: Path, world_size: int, aliases: Mapping[str, str], state
                 f"{where} is not there, though rank {rank} has written it: do all nodes see the same {folder.parent}?"
             )
         table = jsonfile.decode(jsonfile.read_bytes(where), where)
-        ranks.append(table["own"])
+        ranks.append(table["rank_state"])
         for name, item in table["files"].items():
             files[name] = FileInfo(item["bytes"], item["header_crc32"])
         for item in table["tensors"]:

@@ -1,6 +1,6 @@
 """JSON and HJSON as people write configs: comments (`//`, `/* */`, `#`), trailing commas, and the line of every value.
 
-One reader takes both: what HJSON adds (see `loosetext`) is no JSON, so no text has two meanings. The standard parser
+One reader takes both: what HJSON adds (see `hjsontext`) is no JSON, so no text has two meanings. The standard parser
 knows neither comments nor lines, and keeps the last of two equal keys in silence.
 """
 
@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.config.loosetext import KEY, MULTIPLE, REST_OF_LINE, SINGLE, multi_line, single_quoted, unclear_part
+from zeroshard.config.hjsontext import KEY, MULTIPLE, REST_OF_LINE, SINGLE, multi_line, single_quoted, unclear_part
 from zeroshard.config.problems import Problems, dotted, show
 from zeroshard.errors import ConfigError
 

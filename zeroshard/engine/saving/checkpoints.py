@@ -132,16 +132,16 @@ def save(
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
         _settle(handle, saver)
         state = _state(handle, model, stepper, scheduler, client_state, counters, frozen)
-        own = {"generators": generator_states(handle.device)}
-        return Request(base, tag, (), handle.plan.aliases, state, own, latest, keep), buffer_sums(handle)
+        rank_state = {"generators": generator_states(handle.device)}
+        return Request(base, tag, (), handle.plan.aliases, state, rank_state, latest, keep), buffer_sums(handle)
 
     request, sums = on_all_ranks(saver.barrier(), prepare, where)
     _warn_of_gradients(handle)
     differing = differing_buffers(handle, sums)
 
     def complete() -> Request:
-        own = pieces(handle, None if stepper is None else stepper.update, differing, frozen=frozen)
-        whole = replace(request, pieces=own)
+        tensors = pieces(handle, None if stepper is None else stepper.update, differing, frozen=frozen)
+        whole = replace(request, pieces=tensors)
         whole.check()
         return whole
 

@@ -70,7 +70,7 @@ def pieces(
     return found
 
 
-def _owned(handle: Handle, unit: Unit, group: Group) -> tuple[int, int]:
+def _saved_range(handle: Handle, unit: Unit, group: Group) -> tuple[int, int]:
     """The elements of a group that this rank saves; none in the further copies of a state."""
     if not unit.counts:
         return 0, 0
@@ -83,7 +83,7 @@ def _parameter_pieces(handle: Handle, frozen: bool) -> Iterator[Piece]:
             if not (frozen or group.plan.trainable):
                 continue
             layout = group.plan.layout
-            start, end = _owned(handle, unit, group)
+            start, end = _saved_range(handle, unit, group)
             for index, low, high in layout.pieces(start, end):
                 segment = layout.segments[index]
                 first = start + low - segment.offset
@@ -183,7 +183,7 @@ def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
         unit, group = regions[part.region]
         segment = group.plan.layout.segments[part.index]
         begin = group.update_range[0] + part.low - segment.offset
-        start, end = (position - segment.offset for position in _owned(handle, unit, group))
+        start, end = (position - segment.offset for position in _saved_range(handle, unit, group))
         start, end = max(start, begin), min(end, begin + part.high - part.low)
         if start >= end:
             continue
