@@ -22,7 +22,7 @@ from tests.support.kill_loop import train
 from zeroshard.checkpoint.directory import find, whole
 from zeroshard.checkpoint.reader import CheckpointReader
 
-KILLS = int(os.environ.get("ZEROSHARD_KILLS", "20"))
+KILLS = int(os.environ.get("ZEROSHARD_KILLS", "8"))
 STEPS = 4 * KILLS
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "zeroshard", "tests.support.kill_loop"])
