@@ -51,7 +51,7 @@ DEEPSPEED_BUCKET = 200_000_000
 OPTIMIZER = "optimizer"
 """Annotation around clipping and update, by which a trace's kernels are told apart."""
 
-PACKAGES = {"deepspeed": ("deepspeed",), "zeroshard": ("zeroshard.engine.native", "zeroshard.sharding.deferred")}
+PACKAGES = {"deepspeed": ("deepspeed",), "zeroshard": ("zeroshard.engine.native", "zeroshard.sharding.deferred.init")}
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Ids and targets, int64 (batch, length)."""

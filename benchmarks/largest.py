@@ -23,12 +23,12 @@ from benchmarks.llama import SIZES, Llama, Shape
 from benchmarks.planner_cases import RECIPE
 from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.policy import HostUpdate
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.hardware import GIB, Cluster, parse_cluster
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.sources import ModelSource
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.machine.hardware import GIB, Cluster, parse_cluster
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.sources import ModelSource
+from zeroshard.planner.trace.workload import Workload
 
 SHARES = 40
 """Shares are looked for in steps of one over this."""

@@ -26,12 +26,12 @@ from zeroshard.errors import PlanError
 from zeroshard.plan.builder import reordered
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.calibration import calibrated, load_calibration
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.compiled import compiled
-from zeroshard.planner.hardware import GIB, Cluster, find_gpu, parse_cluster
-from zeroshard.planner.memory import step_memory
-from zeroshard.planner.timeline import step_time
+from zeroshard.planner.machine.calibration import calibrated, load_calibration
+from zeroshard.planner.machine.hardware import GIB, Cluster, find_gpu, parse_cluster
+from zeroshard.planner.predict.memory import step_memory
+from zeroshard.planner.predict.timeline import step_time
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.compiled import compiled
 
 ASSUMED = "H100-80GB"
 

@@ -20,15 +20,15 @@ from pathlib import Path
 from benchmarks.llama import SIZES
 from benchmarks.planner_cases import CASES, RECIPE, Case, case_of, floor_seconds, predict, workload
 from benchmarks.planner_measure import Options, measure
-from zeroshard.planner.advice import impossible_memory, impossible_rate
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.hardware import GIB, parse_cluster, read_table
-from zeroshard.planner.measured import MEASURED, Measured
-from zeroshard.planner.memory import CUBLAS_WORKSPACE, transient_nbytes
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.sources import sized_source
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.choose.advice import impossible_memory, impossible_rate
+from zeroshard.planner.machine.hardware import GIB, parse_cluster, read_table
+from zeroshard.planner.predict.measured import MEASURED, Measured
+from zeroshard.planner.predict.memory import CUBLAS_WORKSPACE, transient_nbytes
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.sources import sized_source
+from zeroshard.planner.trace.workload import Workload
 
 CLUSTER = "2xH100-80GB"
 LENGTH = 2048

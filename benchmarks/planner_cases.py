@@ -15,15 +15,15 @@ from benchmarks.llama import SIZES, Llama
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.cost import kernels_seconds
-from zeroshard.planner.hardware import Cluster
-from zeroshard.planner.measured import Measured, row_label
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.sources import ModelSource
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.trace import total_kernels
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.machine.hardware import Cluster
+from zeroshard.planner.predict.cost import kernels_seconds
+from zeroshard.planner.predict.measured import Measured, row_label
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.model_trace import total_kernels
+from zeroshard.planner.trace.sources import ModelSource
+from zeroshard.planner.trace.workload import Workload
 
 ALL_MEMORY = 2**60
 WHOLE_GRADIENTS = ("1c03287",)

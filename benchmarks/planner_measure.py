@@ -25,8 +25,8 @@ import torch
 from benchmarks.planned import machine
 from benchmarks.planner_cases import CASES, Case, predict
 from benchmarks.ranks import run_ranks
-from zeroshard.planner.hardware import GIB, Cluster
-from zeroshard.planner.rows import Row
+from zeroshard.planner.machine.hardware import GIB, Cluster
+from zeroshard.planner.predict.rows import Row
 
 MEMORY_LIMIT, TIME_LIMIT = 0.03, 0.10
 KEPT_FREE = 4 * GIB

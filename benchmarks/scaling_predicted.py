@@ -14,13 +14,13 @@ from dataclasses import replace
 from benchmarks.llama import SIZES
 from benchmarks.planner_cases import RECIPE, floor_seconds, workload
 from benchmarks.report import number, percent
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.compiled import compiled
-from zeroshard.planner.hardware import GIB, Cluster, parse_cluster
-from zeroshard.planner.memory import step_memory
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.timeline import step_time
+from zeroshard.planner.machine.hardware import GIB, Cluster, parse_cluster
+from zeroshard.planner.predict.memory import step_memory
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.predict.timeline import step_time
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.compiled import compiled
 
 BATCH, LENGTH = 4, 2048
 COLUMNS = ("engine", "setting", "GPUs", "s/step", "tokens/s/GPU", "of one GPU's floor", "GiB")

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from zeroshard.plan.plan import Plan
     from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
     from zeroshard.sharding.activations import checkpoint_activations
-    from zeroshard.sharding.deferred import Init
+    from zeroshard.sharding.deferred.init import Init
     from zeroshard.sharding.marks import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -91,7 +91,7 @@ _HOME = {
     "ExecutionPolicy": "zeroshard.plan.policy",
     "GatheredParameters": "zeroshard.engine.outside_step.gathered",
     "GraphedStep": "zeroshard.engine.graphed",
-    "Init": "zeroshard.sharding.deferred",
+    "Init": "zeroshard.sharding.deferred.init",
     "Lamb": "zeroshard.optim.named",
     "Lion": "zeroshard.optim.named",
     "MuonAdamW": "zeroshard.optim.named",

@@ -29,8 +29,8 @@ from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, with_peer_copies
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.startup import Example
-from zeroshard.planner.tiers import Offload
+from zeroshard.planner.choose.startup import Example
+from zeroshard.planner.predict.tiers import Offload
 from zeroshard.recipes import recipe_of
 from zeroshard.sharding.units import find_units
 

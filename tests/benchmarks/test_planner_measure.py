@@ -11,7 +11,7 @@ from benchmarks import planner_measure
 from benchmarks.planner_cases import Case
 from benchmarks.planner_measure import Options, Report, measure
 from tests.support.cases import only_with_all_cases
-from zeroshard.planner.hardware import parse_cluster
+from zeroshard.planner.machine.hardware import parse_cluster
 
 CASE = Case("tiny", 3, 1)
 

@@ -19,7 +19,7 @@ from benchmarks.ranks import run_ranks as launch
 from benchmarks.report import Outcome
 from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
-from zeroshard.planner.hardware import parse_cluster
+from zeroshard.planner.machine.hardware import parse_cluster
 
 SMALL = ["--size", "tiny", "--length", "16", "--batch", "1", "--steps", "1", "--warmup", "1", "--repetitions", "1"]
 CPU = torch.device("cpu")

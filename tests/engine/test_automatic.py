@@ -17,7 +17,7 @@ from zeroshard.engine.automatic import choose, example_of
 from zeroshard.errors import PlanError, ZeroShardError
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.tiers import Offload
+from zeroshard.planner.predict.tiers import Offload
 from zeroshard.sharding.units import find_units
 
 MB = 10**6

@@ -25,11 +25,11 @@ from zeroshard.plan.placement import STAGES, Sharding
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import ExecutionPolicy
 from zeroshard.plan.traffic import Traffic, step_traffic
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.hardware import parse_cluster
-from zeroshard.planner.sources import sized_source
-from zeroshard.planner.timeline import step_time
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.machine.hardware import parse_cluster
+from zeroshard.planner.predict.timeline import step_time
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.sources import sized_source
+from zeroshard.planner.trace.workload import Workload
 from zeroshard.sharding.units import find_units
 
 TASK = Task(Stack, square_loss)

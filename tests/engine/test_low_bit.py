@@ -44,8 +44,8 @@ from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Blocks
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.configs import meaning
-from zeroshard.planner.hardware import parse_cluster
+from zeroshard.planner.choose.configs import meaning
+from zeroshard.planner.machine.hardware import parse_cluster
 from zeroshard.sharding.units import find_units
 
 WIDTH = 64

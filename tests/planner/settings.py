@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks.llama import SIZES, Llama
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.policy import ExecutionPolicy
-from zeroshard.planner.sources import ModelSource
+from zeroshard.planner.trace.sources import ModelSource
 
 BF16 = Recipe(
     precision=Precision("bfloat16"),

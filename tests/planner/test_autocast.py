@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.planner.configs import meaning
-from zeroshard.planner.hardware import parse_cluster
-from zeroshard.planner.kernels import KernelKind
-from zeroshard.planner.ledger import Purpose
-from zeroshard.planner.trace import Phase, trace
+from zeroshard.planner.choose.configs import meaning
+from zeroshard.planner.machine.hardware import parse_cluster
+from zeroshard.planner.trace.kernels import KernelKind
+from zeroshard.planner.trace.ledger import Purpose
+from zeroshard.planner.trace.model_trace import Phase, trace
 from zeroshard.sharding.units import find_units
 
 

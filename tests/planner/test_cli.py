@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from zeroshard.errors import PlanError
 from zeroshard.launch.cli import app
-from zeroshard.planner import cli
-from zeroshard.planner.cli import app as plan_app
+from zeroshard.planner.show import cli as cli
+from zeroshard.planner.show.cli import app as plan_app
 
 SMALL = ["--params", "2e8", "--layers", "2", "--hidden", "1024", "--seq", "256"]
 

@@ -15,14 +15,14 @@ from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.launch.cli import app
-from zeroshard.planner.calibration import Calibration, calibrated, load_calibration
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.doctor import disk_rates
-from zeroshard.planner.fabric import fit, gather_seconds
-from zeroshard.planner.hardware import parse_cluster
-from zeroshard.planner.host_speed import LAYERS, launch_seconds, launches
-from zeroshard.planner.rows import Setting, make_row
-from zeroshard.planner.tiers import Offload
+from zeroshard.planner.machine.calibration import Calibration, calibrated, load_calibration
+from zeroshard.planner.machine.doctor import disk_rates
+from zeroshard.planner.machine.fabric import fit, gather_seconds
+from zeroshard.planner.machine.hardware import parse_cluster
+from zeroshard.planner.machine.host_speed import LAYERS, launch_seconds, launches
+from zeroshard.planner.predict.rows import Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
 
 
 def test_the_machine_is_measured_and_the_planner_uses_it(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from zeroshard.plan.offload import Offload as HostState
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import ExecutionPolicy
-from zeroshard.planner.advice import impossible_memory, impossible_rate
-from zeroshard.planner.cost import update_nbytes
-from zeroshard.planner.hardware import find_gpu
-from zeroshard.planner.memory import tier_bytes
-from zeroshard.planner.rows import hours
-from zeroshard.planner.tiers import Offload
+from zeroshard.planner.choose.advice import impossible_memory, impossible_rate
+from zeroshard.planner.machine.hardware import find_gpu
+from zeroshard.planner.predict.cost import update_nbytes
+from zeroshard.planner.predict.memory import tier_bytes
+from zeroshard.planner.predict.rows import hours
+from zeroshard.planner.predict.tiers import Offload
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 GB = 1e9

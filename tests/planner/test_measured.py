@@ -9,14 +9,14 @@ import pytest
 from benchmarks.llama import SIZES
 from benchmarks.planner_cases import RECIPE, case_of, predict, workload
 from tests.planner.settings import BF16
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.cost import kernels_seconds
-from zeroshard.planner.hardware import GIB, parse_cluster
-from zeroshard.planner.measured import MEASURED, Measured
-from zeroshard.planner.memory import CUBLAS_WORKSPACE
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.trace import total_kernels
+from zeroshard.planner.machine.hardware import GIB, parse_cluster
+from zeroshard.planner.predict.cost import kernels_seconds
+from zeroshard.planner.predict.measured import MEASURED, Measured
+from zeroshard.planner.predict.memory import CUBLAS_WORKSPACE
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.model_trace import total_kernels
 
 ENGINE = [row for row in MEASURED if row.stage is not None]
 FLOORS = [row for row in MEASURED if row.stage is None]

@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks.planner_cases import workload
 from tests.planner.settings import BF16
-from zeroshard.planner.allocator import MIB, rounding
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.hardware import parse_cluster
-from zeroshard.planner.memory import StepMemory
-from zeroshard.planner.rows import Setting, make_row
-from zeroshard.planner.tiers import Offload
+from zeroshard.planner.machine.hardware import parse_cluster
+from zeroshard.planner.predict.memory import StepMemory
+from zeroshard.planner.predict.rows import Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.allocator import MIB, rounding
+from zeroshard.planner.trace.checkpointing import Checkpointing
 
 
 @pytest.mark.parametrize(

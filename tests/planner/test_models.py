@@ -10,12 +10,12 @@ import pytest
 
 from tests.planner.settings import BF16
 from zeroshard.errors import PlanError
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.hardware import parse_cluster
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.sources import factory_source, find_source
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.machine.hardware import parse_cluster
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.sources import factory_source, find_source
+from zeroshard.planner.trace.workload import Workload
 
 SMALL = {
     "hidden_size": 128,

@@ -11,13 +11,13 @@ from torch import nn
 
 from tests.planner.settings import BF16
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.configs import default_document, meaning, with_batch
-from zeroshard.planner.hardware import parse_cluster
-from zeroshard.planner.rows import Row, Setting, make_row
-from zeroshard.planner.sources import module_source
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.choose.configs import default_document, meaning, with_batch
+from zeroshard.planner.machine.hardware import parse_cluster
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.sources import module_source
+from zeroshard.planner.trace.workload import Workload
 
 CLUSTER = parse_cluster("2xH100-80GB")
 

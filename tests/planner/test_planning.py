@@ -14,23 +14,23 @@ from tests.planner.settings import BF16
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
 from zeroshard.mesh import Mesh
-from zeroshard.planner.advice import Situation, advice
-from zeroshard.planner.checkpointing import Checkpointing
-from zeroshard.planner.choose import choose
-from zeroshard.planner.chrome import write_trace
-from zeroshard.planner.collectives import Ranks, collective_seconds
-from zeroshard.planner.estimates import (
+from zeroshard.planner.choose.advice import Situation, advice
+from zeroshard.planner.choose.choice import choose
+from zeroshard.planner.machine.hardware import Cluster, find_gpu, gpus, parse_cluster
+from zeroshard.planner.predict.collectives import Ranks, collective_seconds
+from zeroshard.planner.predict.estimates import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
 )
-from zeroshard.planner.hardware import Cluster, find_gpu, gpus, parse_cluster
-from zeroshard.planner.html import report
-from zeroshard.planner.links import link_traffic
-from zeroshard.planner.rows import Row, Setting, make_row, settings
-from zeroshard.planner.scale import bubble, compare, parse_sizes
-from zeroshard.planner.sources import factory_source, sized_source
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.workload import Workload
+from zeroshard.planner.predict.links import link_traffic
+from zeroshard.planner.predict.rows import Row, Setting, make_row, settings
+from zeroshard.planner.predict.scale import bubble, compare, parse_sizes
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.show.chrome import write_trace
+from zeroshard.planner.show.html import report
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.sources import factory_source, sized_source
+from zeroshard.planner.trace.workload import Workload
 
 MIB = 2**20
 
@@ -173,7 +173,7 @@ def test_the_page_needs_no_network_and_names_every_configuration(tmp_path: Path)
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from zeroshard.planner.png import write_png
+    from zeroshard.planner.show.png import write_png
 
     rows = [_row(parse_cluster("8xA100"))]
     write_png(tmp_path / "plan.png", rows, choose(rows), "a plan")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.planner.recall import Recall
-from zeroshard.planner.trace import Trace, trace
-from zeroshard.planner.workload import loss_of
+from zeroshard.planner.trace.model_trace import Trace, trace
+from zeroshard.planner.trace.recall import Recall
+from zeroshard.planner.trace.workload import loss_of
 from zeroshard.sharding.units import find_units
 
 

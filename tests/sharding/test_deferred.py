@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.sharding.deferred_zoo import ZOO, Buffers, aliases, cast_at_the_end, linears, post_hoc
 from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.sharding.deferred import (
+from zeroshard.sharding.deferred.init import (
     Init,
     Materialized,
     fill_in_place,
@@ -25,7 +25,7 @@ from zeroshard.sharding.deferred import (
     is_deferred,
     materialize,
 )
-from zeroshard.sharding.deferred_tape import mark_of
+from zeroshard.sharding.deferred.tape import mark_of
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -155,7 +155,7 @@ def test_the_process_never_holds_the_model() -> None:
 import resource, sys, torch
 from tests.sharding.deferred_zoo import cast_at_the_end
 from tests.sharding.test_deferred import drop
-from zeroshard.sharding.deferred import Init, fill_in_place, materialize
+from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
 torch.set_num_threads(1)
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 with Init(device="cpu"): warm = cast_at_the_end(1024, 1)

@@ -20,7 +20,7 @@ from torch import nn
 
 from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.sharding.deferred import Init, fill_in_place, materialize
+from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
 from zeroshard.sharding.loose import hang, rest_loosely, shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 

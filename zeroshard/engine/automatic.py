@@ -26,11 +26,11 @@ from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
 from zeroshard.plan.builder import Recipe
-from zeroshard.planner.hardware import Cluster, find_gpu, parse_cluster
-from zeroshard.planner.sources import guessed_batch
-from zeroshard.planner.startup import Decision, Example, MakePlan, Room, decide
-from zeroshard.planner.tiers import Offload
-from zeroshard.planner.twin import meta_twin
+from zeroshard.planner.choose.startup import Decision, Example, MakePlan, Room, decide
+from zeroshard.planner.machine.hardware import Cluster, find_gpu, parse_cluster
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.sources import guessed_batch
+from zeroshard.planner.trace.twin import meta_twin
 from zeroshard.sharding.units import UnitSpec
 
 _LOGGER = logging.getLogger("zeroshard")

@@ -26,7 +26,7 @@ from zeroshard.errors import PlanError, UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
-from zeroshard.sharding.deferred import fill_in_place, is_deferred, materialize
+from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.loose import whole_shape
 from zeroshard.sharding.loose_guard import guard_loose
 

@@ -42,8 +42,8 @@ from zeroshard.plan.check import peer_problem
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.tiers import Offload as AwayTo
-from zeroshard.sharding.deferred_calls import suspended
+from zeroshard.planner.predict.tiers import Offload as AwayTo
+from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 

@@ -130,7 +130,7 @@ def config(context: typer.Context) -> None:
 @app.command(context_settings=_PASSED_ON)
 def plan(context: typer.Context) -> None:
     """Say what a model takes on a cluster, and which setting to take."""
-    from zeroshard.planner.cli import main as plan_main
+    from zeroshard.planner.show.cli import main as plan_main
 
     plan_main(context.args)
 
@@ -138,7 +138,7 @@ def plan(context: typer.Context) -> None:
 @app.command(context_settings=_PASSED_ON)
 def doctor(context: typer.Context) -> None:
     """Measure this machine, for the planner."""
-    from zeroshard.planner.doctor import app as doctor_app
+    from zeroshard.planner.machine.doctor import app as doctor_app
 
     doctor_app(context.args, prog_name="zeroshard doctor")
 

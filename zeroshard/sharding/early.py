@@ -26,8 +26,8 @@ from torch.nn.modules.module import (
 
 from zeroshard.comm.together import gather_from_all
 from zeroshard.errors import UsageError
-from zeroshard.sharding.deferred import Init, fill_in_place, materialize
-from zeroshard.sharding.deferred_calls import active_tape, active_watcher, suspended
+from zeroshard.sharding.deferred.calls import active_tape, active_watcher, suspended
+from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
 from zeroshard.sharding.loose import shard_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.overlap import refuse_shared_memory

@@ -19,7 +19,7 @@ from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.engine.memory.loose_values import gather_loose
 from zeroshard.errors import UsageError
-from zeroshard.sharding.deferred_calls import suspended
+from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.fingerprint import Fingerprints
 from zeroshard.sharding.loose import LooseShard, loose_of, rest_loosely
 from zeroshard.sharding.marks import PARAMETER_OF

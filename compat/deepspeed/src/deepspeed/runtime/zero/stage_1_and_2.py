@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed._exports import lazy
 
-_HOME = "zeroshard.planner.estimates"
+_HOME = "zeroshard.planner.predict.estimates"
 
 __getattr__, __dir__ = lazy(
     __name__,

@@ -1,0 +1,1 @@
+"""Which plan to take, why not the others, and what would mend one that does not fit."""

@@ -1,0 +1,1 @@
+"""GPUs, clusters, and what the doctor measures of this machine."""

@@ -1,0 +1,1 @@
+"""What a plan takes: memory, traffic, time and money."""

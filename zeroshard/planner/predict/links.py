@@ -1,0 +1,41 @@
+"""Bytes over each link in one optimizer step, for one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.offload import link_traffic as plan_link_traffic
+from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.planner.predict.rows import Row
+
+
+def link_traffic(row: Row) -> Mapping[str, int]:
+    """Bytes that a GPU receives over its link, over the network, over PCIe (both ways), and that go to and from disk.
+
+    A ring over several nodes crosses each node's border once, so per GPU the network carries 1/per_node of the wire.
+    """
+    wire = sum(row.traffic().values())
+    network = wire // row.cluster.per_node if row.cluster.nodes > 1 else 0
+    return {row.cluster.gpu.link: wire, "network": network, "PCIe": _pcie(row), "disk": _disk(row)}
+
+
+def _pcie(row: Row) -> int:
+    """What an update moves between device and host; host parameters up at every gather."""
+    moved = plan_link_traffic(row.plan)
+    gathered = sum(
+        2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)
+        for _, group in row.plan.groups()
+        if group.param_on_host
+    )
+    return moved.down + moved.up + gathered
+
+
+def _disk(row: Row) -> int:
+    kinds = (StateKind.MASTER, StateKind.MOMENTS)
+    return 2 * sum(
+        group.nbytes(kind)
+        for _, group in row.plan.groups()
+        for kind in kinds
+        if (placement := group.placement(kind)) is not None and placement.tier is Tier.NVME
+    )

@@ -1,0 +1,198 @@
+"""One row of the planner's table: a setting, its plan, and what that takes in memory, traffic, time and money."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from zeroshard.mesh import Mesh
+from zeroshard.plan.builder import Recipe, with_peer_copies
+from zeroshard.plan.check import peer_problem
+from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.traffic import step_traffic
+from zeroshard.planner.machine.hardware import GIB, Cluster
+from zeroshard.planner.predict.memory import StepMemory, step_memory
+from zeroshard.planner.predict.tiers import Offload, allowed, gpu_recipe, with_files
+from zeroshard.planner.predict.timeline import StepTime, step_time
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.compiled import compiled
+from zeroshard.planner.trace.model_trace import Trace, total_kernels
+from zeroshard.planner.trace.workload import Workload
+
+BILLION = 10**9
+ALLOCATOR_SHARE, ALLOCATOR_FIXED = 0.045, 0.6 * GIB
+"""What the allocator reserves above what is allocated; follows six measured pairs within 0.2 GiB."""
+CONTEXT = 1.0 * GIB
+"""CUDA context, libraries and communicators: outside of the allocator. An assumption, not a measurement."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row of the table chooses. `ratio`: share of the optimizer's state that is offloaded."""
+
+    stage: int
+    offload: Offload
+    checkpointing: Checkpointing
+    ratio: float = 1.0
+
+    @property
+    def label(self) -> str:
+        parts = [f"stage {self.stage}"]
+        if self.offload is not Offload.NONE:
+            parts.append(f"offload {self.offload.value}" + (f" {self.ratio:.0%}" if self.ratio < 1 else ""))
+        if self.checkpointing is not Checkpointing.OFF:
+            parts.append("checkpointing")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting and what it takes on one GPU of the cluster.
+
+    Attributes:
+        refused: why the engine does not run it yet, "" where it does.
+        model_flops: of one micro-batch without recomputation, for the MFU.
+        micro_batches: per optimizer step.
+    """
+
+    setting: Setting
+    plan: Plan
+    traced: Trace
+    memory: StepMemory
+    time: StepTime
+    cluster: Cluster
+    micro_batches: int
+    tokens: int
+    model_flops: int
+    refused: str = ""
+
+    @property
+    def slack(self) -> int:
+        """Bytes that the allocator reserves above what is allocated."""
+        return int(ALLOCATOR_FIXED + ALLOCATOR_SHARE * self.memory.peak.total)
+
+    @property
+    def reserve(self) -> int:
+        """Device bytes beside what is allocated: the allocator's slack, context and communicators."""
+        return self.slack + int(CONTEXT)
+
+    @property
+    def total(self) -> int:
+        return self.memory.peak.total + self.reserve
+
+    @property
+    def host(self) -> int:
+        """Bytes on one node's host memory."""
+        return sum(self.memory.tiers.host.values()) * self.cluster.per_node
+
+    @property
+    def disk(self) -> int:
+        """Bytes on one node's disks."""
+        return sum(self.memory.tiers.nvme.values()) * self.cluster.per_node
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.cluster.gpu.memory and self.host <= self.cluster.host_memory
+
+    @property
+    def runs(self) -> bool:
+        return not self.refused
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per GPU."""
+        return self.tokens * self.micro_batches / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        peak = self.cluster.gpu.peak(_compute_dtype(self.traced, self.plan))
+        return self.model_flops * self.micro_batches / self.time.seconds / peak
+
+    @property
+    def hours_per_billion(self) -> float:
+        """Hours in which the cluster trains on 1e9 tokens."""
+        return hours(BILLION, self.cluster.count, self.tokens_per_second)
+
+    @property
+    def cost_per_billion(self) -> float | None:
+        """USD for 1e9 tokens, None without a price."""
+        if self.cluster.price is None:
+            return None
+        return self.hours_per_billion * self.cluster.count * self.cluster.price
+
+    def traffic(self) -> Mapping[str, int]:
+        """Bytes that one GPU receives in a step, by collective; what crosses PCIe to the host comes from `tiers`."""
+        traffic = step_traffic(self.plan, micro_batches=self.micro_batches)
+        share = (self.plan.dp - 1) / self.plan.dp
+        twice = {"all-reduce": 2}
+        return {kind: int(n * share * twice.get(kind, 1)) for kind, n in traffic.nbytes.items()}
+
+
+def hours(tokens: float, gpus: int, tokens_per_second: float) -> float:
+    """Hours in which `gpus` train on `tokens` at a rate per GPU."""
+    return tokens / (3600 * gpus * tokens_per_second)
+
+
+def settings(*, checkpointing: tuple[Checkpointing, ...] = (Checkpointing.OFF, Checkpointing.ON)) -> Iterator[Setting]:
+    """Every setting of the table, the ones without offload first."""
+    for offload in Offload:
+        for stage in STAGES:
+            for how in checkpointing:
+                if allowed(offload, stage):
+                    yield Setting(stage, offload, how)
+
+
+def make_row(
+    work: Workload,
+    recipe: Recipe,
+    setting: Setting,
+    cluster: Cluster,
+    *,
+    micro_batches: int = 1,
+    refused: str = "",
+    shard: int | None = None,
+    two_levels: bool = False,
+    secondary: bool = False,
+    compiling: bool = False,
+) -> Row:
+    """Plan, memory and time of one setting.
+
+    Args:
+        recipe: as a config describes it; the setting's stage is put into it.
+        compiling: every block is compiled; an estimate.
+    """
+    policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
+    chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axes=recipe.sharding.axes), policy=policy)
+    chosen = gpu_recipe(chosen, setting.offload, setting.ratio)
+    plan, traced = work.plan(chosen, Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
+    if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
+        plan = with_peer_copies(plan)
+    plan = with_files(plan, setting.offload)
+    if compiling:
+        traced = compiled(traced, keeps_inputs_only=setting.checkpointing is not Checkpointing.OFF)
+    plain = work.trace(plan, Checkpointing.OFF)
+    memory = step_memory(plan, traced)
+    time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels, secondary=secondary)
+    return Row(setting, plan, traced, memory, time, cluster, micro_batches, work.tokens, plain.flops, refused)
+
+
+def _reaches_peers(cluster: Cluster) -> bool:
+    """Whether all GPUs reach each other's memory, so that the engine copies between them: one node with NVLink."""
+    return cluster.nodes == 1 and cluster.count > 1 and cluster.gpu.link.startswith("NVLink")
+
+
+def _compute_dtype(traced: Trace, plan: Plan) -> torch.dtype:
+    """The dtype of most of the arithmetic; of most parameters where there is none."""
+    flops: dict[torch.dtype, int] = {}
+    for kernel, count in total_kernels(traced.segments).items():
+        flops[kernel.dtype] = flops.get(kernel.dtype, 0) + kernel.flops * count
+    if any(flops.values()):
+        return max(flops, key=lambda dtype: flops[dtype])
+    sizes: dict[str, int] = {}
+    for _, group in plan.groups():
+        sizes[group.param.dtype] = sizes.get(group.param.dtype, 0) + group.layout.numel
+    return torch_dtype(max(sizes, key=lambda dtype: sizes[dtype]))

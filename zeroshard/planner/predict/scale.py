@@ -1,0 +1,165 @@
+"""ZeRO-3, HSDP and ZeRO-1 with tensor and pipeline parallelism, compared on paper from 8 to 16,384 GPUs.
+
+    ZeRO-3         parameters, gradients and states over all ranks; every gather crosses the network
+    HSDP           parameters, gradients and states within a node, gradients summed between nodes
+    hpZ            as ZeRO-3, but parameters gathered within the node (arXiv:2306.10209, section 3.2)
+    ZeRO-1 + 3D    a block over the GPUs of a node, stages over nodes, the rest data parallel with ZeRO-1
+
+The first three are simulated as every other row, hpZ with the backward's gathers inside the node. 3D is arithmetic on
+the traced block: 1/(tp x pp) of its kernels, four all-reduces of the block's output, and a bubble of
+(pp - 1) / (micro-batches + pp - 1). (Narayanan et al. 2021, arXiv:2104.04473.)
+zeroshard executes the first two today; the others are drawn to know when they would pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zeroshard.errors import PlanError
+from zeroshard.mesh import SHARD
+from zeroshard.plan.builder import Recipe
+from zeroshard.plan.placement import STAGES
+from zeroshard.planner.machine.hardware import Cluster
+from zeroshard.planner.predict.collectives import Ranks, collective_seconds
+from zeroshard.planner.predict.cost import kernels_seconds
+from zeroshard.planner.predict.rows import Row, Setting, make_row
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.model_trace import total_kernels
+from zeroshard.planner.trace.workload import Workload
+
+BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to use a cluster.
+
+    Attributes:
+        memory: bytes per GPU, reserve included.
+        tokens_per_second: per GPU.
+        executed: False where zeroshard does not execute it: on paper only.
+    """
+
+    name: str
+    gpus: int
+    seconds: float
+    memory: int
+    tokens_per_second: float
+    executed: bool
+    fits: bool
+    remark: str = ""
+
+
+def compare(work: Workload, recipe: Recipe, cluster: Cluster, sizes: list[int], how: Checkpointing) -> list[Way]:
+    """All ways on clusters of `sizes` GPUs of the same kind, at the same micro-batch per GPU.
+
+    Raises:
+        PlanError: a size that is not whole nodes.
+    """
+    return [way for size in sizes for way in _ways(work, recipe, _resized(cluster, size), how)]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """'8,64,512' as numbers of GPUs. Raises PlanError for anything else."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise PlanError(f"--scale {text}: write numbers of GPUs, such as 8,64,512,4096,16384") from error
+    if any(not 1 <= size <= 1_000_000 for size in sizes):
+        raise PlanError(f"--scale {text}: numbers of GPUs are between 1 and a million")
+    return list(dict.fromkeys(sizes))
+
+
+def _resized(cluster: Cluster, size: int) -> Cluster:
+    per_node = min(size, cluster.per_node)
+    if size % per_node:
+        raise PlanError(f"--scale: {size} GPUs are not whole nodes of {per_node}; give --gpus-per-node")
+    return replace(cluster, count=size, per_node=per_node)
+
+
+def _ways(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) -> Iterator[Way]:
+    setting = Setting(3, Offload.NONE, how)
+    whole = make_row(work, recipe, setting, cluster)
+    yield _way("ZeRO-3", whole, executed=True)
+    if cluster.nodes == 1:
+        return
+    yield _way(
+        "ZeRO-3, two-level collectives", make_row(work, recipe, setting, cluster, two_levels=True), executed=False
+    )
+    inside = replace(recipe, sharding=replace(STAGES[3], axes=(SHARD,)))
+    yield _way("HSDP", make_row(work, inside, setting, cluster, shard=cluster.per_node), executed=True)
+    yield _hpz(work, recipe, cluster, how)
+    yield _three_dimensions(work, whole, cluster)
+
+
+def _way(name: str, row: Row, *, executed: bool, remark: str = "") -> Way:
+    return Way(
+        name,
+        row.cluster.count,
+        row.time.seconds,
+        row.total,
+        row.tokens_per_second,
+        executed,
+        row.total <= row.cluster.gpu.memory,
+        remark,
+    )
+
+
+def _hpz(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) -> Way:
+    """As ZeRO-3, and the backward gathers from a second shard of 1/per_node of the parameters on each GPU."""
+    row = make_row(work, recipe, Setting(3, Offload.NONE, how), cluster, secondary=True)
+    way = _way("hpZ", row, executed=False, remark=f"a second shard over {cluster.per_node}")
+    memory = row.total + 2 * work.numel // cluster.per_node
+    return replace(way, memory=memory, fits=memory <= cluster.gpu.memory)
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of a pipeline's time in which a stage has nothing to do."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def _three_dimensions(work: Workload, whole: Row, cluster: Cluster) -> Way:
+    """ZeRO-1 beside tensor parallelism in the node and as many pipeline stages as the state needs."""
+    tp = cluster.per_node
+    capacity = cluster.gpu.memory
+    # In steady state a stage holds as many micro-batches as there are stages, each 1/stages of the model deep.
+    kinds = ("activations", "logits and loss", "backward")
+    activations = sum(whole.memory.peak.nbytes.get(kind, 0) for kind in kinds) // tp
+    state, stages, ranks = 0.0, 1, cluster.nodes
+    while True:
+        ranks = max(1, cluster.nodes // stages)
+        per_gpu = work.numel / (tp * stages)
+        state = per_gpu * (4 + (BYTES_PER_PARAMETER - 4) / ranks)
+        if state + activations + whole.reserve <= 0.9 * capacity or stages * 2 > cluster.nodes:
+            break
+        stages *= 2
+    # One step: the micro-batches that tp x pp GPUs would have had with ZeRO-3 go through the pipeline one by one.
+    count = tp * stages
+    compute = kernels_seconds(cluster, total_kernels(whole.traced.segments)) / (tp * stages)
+    inside = Ranks(tp, tp)
+    output = _block_output(work)
+    blocks = sum(1 for _ in whole.traced.order)
+    tensor = 4 * blocks / stages * collective_seconds(cluster, "all-reduce", output, inside)
+    gradients = collective_seconds(cluster, "reduce-scatter", int(2 * work.numel / (tp * stages)), Ranks(ranks, 1))
+    seconds = count * (compute + tensor) / (1 - bubble(stages, count)) + 2 * gradients
+    tokens = count * work.tokens / (tp * stages)
+    total = int(state) + activations + whole.reserve
+    return Way(
+        "ZeRO-1 + tensor + pipeline",
+        cluster.count,
+        seconds,
+        total,
+        tokens / seconds,
+        False,
+        total <= capacity,
+        f"tp {tp}, pp {stages}, dp {ranks}, {count} micro-batches",
+    )
+
+
+def _block_output(work: Workload) -> int:
+    """Bytes of a block's output in 16 bits: tokens times the width of the widest norm-like parameter."""
+    widths = [p.shape[0] for unit in work.units for p in unit.parameters if len(p.shape) == 1]
+    width = max(set(widths), key=widths.count) if widths else 1
+    return 2 * work.tokens * width

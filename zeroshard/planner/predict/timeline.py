@@ -1,0 +1,344 @@
+"""The time of one step: the engine's operation lists run over clocks instead of streams.
+
+    host      issues kernels and operations; slower than the GPU at small batches
+    compute   kernels of the segments, collects, norm, update
+    gather    all-gathers        reduce    reduce-scatters        copies    PCIe        cpu    updates on the host
+
+A clock is the time until which a stream is busy. Every wait is one of the engine's: a unit's use waits for its gather,
+a gather for its slot and for the update of its shard, the norm for all reduces. Collectives make what they run beside
+slower by a share of their time. Two steps warm up, the third is the answer.
+
+Rejected: adding up compute and a share of the communication. What is hidden depends on the order of units, on their
+sizes and on the slots, and these are in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.legs import Leg, LegKind, Route, Stream
+from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
+from zeroshard.plan.program import OpKind, Program, build_programs
+from zeroshard.plan.traffic import new_ledger, stats_numel
+from zeroshard.planner.machine.hardware import Cluster
+from zeroshard.planner.predict.collectives import collective_seconds, group_of
+from zeroshard.planner.predict.cost import copy_seconds, kernel_seconds, norm_seconds, update_nbytes, update_seconds
+from zeroshard.planner.trace.kernels import Kernel
+from zeroshard.planner.trace.model_trace import Phase, Segment, Trace
+
+STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu")
+WARM_UP = 2
+BOTH_WAYS = 71 / 54
+"""A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
+STEP_LAUNCHES = 40
+"""Small operations of a step besides one update per unit: norm, coefficient, table of scalars."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work on a stream, in seconds from the start of the step."""
+
+    stream: str
+    label: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step and where they go.
+
+    Attributes:
+        compute: kernels of forward and backward by kind; 'collect', 'norm', 'update' are the engine's own passes.
+        busy: seconds in which each stream works.
+        exposed: seconds in which compute waits for something or for the host.
+    """
+
+    seconds: float
+    compute: dict[str, float]
+    busy: dict[str, float]
+    exposed: float
+    spans: tuple[Span, ...] = field(repr=False)
+
+
+def step_time(
+    plan: Plan,
+    traced: Trace,
+    cluster: Cluster,
+    *,
+    micro_batches: int = 1,
+    two_levels: bool = False,
+    secondary: bool = False,
+) -> StepTime:
+    """Simulate a steady step of `micro_batches` forward and backward passes under `plan` on `cluster`.
+
+    Args:
+        two_levels: collectives run between the nodes first, then inside each.
+        secondary: the backward gathers inside the node, from a second copy of the shards (hpZ).
+    """
+    run = _Simulation(plan, traced, cluster, two_levels, secondary)
+    for _ in range(WARM_UP):
+        run.step(micro_batches)
+    return run.measured(micro_batches)
+
+
+class _Simulation:
+    """Clocks of one rank, and what the engine's hazards wait for."""
+
+    def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool, secondary: bool) -> None:
+        self._plan, self._traced, self._cluster = plan, traced, cluster
+        self._two_levels, self._secondary = two_levels, secondary
+        self._inside = False
+        self._share = cluster.efficiency
+        self._programs = build_programs(plan)
+        self._ledger = new_ledger(plan)
+        self._clock: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
+        self._gathered: dict[int, float] = {}
+        self._slot_free: dict[int, float] = {}
+        self._wire_free: dict[int, float] = {}
+        self._written: dict[int, float] = {}
+        self._debt = 0.0
+        self._spans: list[Span] = []
+        self._kinds: dict[str, float] = {}
+        self._priced: dict[Kernel, float] = {}
+        self._waited = 0.0
+
+    # A step.
+
+    def measured(self, micro_batches: int) -> StepTime:
+        began = self._clock["compute"]
+        self._spans, self._kinds, self._waited = [], {}, 0.0
+        self.step(micro_batches)
+        seconds = self._clock["compute"] - began
+        busy = dict.fromkeys(STREAMS, 0.0)
+        for span in self._spans:
+            busy[span.stream] += span.end - span.start
+        spans = tuple(Span(s.stream, s.label, s.start - began, s.end - began) for s in self._spans)
+        return StepTime(seconds, dict(self._kinds), busy, self._waited, spans)
+
+    def step(self, micro_batches: int) -> None:
+        # The host looks at the outcome of the step before: it is at most one step ahead.
+        for micro in range(micro_batches):
+            self._pass(last=micro == micro_batches - 1)
+        self._optimizer()
+
+    def _pass(self, *, last: bool) -> None:
+        forward, backward = _Cursor(self._programs.forward), _Cursor(self._programs.backward)
+        complete = iter(self._traced.complete)
+        for segment in self._traced.segments:
+            self._inside = self._secondary and segment.phase is Phase.BACKWARD
+            if segment.phase is Phase.FORWARD:
+                if segment.uses:
+                    self._run(forward.to_use(segment.unit))
+            else:
+                for unit in next(complete):
+                    self._pay(unit, last)
+                if segment.uses:
+                    self._run(backward.to_use(segment.unit))
+            self._kernels(segment)
+        self._inside = False
+        for unit in range(len(self._plan.units)):
+            self._release(unit)
+
+    def _optimizer(self) -> None:
+        plan, cluster = self._plan, self._cluster
+        self._wait("compute", self._clock["reduce"])
+        self._work("norm", "norm", norm_seconds(cluster, plan.units))
+        if plan.dp > 1:
+            everyone = group_of(cluster, plan.dp)
+            self._work("all-reduce", "norm", collective_seconds(cluster, "all-reduce", 8 * stats_numel(plan), everyone))
+        self._clock["host"] += (STEP_LAUNCHES + len(plan.units)) * self._share.host_launch
+        self._work("step", "norm", self._share.step_latency)
+        ready = max(self._clock["compute"], self._clock["copies"])
+        for index in dict.fromkeys(plan.order):
+            self._update(index, ready)
+        self._ledger.invalidate()
+        for op in self._programs.after_step:
+            self._gather(op.unit)
+        if not plan.policy.overlap_step:
+            for index, unit in enumerate(plan.units):
+                if not unit.sharded:
+                    self._wait("compute", self._gathered.get(index, 0.0))
+
+    def _update(self, index: int, ready: float) -> None:
+        unit = self._plan.units[index]
+        if not any(_on_host(group, StateKind.MOMENTS) for group in unit.groups):
+            self._work(f"update {unit.label}", "update", update_seconds(self._cluster, unit))
+            self._written[index] = self._clock["compute"]
+            return
+        done = self._host_update(unit, ready)
+        # A unit that rests whole is read by compute itself, so the step's end for it is when its copy has arrived.
+        self._written[index] = done
+
+    def _host_update(self, unit: UnitPlan, ready: float) -> float:
+        """The processor's own update, or state streamed through the GPU, as the plan says."""
+        share, node = self._share, self._cluster.per_node
+        own = sum(map(update_nbytes, unit.groups))
+        kept = sum(group.nbytes(StateKind.MASTER) + group.nbytes(StateKind.MOMENTS) for group in unit.groups)
+        param = sum(group.layout.shard_numel * itemsize(group.param.dtype) for group in unit.groups)
+        # Parameters and gradients are counted where they are copied: at the gathers and in the backward.
+        pcie = self._cluster.gpu.pcie_rate * share.pcie
+        disk = 0.0
+        if any(_tier(group, StateKind.MOMENTS) is Tier.NVME for group in unit.groups):
+            disk = 2 * kept * node / share.disk_rate
+        by_cpu = max(own * node / share.host_memory_rate, disk)
+        if self._plan.policy.host_update is HostUpdate.PROCESSOR:
+            _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
+            return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
+        grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_on_host)
+        streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
+        return self._occupy("copies", f"stream state of {unit.label}", ready, max(streamed, disk))[1]
+
+    # Operations.
+
+    def _run(self, ops: Iterator[tuple[OpKind, int]]) -> None:
+        for kind, unit in ops:
+            if kind is OpKind.GATHER:
+                self._gather(unit)
+            elif kind is OpKind.USE:
+                if not self._ledger.holds(unit):
+                    self._gather(unit)
+                self._wait("compute", self._gathered.get(unit, 0.0))
+            elif kind is OpKind.RELEASE:
+                self._release(unit)
+
+    def _gather(self, index: int) -> None:
+        unit = self._plan.units[index]
+        if self._ledger.holds(index):
+            return
+        self._ledger.take(index)
+        self._clock["host"] += self._share.host_operation
+        slot = self._plan.gather_slots.of_unit[index]
+        ready = max(self._written.get(index, 0.0), self._clock["host"])
+        if slot is not None:
+            ready = max(ready, self._slot_free.get(slot, 0.0))
+        for legs in self._plan.legs[index]:
+            ready = self._beside(unit, "gather", legs.gather, ready)
+        self._gathered[index] = ready
+
+    def _release(self, index: int) -> None:
+        slot = self._plan.gather_slots.of_unit[index]
+        if slot is not None:
+            self._slot_free[slot] = self._clock["compute"]
+        self._ledger.release(index)
+
+    def _pay(self, index: int, last: bool) -> None:
+        """Collect a unit's gradients and reduce them where the plan says so."""
+        unit = self._plan.units[index]
+        slot = self._plan.reduce_slots.of_unit[index]
+        if slot is not None:
+            self._wait("compute", self._wire_free.get(slot, 0.0))
+        self._clock["host"] += self._share.host_operation
+        for legs in self._plan.legs[index]:
+            now = legs.reduce if last or legs.divided else legs.keep
+            for leg in now:
+                if leg.stream is Stream.COMPUTE:
+                    self._work(f"{leg.kind.value} {unit.label}", "collect", self._pass_seconds(leg))
+            self._beside(
+                unit, "reduce", [leg for leg in now if leg.stream is not Stream.COMPUTE], self._clock["compute"]
+            )
+        if slot is not None:
+            self._wire_free[slot] = self._clock["reduce"]
+        if index:
+            self._release(index)
+
+    def _beside(self, unit: UnitPlan, stream: str, legs: Sequence[Leg], ready: float) -> float:
+        """Legs beside compute, one after the other; when the last has come."""
+        for leg in legs:
+            label = f"{leg.kind.value} {unit.label}"
+            if leg.axes:
+                ready = self._collective(stream, label, leg, ready)
+            elif leg.kind is LegKind.COPY:
+                seconds = leg.nbytes / (self._cluster.gpu.pcie_rate * self._share.pcie)
+                ready = self._occupy("copies", f"copy of {unit.label}", ready, seconds)[1]
+            else:
+                ready = self._occupy(stream, label, ready, self._pass_seconds(leg))[1]
+        return ready
+
+    def _pass_seconds(self, leg: Leg) -> float:
+        """A leg that sends nothing: a pass over memory. Squares are part of the norm, which counts all of them."""
+        return 0.0 if leg.kind is LegKind.SQUARE else copy_seconds(self._cluster, leg.moved_nbytes)
+
+    # Clocks.
+
+    def _kernels(self, segment: Segment) -> None:
+        seconds = 0.0
+        for kernel, count in segment.kernels.items():
+            if kernel not in self._priced:
+                self._priced[kernel] = kernel_seconds(self._cluster, kernel)
+            spent = self._priced[kernel] * count
+            self._kinds[kernel.kind.value] = self._kinds.get(kernel.kind.value, 0.0) + spent
+            seconds += spent
+        self._clock["host"] += segment.launches * self._share.host_launch
+        slowed = min(self._debt, seconds)
+        self._debt -= slowed
+        self._kinds["slowed by collectives"] = self._kinds.get("slowed by collectives", 0.0) + slowed
+        began = max(self._clock["compute"], self._clock["host"] - segment.launches * self._share.host_launch)
+        self._waited += began - self._clock["compute"]
+        end = max(began + seconds + slowed, self._clock["host"])
+        self._waited += end - (began + seconds + slowed)
+        name = f"{segment.phase.value} {self._plan.units[segment.unit].label}"
+        self._spans.append(Span("compute", name, began, end))
+        self._clock["compute"] = end
+
+    def _work(self, label: str, kind: str, seconds: float) -> None:
+        self._kinds[kind] = self._kinds.get(kind, 0.0) + seconds
+        began = max(self._clock["compute"], self._clock["host"])
+        self._waited += began - self._clock["compute"]
+        self._clock["compute"] = began + seconds
+        if seconds:
+            self._spans.append(Span("compute", label, began, began + seconds))
+
+    def _wait(self, stream: str, until: float) -> None:
+        late = until - self._clock[stream]
+        if late > 0:
+            self._waited += late
+            self._clock[stream] = until
+
+    def _collective(self, stream: str, label: str, leg: Leg, ready: float) -> float:
+        mesh = self._plan.mesh
+        ranks = group_of(self._cluster, mesh.size(leg.axes), stride=mesh.stride(leg.axes[-1]))
+        if self._inside and stream == "gather":
+            ranks = group_of(self._cluster, min(ranks.size, self._cluster.per_node))
+        seconds = collective_seconds(self._cluster, leg.kind.value, leg.nbytes, ranks, two_levels=self._two_levels)
+        copies = leg.route is Route.COPIES
+        self._debt += (self._share.peer_contention if copies else self._share.contention) * seconds
+        return self._occupy(stream, label, ready, seconds)[1]
+
+    def _occupy(self, stream: str, label: str, ready: float, seconds: float) -> tuple[float, float]:
+        start = max(self._clock[stream], ready)
+        self._clock[stream] = start + seconds
+        if seconds:
+            self._spans.append(Span(stream, label, start, start + seconds))
+        return start, start + seconds
+
+
+class _Cursor:
+    """Runs along an operation list up to the use of a unit, as the engine's own cursor does."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._at = program, 0
+
+    def to_use(self, unit: int) -> Iterator[tuple[OpKind, int]]:
+        """The operations up to and including the next USE of `unit`; only the use itself where there is none left."""
+        rest = self._program[self._at :]
+        for offset, op in enumerate(rest):
+            if op.kind is OpKind.USE and op.unit == unit:
+                self._at += offset + 1
+                yield from ((op.kind, op.unit) for op in rest[: offset + 1])
+                return
+        yield OpKind.USE, unit
+
+
+def _tier(group: GroupPlan, kind: StateKind) -> Tier:
+    placement = group.placement(kind)
+    return Tier.DEVICE if placement is None else placement.tier
+
+
+def _on_host(group: GroupPlan, kind: StateKind) -> bool:
+    return _tier(group, kind) is not Tier.DEVICE

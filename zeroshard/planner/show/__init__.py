@@ -1,0 +1,1 @@
+"""Tables, pages and pictures of it, and the command line."""

@@ -1,0 +1,363 @@
+"""`zeroshard plan`: what a model takes on a cluster, which setting to take and why, before anything is rented."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from zeroshard.errors import PlanError
+from zeroshard.plan.offload import ENOUGH_THREADS
+from zeroshard.plan.offload import Offload as HostState
+from zeroshard.plan.policy import HostUpdate
+from zeroshard.planner.choose.advice import Situation, advice
+from zeroshard.planner.choose.choice import Choice, choose
+from zeroshard.planner.choose.configs import (
+    Document,
+    Meaning,
+    default_document,
+    meaning,
+    offload_of,
+    ratio_of,
+    read_document,
+    stage_is_auto,
+    with_batch,
+    with_setting,
+)
+from zeroshard.planner.choose.explain import RATIOS, explain, in_words
+from zeroshard.planner.files import writing
+from zeroshard.planner.machine.calibration import calibrated, load_calibration
+from zeroshard.planner.machine.hardware import Cluster, listed_price, parse_cluster
+from zeroshard.planner.predict.rows import Row, Setting, make_row, settings
+from zeroshard.planner.predict.scale import compare, parse_sizes
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.show.chrome import write_trace
+from zeroshard.planner.show.html import report
+from zeroshard.planner.show.png import write_png
+from zeroshard.planner.show.tables import as_json, plan_table, scale_table, traffic_text
+from zeroshard.planner.trace.checkpointing import Checkpointing
+from zeroshard.planner.trace.compiled import NOTE as COMPILED_NOTE
+from zeroshard.planner.trace.sources import ModelSource, find_source
+from zeroshard.planner.trace.workload import Workload
+
+DEFAULT_LENGTH = 4096
+WIDE = 1000
+Answer = str | list[RenderableType]
+
+app = typer.Typer(help="What a model takes on a cluster.", add_completion=False, pretty_exceptions_enable=False)
+
+Model = Annotated[str | None, typer.Argument(help="config.json, pkg.mod:factory or a cached id.", show_default=False)]
+
+
+@dataclass
+class Request:
+    """What the command line asked for, read."""
+
+    source: ModelSource
+    cluster: Cluster
+    document: Document
+    work: Workload
+    micro: int
+    accumulation: int
+    cores: int | None = None
+    """Of a node; None where nobody said."""
+    compiling: bool = False
+
+    @property
+    def update(self) -> HostUpdate | None:
+        """Who updates state in host memory, as the engine chooses by a rank's threads; None is the GPU if it can."""
+        enough = self.cores is not None and self.cores // self.cluster.per_node >= ENOUGH_THREADS
+        return HostUpdate.PROCESSOR if enough else None
+
+    def means(self, setting: Setting) -> Meaning:
+        document = with_setting(self.document, setting)
+        return meaning(document, self.cluster, keep_fp32=self.source.keep_fp32)
+
+    @property
+    def counted(self) -> str:
+        return f"{self.source.name}: {self.work.numel:,} parameters"
+
+    @property
+    def title(self) -> str:
+        work = self.work
+        micro = f"{self.accumulation} x " if self.accumulation > 1 else ""
+        batch = f"{micro}{work.samples}" + (f" x {work.length}" if self.source.tokens else "")
+        return f"{self.counted} on {self.cluster.label}, micro-batch {batch}"
+
+    def row(self, setting: Setting, samples: int | None = None) -> Row:
+        """The row of a setting; with fewer samples per micro-batch there are more micro-batches."""
+        means = self.means(setting)
+        work = self.work if samples in (None, self.micro) else replace(self.work, samples=samples or 1)
+        count = self.accumulation * self.micro // work.samples
+        recipe = means.recipe
+        if self.update is not None and setting.offload is not Offload.NONE:
+            recipe = replace(recipe, offload=replace(recipe.offload or HostState(), update=self.update))
+        return make_row(
+            work,
+            recipe,
+            setting,
+            self.cluster,
+            micro_batches=count,
+            refused=means.refused,
+            compiling=self.compiling,
+        )
+
+    def mildest(self, row: Row) -> Row:
+        """Of offload to the CPU that fits, the row that offloads the least share of the state which is enough."""
+        if row.setting.offload is not Offload.CPU or not row.fits:
+            return row
+        partly = (self.row(replace(row.setting, ratio=ratio)) for ratio in RATIOS)
+        return next((made for made in partly if made.fits), row)
+
+
+@dataclass
+class _Table:
+    """The rows of a request, and what is said of them."""
+
+    request: Request
+    rows: list[Row]
+    choice: Choice
+    advised: list[str]
+    notes: list[str]
+
+    def json(self) -> str:
+        return json.dumps(as_json(self.rows, self.choice, self.notes, self.advised), indent=1)
+
+    def parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = [plan_table(self.rows, self.choice, self.request.title, _width())]
+        if self.choice.row is not None:
+            parts.append(Text(traffic_text(self.choice.row)))
+        else:
+            none = "Nothing that this version executes fits; --explain says what would help."
+            parts.append(Text(none, style="bold red"))
+        parts += [Text(f"advice: {sentence}", style="yellow") for sentence in self.advised]
+        parts += [Text(f"note: {note}", style="dim") for note in self.notes]
+        return parts
+
+
+@app.command()
+def plan(
+    model: Model = None,
+    cluster: Annotated[str, typer.Option(help="COUNTxGPU, such as 8xA100-80GB.")] = "8xH100-80GB",
+    params: Annotated[float | None, typer.Option(help="A decoder of so many parameters instead of MODEL.")] = None,
+    layers: Annotated[int | None, typer.Option(help="With --params.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="With --params.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence (4096, or what the model takes).")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per GPU and micro-batch (config's, or 1).")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step (config's, or 1).")] = None,
+    config: Annotated[Path | None, typer.Option(help="A DeepSpeed JSON to plan with.")] = None,
+    checkpointing: Annotated[str, typer.Option(help="Activation checkpointing: off, on, both, reentrant.")] = "both",
+    explain_: Annotated[Path | None, typer.Option("--explain", help="Why this config needs what it needs.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node (8, or all of fewer).")] = None,
+    host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
+    host_cores: Annotated[
+        int | None, typer.Option(help="Cores of a node: who updates state in host memory (GPUs, if not given).")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Estimate with every block compiled.")] = False,
+    disk: Annotated[float, typer.Option(help="What a node's disks read or write, GB/s.")] = 2.0,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour (data/prices.tsv, where listed).")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What zeroshard doctor measured.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Write the choice's DeepSpeed JSON here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report that needs no network.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the memory chart (needs matplotlib).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the choice's timeline as a Chrome trace.")] = None,
+) -> None:
+    """Print what MODEL takes on CLUSTER at every stage, with and without offload and checkpointing."""
+    files = {"--write": write, "--html": html, "--png": png, "--trace": trace}
+    _refuse_beside("--explain", explain_, {"--scale": scale, "--config": config, **files})
+    _refuse_beside("--scale", scale, files)
+    where = parse_cluster(cluster, per_node=gpus_per_node, host_memory_gb=host_memory, disk_gbs=disk)
+    where = replace(where, price=_price(price, where))
+    if calibration is not None:
+        where = calibrated(where, load_calibration(calibration))
+    _refuse_less_than_one({"--host-cores": host_cores, "--micro-batch": micro_batch, "--accumulation": accumulation})
+    document = read_document(explain_, "--explain") if explain_ else read_document(config) if config else None
+    with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+        source = find_source(model, params=params, layers=layers, hidden=hidden)
+        request = _request(source, where, document, seq, micro_batch, accumulation)
+        request = replace(request, cores=host_cores, compiling=compiled)
+        if explain_ is not None:
+            answer = _explain(request, _ways(checkpointing)[0], json_)
+        elif scale is not None:
+            answer = _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
+        else:
+            answer = _table(request, _ways(checkpointing))
+    if not isinstance(answer, _Table):
+        _echo(answer)
+        return
+    _echo(answer.json() if json_ else answer.parts())
+    _outputs(answer, write=write, html=html, png=png, trace=trace)
+
+
+def _refuse_beside(option: str, given: object, others: Mapping[str, object]) -> None:
+    """An option that answers another question must not swallow those that ask for something else."""
+    beside = [name for name, value in others.items() if value is not None]
+    if given is not None and beside:
+        raise PlanError(f"{option} gives an answer of its own: leave out {', '.join(beside)}")
+
+
+def _refuse_less_than_one(given: Mapping[str, int | None]) -> None:
+    for option, value in given.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{option} {value}: must be a whole number of at least 1")
+
+
+def _table(request: Request, ways: tuple[Checkpointing, ...]) -> _Table:
+    rows, impossible = _rows(request, ways)
+    choice = choose(rows)
+    estimated = [COMPILED_NOTE] if request.compiling else []
+    notes = [*request.source.notes, *rows[0].traced.notes, *estimated, *impossible]
+    notes += _assumptions(request.cluster, request.cores)
+    return _Table(request, rows, choice, _advice(request, rows, choice), notes)
+
+
+def _rows(request: Request, ways: tuple[Checkpointing, ...]) -> tuple[list[Row], list[str]]:
+    """The table, and why there are no rows of an offload that the optimizer can't have."""
+    rows: list[Row] = []
+    impossible: list[str] = []
+    for setting in settings(checkpointing=ways):
+        try:
+            rows.append(request.mildest(request.row(setting)))
+        except PlanError as error:
+            if setting.offload is Offload.NONE:
+                raise
+            impossible.append(f"No rows with offload: {str(error).removeprefix('offload: ')}.")
+    return rows, list(dict.fromkeys(impossible))
+
+
+def _request(
+    source: ModelSource,
+    cluster: Cluster,
+    document: Document | None,
+    seq: int | None,
+    micro: int | None,
+    accumulation: int | None,
+) -> Request:
+    document = default_document(cluster.gpu) if document is None else document
+    document = with_batch(document, micro, accumulation)
+    means = meaning(document, cluster, keep_fp32=source.keep_fp32)
+    length = seq if seq is not None else min(DEFAULT_LENGTH, source.positions or DEFAULT_LENGTH)
+    work = Workload(source, means.micro, length, means.autocast)
+    return Request(source, cluster, document, work, means.micro, means.accumulation)
+
+
+def _ways(text: str) -> tuple[Checkpointing, ...]:
+    if text == "both":
+        return (Checkpointing.OFF, Checkpointing.ON)
+    names = [how.value for how in Checkpointing]
+    if text not in names:
+        raise PlanError(f"--checkpointing {text}: it is one of {', '.join(names)}, both")
+    return (Checkpointing(text),)
+
+
+def _price(given: float | None, cluster: Cluster) -> float | None:
+    if given is not None and not 0 <= given < 10_000:
+        raise PlanError(f"--price {given:g}: USD per GPU and hour")
+    return given if given is not None else listed_price(cluster.gpu)
+
+
+def _explain(request: Request, how: Checkpointing, as_json_: bool) -> Answer:
+    means = meaning(request.document, request.cluster, keep_fp32=request.source.keep_fp32)
+    setting = Setting(means.setting_stage, offload_of(request.document), how, ratio_of(request.document))
+    explanation = explain(setting, request.micro, request.row)
+    if as_json_:
+        changes = [
+            {"change": c.what, "slower": c.slower, "device_bytes": c.row.total, "runs": c.row.runs}
+            for c in explanation.changes
+        ]
+        row = explanation.row
+        content = {
+            "fits": row.fits,
+            "runs": row.runs,
+            "refused": row.refused or None,
+            "stage": setting.stage,
+            "device_bytes": row.total,
+            "moment": row.memory.peak.label,
+            "largest": dict(explanation.largest),
+            "changes": changes,
+        }
+        return json.dumps(content, indent=1)
+    lines = in_words(explanation)
+    if stage_is_auto(request.document):
+        lines.insert(0, '"stage": "auto" is chosen at start-up; explained as stage 3, which takes the least memory.')
+    return "\n".join([*lines, *(f"note: {note}" for note in request.source.notes)])
+
+
+def _scale(request: Request, sizes: list[int], how: Checkpointing, as_json_: bool) -> Answer:
+    ways = compare(request.work, request.means(Setting(3, Offload.NONE, how)).recipe, request.cluster, sizes, how)
+    if as_json_:
+        return json.dumps([asdict(way) for way in ways], indent=1)
+    return [scale_table(ways, f"{request.counted}, checkpointing {how.value}")]
+
+
+def _advice(request: Request, rows: list[Row], choice: Choice) -> list[str]:
+    row = choice.row or min(rows, key=lambda candidate: candidate.total)
+    return advice(Situation(row, rows, request.work.length, request.source.positions))
+
+
+def _assumptions(cluster: Cluster, cores: int | None) -> list[str]:
+    gpu = cluster.gpu
+    notes = [f"{gpu.name}: {gpu.source}."]
+    if cores is None:
+        notes.append(
+            f"Offloaded state is taken to be updated by the GPU; with {ENOUGH_THREADS} cores a GPU or more the "
+            "processor does it: give --host-cores."
+        )
+    if not gpu.name.startswith("H100"):
+        notes.append(
+            f"Times on {gpu.name} are not measured: its published peaks times the shares that an H100 reaches."
+        )
+    if cluster.count > 2:
+        notes.append("Collectives of more than two GPUs are not measured: rates of two, and the hops of a ring.")
+    return notes
+
+
+def _echo(answer: Answer) -> None:
+    """Text as it is, parts as wide as the terminal; a pipe gets whole lines."""
+    if isinstance(answer, str):
+        typer.echo(answer)
+        return
+    console = Console(width=_width(), highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        for part in answer:
+            console.print(part)
+    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _width() -> int:
+    return Console().width if sys.stdout.isatty() else WIDE
+
+
+def _outputs(table: _Table, *, write: Path | None, html: Path | None, png: Path | None, trace: Path | None) -> None:
+    row, title = table.choice.row, table.request.title
+    if row is None and (write is not None or trace is not None):
+        raise PlanError("--write, --trace: nothing that this version executes fits, so there is no choice to write")
+    if write is not None and row is not None:
+        document: dict[str, Any] = with_setting(table.request.document, row.setting)
+        with writing("--write", write):
+            write.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if trace is not None and row is not None:
+        with writing("--trace", trace):
+            write_trace(trace, row.time, f"{title}, {row.setting.label}")
+    if html is not None:
+        with writing("--html", html):
+            page = report(table.rows, table.choice, title, [*table.advised, *table.notes])
+            html.write_text(page, encoding="utf-8")
+    if png is not None:
+        with writing("--png", png):
+            write_png(png, table.rows, table.choice, title)
+
+
+def main(args: list[str]) -> None:
+    """Run with these arguments, as `zeroshard plan` does."""
+    app(args, prog_name="zeroshard plan")

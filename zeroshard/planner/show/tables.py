@@ -1,0 +1,189 @@
+"""Rows as a table for people and as JSON for machines. Sizes are GB of 1e9 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.plan.policy import HostUpdate
+from zeroshard.plan.report import human_bytes
+from zeroshard.planner.choose.choice import Choice
+from zeroshard.planner.predict.links import link_traffic
+from zeroshard.planner.predict.rows import Row
+from zeroshard.planner.predict.scale import Way
+from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.checkpointing import Checkpointing
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "param": ("parameters",),
+    "grad": ("gradients", "local gradients"),
+    "master": ("master weights",),
+    "moments": ("moments",),
+    "activ.": ("activations", "backward", "inputs"),
+    "logits": ("logits and loss",),
+    "slots": ("slots", "workspaces", "rounding"),
+}
+"""Columns of device memory, and the kinds that each adds up."""
+PARTS = (*COLUMNS, "reserve")
+NARROWER: tuple[tuple[str, ...], ...] = (PARTS, ("by", "MFU"), ("disk",), ("$/1B",), ("ratio",), ("tok/s",), ("host",))
+"""What a narrow terminal goes without, from the first to the last; the parts of the sum go together."""
+GAP = 2
+LEFT = ("", "stage", "offload", "ratio", "by", "ckpt")
+"""Columns of words; those of numbers stand on the right."""
+
+
+def columns(row: Row) -> dict[str, int]:
+    """Device bytes at the peak by column, the reserve included."""
+    nbytes = row.memory.peak.nbytes
+    found = {name: sum(nbytes.get(kind, 0) for kind in kinds) for name, kinds in COLUMNS.items()}
+    return {**found, "reserve": row.reserve}
+
+
+def plan_table(rows: Sequence[Row], choice: Choice, title: str, width: int) -> Group:
+    """The table, one line per row in `width` columns of text, and a sentence for each below it.
+
+    What finds no room is left out whole and named: a cut number says nothing.
+    """
+    cells = [_cells(row, row is choice.row) for row in rows]
+    kept, left_out = _that_fit(cells, width)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP // 2))
+    for name in kept:
+        table.add_column(name, no_wrap=True, justify="left" if name in LEFT else "right")
+    for row, values in zip(rows, cells, strict=True):
+        best = row is choice.row
+        style = "bold green" if best else "" if row.fits and row.runs else "dim"
+        table.add_row(*(values[name] for name in kept), style=style)
+    units = "GB of 1e9 bytes per GPU; host and disk per node; tok/s per GPU.\n"
+    if left_out:
+        units += f"Left out for want of room: {', '.join(left_out)}. A wider window or a pipe has all.\n"
+    notes = Text()
+    for row in rows:
+        notes.append(f"{row.setting.label}: ", style="bold" if row is choice.row else "")
+        notes.append(f"{choice.reasons[row.setting]}\n")
+    return Group(Text(title, style="italic"), table, Text(units, style="dim"), notes)
+
+
+def _that_fit(rows: Sequence[Mapping[str, str]], width: int) -> tuple[list[str], list[str]]:
+    """Names of the columns that a line of `width` has room for, and of those that it has not."""
+    kept, left_out = list(rows[0]), list[str]()
+    for names in NARROWER:
+        widths = [max(len(name), *(len(row[name]) for row in rows)) for name in kept]
+        if sum(widths) + GAP * (len(kept) - 1) <= width:
+            break
+        kept = [name for name in kept if name not in names]
+        left_out += names
+    return kept, left_out
+
+
+def _cells(row: Row, best: bool) -> dict[str, str]:
+    """What a line says, by column, from left to right."""
+    cost = row.cost_per_billion
+    how = "off" if row.setting.checkpointing is Checkpointing.OFF else row.setting.checkpointing.value
+    fits = ("yes" if row.runs else "later") if row.fits else "no"
+    return {
+        "": "->" if best else "",
+        "stage": str(row.setting.stage),
+        "offload": row.setting.offload.value if row.setting.offload is not Offload.NONE else "-",
+        "ratio": f"{row.setting.ratio:.0%}" if row.setting.offload is not Offload.NONE else "-",
+        "by": _updater(row),
+        "ckpt": how,
+        **{name: _gb(nbytes) for name, nbytes in columns(row).items()},
+        "total": _gb(row.total),
+        "fits": fits,
+        "host": _gb(row.host) if row.host else "-",
+        "disk": _gb(row.disk) if row.disk else "-",
+        "step s": f"{row.time.seconds:.3g}",
+        "tok/s": f"{row.tokens_per_second:,.0f}",
+        "MFU": f"{row.mfu:.0%}",
+        "$/1B": "-" if cost is None else f"{cost:,.0f}",
+    }
+
+
+def _updater(row: Row) -> str:
+    """Who updates what rests off the device."""
+    update = row.plan.policy.host_update
+    return {None: "-", HostUpdate.PROCESSOR: "cpu", HostUpdate.STREAMED: "gpu"}[update]
+
+
+def scale_table(ways: Sequence[Way], title: str) -> Group:
+    """Ways to use clusters of several sizes, one line each."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("GPUs", justify="right")
+    table.add_column("way", no_wrap=True)
+    for name in ("step s", "tok/s/GPU", "GB/GPU", "fits"):
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold")
+    best = {
+        size: max((way.tokens_per_second for way in ways if way.gpus == size and way.fits), default=0.0)
+        for size in dict.fromkeys(way.gpus for way in ways)
+    }
+    for way in ways:
+        remark = way.remark if way.executed else ", ".join(filter(None, [way.remark, "on paper"]))
+        cells = [f"{way.gpus:,}", way.name, f"{way.seconds:.3g}", f"{way.tokens_per_second:,.0f}", _gb(way.memory)]
+        fastest = way.fits and way.tokens_per_second == best[way.gpus]
+        table.add_row(*cells, "yes" if way.fits else "no", remark, style="bold green" if fastest else "")
+    return Group(Text(title, style="italic"), table)
+
+
+def as_json(rows: Sequence[Row], choice: Choice, notes: Sequence[str], advised: Sequence[str]) -> dict[str, Any]:
+    """Everything of the table and what stands behind it, as plain JSON values; bytes and seconds."""
+    return {
+        "choice": None if choice.row is None else _setting(choice.row),
+        "rows": [_row(row, choice) for row in rows],
+        "advice": list(advised),
+        "notes": list(notes),
+    }
+
+
+def _setting(row: Row) -> dict[str, Any]:
+    setting = row.setting
+    return {
+        "stage": setting.stage,
+        "offload": setting.offload.value,
+        "ratio": setting.ratio,
+        "checkpointing": setting.checkpointing.value,
+        "updated_by": None if row.plan.policy.host_update is None else row.plan.policy.host_update.value,
+    }
+
+
+def _row(row: Row, choice: Choice) -> dict[str, Any]:
+    return {
+        **_setting(row),
+        "chosen": row is choice.row,
+        "why": choice.reasons[row.setting],
+        "fits": row.fits,
+        "runs": row.runs,
+        "refused": row.refused or None,
+        "device_bytes": {**columns(row), "total": row.total, "allocated": row.memory.peak.total},
+        "peak": {"moment": row.memory.peak.label, "bytes": dict(row.memory.peak.nbytes)},
+        "state_bytes": {
+            "device": dict(row.memory.tiers.device),
+            "host": dict(row.memory.tiers.host),
+            "nvme": dict(row.memory.tiers.nvme),
+        },
+        "host_bytes_per_node": row.host,
+        "disk_bytes_per_node": row.disk,
+        "traffic_bytes": link_traffic(row),
+        "step_seconds": row.time.seconds,
+        "time": {"compute": row.time.compute, "busy": row.time.busy, "waiting": row.time.exposed},
+        "tokens_per_second_per_gpu": row.tokens_per_second,
+        "mfu": row.mfu,
+        "hours_per_1e9_tokens": row.hours_per_billion,
+        "usd_per_1e9_tokens": row.cost_per_billion,
+        "parameters": row.plan.parameter_numel,
+    }
+
+
+def traffic_text(row: Row) -> str:
+    """Bytes over each link in one step and GPU, in a line."""
+    found = [f"{human_bytes(nbytes)} over {link}" for link, nbytes in link_traffic(row).items() if nbytes]
+    return f"Traffic of a step and GPU: {', '.join(found) or 'none'}."
+
+
+def _gb(nbytes: int) -> str:
+    size = nbytes / 1e9
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}" if size < 1000 else f"{size:,.0f}"

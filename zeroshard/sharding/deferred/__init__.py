@@ -1,0 +1,1 @@
+"""Deferred initialisation: a model is recorded while it is built, and drawn tensor by tensor later."""

@@ -1,0 +1,364 @@
+"""Build a model that no rank could hold, and give each rank the values that it owns.
+
+    with Init():                    parameters are meta tensors, a tape says how each gets its values
+        model = MyModel()
+    materialize(model, ...)         one tensor at a time: make it, hand it to `sink`, forget it
+
+No module, function or class of torch is changed: a dispatch mode, a function mode and torch's public registration hooks
+are put up by `__enter__` and taken down by `__exit__`. The tape hangs on the storages of the model
+itself, so any number of models, submodels built by other code, and models built outside live side by side.
+
+Rejected: patching `nn.Module.__init__` as others do (recursion in composite models, and whoever else patches it), and
+calling `reset_parameters` on a meta model (not what the constructor of most models does). The latter remains as the
+way out for a plain meta model without a tape. See docs/decisions/0009-deferred-init.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.sharding.deferred.calls import active_tape
+from zeroshard.sharding.deferred.record import Recorder
+from zeroshard.sharding.deferred.replay import Replay
+from zeroshard.sharding.deferred.tape import Mark, Tape, TensorRef, mark_of
+
+Sink = Callable[[str, torch.Tensor, torch.Tensor], None]
+_BORN = "_zeroshard_init"
+
+
+@runtime_checkable
+class Resettable(Protocol):
+    """torch's convention: a module that can fill its own direct parameters and buffers."""
+
+    def reset_parameters(self) -> None: ...
+
+
+_OPEN = -1
+"""The version counter of parameters whose `Init` has not closed yet."""
+
+
+@dataclass
+class _Born:
+    """Hangs on a parameter made under `Init`: when, and its version counter when the `Init` closed."""
+
+    started: int
+    version: int = _OPEN
+
+
+@dataclass(frozen=True)
+class Materialized:
+    """What `materialize` did: tensors handed over, operations run, and the most bytes alive at once."""
+
+    tensors: int
+    peak_bytes: int
+
+
+class Init:
+    """Context in which models are built without memory, as `deepspeed.zero.Init`, and without patching torch.
+
+    Inside, a tensor made on `device`, which is the default one, is deferred: a meta tensor whose values a tape can
+    make; a tensor made on another device is real. Values are those of an ordinary build of the same code on `device`,
+    bit for bit, with the same seed, and the random generator stands where that build would have left it, inside and
+    afterwards. `.item()`, `tolist()`, `numpy()` (read-only) and truth values work: the value is made on the spot. What
+    can't be deferred raises `UsageError` on that line. A nested `Init` writes on the tape of the outer one.
+
+    Args:
+        enabled: False makes this a context that does nothing.
+        dtype: floating dtype of tensors made without an explicit one, as `torch.set_default_dtype`.
+        config_dict_or_path, config: taken for compatibility; `initialize` reads the config, and decides the dtypes of
+            compute and master weights. Init keeps the constructor's own dtype, so that the master is exact.
+        mem_efficient_linear: taken for compatibility; `F.linear` is never replaced.
+        device: where values will be made and random numbers drawn. Default: the current accelerator, else the CPU.
+
+    The other arguments of DeepSpeed's class are decided by the plan here, and refused unless they are inert.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: object = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: object = None,
+        config: object = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: object = None,
+        zero_param_parallel_group: object = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: object = None,
+        param_swapper: object = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _refuse_unless_inert(
+            {
+                "module": (module, "pass an existing model to zeroshard.shard or zeroshard.initialize"),
+                "data_parallel_group": (data_parallel_group, "give the group to zeroshard.initialize"),
+                "remote_device": (None if remote_device == "none" else remote_device, "use offload_param.device"),
+                "pin_memory": (pin_memory, "use offload_param.pin_memory in the config"),
+                "mpu": (mpu, "give it to zeroshard.initialize"),
+                "zero_param_parallel_group": (zero_param_parallel_group, "use zero_hpz_partition_size in the config"),
+                "zero_quantized_weights": (zero_quantized_weights, "use the key of that name in the config"),
+                "zero_quantized_nontrainable_weights": (
+                    zero_quantized_nontrainable_weights,
+                    "use the key of that name in the config",
+                ),
+                "sequence_data_parallel_group": (sequence_data_parallel_group, "give it to zeroshard.initialize"),
+                "param_swapper": (param_swapper, "use offload_param in the config"),
+            }
+        )
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"zeroshard.Init(dtype={dtype}): parameters are floating. Use torch.bfloat16 or the like.")
+        self.enabled = enabled
+        self.dtype = dtype
+        self.device = _indexed(torch.device(device) if device is not None else _default_device())
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> Init:
+        with ExitStack() as stack:
+            if self.enabled:
+                if active_tape() is None:
+                    _start_recording(stack, Tape(self.device))
+                if self.dtype is not None:
+                    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                    torch.set_default_dtype(self.dtype)
+            self._open.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.pop().__exit__(kind, error, trace)
+
+
+def has_tape(model: nn.Module) -> bool:
+    """Whether any parameter or buffer of `model` waits for values that an `Init` recorded."""
+    return any(mark_of(tensor) is not None for _, tensor in _state(model))
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether any parameter or buffer of `model` is on the meta device, with a tape or without."""
+    return any(tensor.is_meta for _, tensor in _state(model))
+
+
+def fingerprints(model: nn.Module) -> list[str]:
+    """Digests of the tapes of `model` in order of their making. Ranks must agree: else they hold different models."""
+    tapes = {mark.tape for _, tensor in _state(model) if (mark := mark_of(tensor)) is not None}
+    return [tape.fingerprint() for tape in sorted(tapes, key=lambda tape: tape.started)]
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None,
+    sink: Sink,
+    *,
+    wanted: Callable[[str], bool] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Materialized:
+    """Make the values of the deferred parameters and buffers of `model`, one after another.
+
+    `sink(name, tensor, value)` gets each of them once, in module order, under its first name: the meta parameter or
+    buffer that the model holds and its value (same shape and dtype) on `device`. The value belongs to the sink; what it
+    does not keep is freed when it returns. Tensors that share a storage get views of one storage, in consecutive calls.
+    Real tensors are not touched. Values are made on the device that `Init` was given and moved to `device` (None: left
+    there). Global generators are as found afterwards. A tensor that `sink` leaves on the meta device can be made again.
+
+    `wanted(name)` limits the work to the tensors for which it is true; nothing is computed for the rest.
+    `on_progress(done, total)` counts tensors. Plain tensor attributes of modules are filled in place.
+
+    A model on the meta device without any tape is filled by `reset_parameters()`, module by module, with a warning.
+
+    Raises:
+        UsageError: a tensor has neither values nor a tape, or was changed after its `Init` had closed.
+    """
+    waiting = [(name, tensor) for name, tensor in _state(model) if tensor.is_meta]
+    if waiting and not has_tape(model) and not any(_BORN in vars(tensor) for _, tensor in waiting):
+        _record_resets(model)
+    groups = _by_storage(waiting)
+    own = {id(tensor) for _, tensor in _state(model)}
+    stray = [(name, tensor) for name, tensor in _plain_attributes(model) if id(tensor) not in own]
+    if wanted is not None:
+        groups = {mark: members for mark, members in groups.items() if any(wanted(name) for name, _ in members)}
+    total, done, peak = sum(len(members) for members in groups.values()), 0, 0
+    for mark, members in groups.items():
+        peak = max(peak, _hand_over(mark, members, device, sink))
+        done += len(members)
+        if on_progress is not None:
+            on_progress(done, total)
+    for mark, members in _by_storage(stray).items():
+        _hand_over(mark, members, device, fill_in_place)
+    return Materialized(total, peak)
+
+
+def fill_in_place(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """A sink that makes the model's own tensor real: the same Python object, its attributes kept."""
+    # `p.data = value` is refused across devices, and `torch.utils.swap_tensors` where someone holds a weak reference
+    # to the parameter, as every nn.LSTM does; the references go to the Python object, which stays.
+    real = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    torch._C._swap_tensor_impl(tensor, real)
+
+
+def _hand_over(
+    mark: Mark, members: list[tuple[str, torch.Tensor]], device: torch.device | str | None, sink: Sink
+) -> int:
+    """Make one storage and hand over every tensor in it. Returns the most bytes that were alive."""
+    replay = Replay(mark.tape)
+    world = replay.values(frozenset({mark.storage}))
+    views = [TensorRef.of(tensor, mark.storage).view(world[mark.storage]) for _, tensor in members]
+    replay.free(world, [mark.storage])
+    for name, tensor in members:
+        value = views.pop(0)
+        sink(name, tensor, value if device is None else value.to(device))
+        if not tensor.is_meta:
+            vars(tensor).pop(_BORN, None)
+    return replay.peak_bytes
+
+
+def _start_recording(stack: ExitStack, tape: Tape) -> None:
+    """Put up the modes and hooks; `stack` takes them down in reverse order."""
+    recorder = Recorder(tape)
+    born: dict[int, tuple[nn.Parameter, _Born]] = {}
+
+    def note(parameter: nn.Parameter) -> None:
+        if mark_of(parameter) is not None and id(parameter) not in born:
+            born[id(parameter)] = (parameter, _Born(tape.started))
+            vars(parameter)[_BORN] = born[id(parameter)][1]
+
+    def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            note(parameter)
+
+    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        for parameter in child.parameters() if child is not None else ():  # deep copies pass by the other hook
+            note(parameter)
+
+    def seal() -> None:
+        for parameter, mark in born.values():
+            mark.version = parameter._version
+
+    stack.callback(recorder.replay.let_go)
+    stack.callback(seal)
+    stack.enter_context(recorder)
+    stack.enter_context(recorder.calls)
+    stack.callback(register_module_parameter_registration_hook(on_parameter).remove)
+    stack.callback(register_module_module_registration_hook(on_module).remove)
+
+
+def _record_resets(model: nn.Module) -> None:
+    """Put `reset_parameters` of every module with direct meta tensors on a new tape."""
+    owners = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(tensor.is_meta for _, tensor in _direct(module, name))
+    ]
+    helpless = [f"{name or 'the root'} ({type(module).__name__})" for name, module in owners if not _resets(module)]
+    if helpless:
+        raise UsageError(
+            f"the model is on the meta device, was not built under zeroshard.Init, and {_some(helpless)} can't fill its"
+            " parameters or buffers by itself (no `reset_parameters`). Build it inside `with zeroshard.Init():`."
+        )
+    warnings.warn(
+        "the model is on the meta device and was not built under zeroshard.Init: its values come from"
+        " `reset_parameters` of each module, not from its constructor.",
+        ZeroShardWarning,
+        stacklevel=3,
+    )
+    with Init():
+        for _, module in owners:
+            if isinstance(module, Resettable):
+                module.reset_parameters()
+
+
+def _resets(module: nn.Module) -> bool:
+    return isinstance(module, Resettable)
+
+
+def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tuple[str, torch.Tensor]]]:
+    """Group tensors by the storage that holds their values; error for those that have none."""
+    groups: dict[Mark, list[tuple[str, torch.Tensor]]] = {}
+    lost: list[str] = []
+    for name, tensor in waiting:
+        mark = mark_of(tensor)
+        if mark is None or _changed_since(mark, tensor):
+            lost.append(name)
+        else:
+            groups.setdefault(mark, []).append((name, tensor))
+    if lost:
+        raise UsageError(
+            f"{_some(lost)} of the model: on the meta device without recorded values, or changed after zeroshard.Init"
+            " had closed (an initialisation, `model.to(dtype)` or `copy.deepcopy` outside of it is not recorded)."
+            " Do all that builds the model inside the one `with zeroshard.Init():`."
+        )
+    return groups
+
+
+def _changed_since(mark: Mark, tensor: torch.Tensor) -> bool:
+    """Whether a parameter was written after its `Init` closed (by anything but a later `Init`)."""
+    born = vars(tensor).get(_BORN)
+    if not isinstance(born, _Born) or born.started != mark.tape.started or born.version == _OPEN:
+        return False
+    return born.version != tensor._version
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer once, in module order, under its first qualified name."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in _direct(module, prefix):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def _direct(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that `module` itself owns."""
+    yield from module.named_parameters(prefix, recurse=False)
+    yield from module.named_buffers(prefix, recurse=False)
+
+
+def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Deferred tensors that modules hold as ordinary attributes, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and mark_of(value) is not None and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _refuse_unless_inert(arguments: dict[str, tuple[Any, str]]) -> None:
+    for name, (value, instead) in arguments.items():
+        if value is not None and value is not False:
+            raise UsageError(f"zeroshard.Init({name}=...) has no meaning here: placement is the plan's. {instead}.")
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A device with its index: the generator of `cuda` alone would follow `torch.cuda.set_device`."""
+    if device.type == "cpu" or device.index is not None:
+        return torch.device(device.type) if device.type == "cpu" else device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
