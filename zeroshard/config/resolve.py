@@ -36,7 +36,6 @@ from zeroshard.config.resolved import (
     Dtype,
     FrozenMap,
     LeafModules,
-    LossScaleConfig,
     OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -44,6 +43,7 @@ from zeroshard.config.resolved import (
     SchedulerConfig,
     ZeroConfig,
 )
+from zeroshard.config.sections import activations, loss_scale
 from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
 from zeroshard.errors import UsageError, ZeroShardWarning
 
@@ -175,7 +175,7 @@ class _Resolver:
             world_size=self._world_size,
             zero=self._zero(sections),
             precision=precision,
-            loss_scale=_loss_scale(sections),
+            loss_scale=loss_scale(sections),
             batch=batch_config,
             gradient_clip_value=sections.gradient_clip_value,
             gradient_clipping=clipping,
@@ -185,7 +185,7 @@ class _Resolver:
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
             checkpoint=CheckpointConfig(saving.in_background, saving.keep, saving.directory, saving.tag_validation),
-            activations=_activations(sections),
+            activations=activations(sections),
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             breakdown=sections.wall_clock_breakdown,
@@ -461,17 +461,6 @@ def _discard(values: dict[str, Any], location: tuple[str | int, ...]) -> None:
         values.pop(first, None)
 
 
-def _activations(sections: ObeyedSections) -> ActivationConfig:
-    asked = sections.activation_checkpointing
-    return ActivationConfig(
-        asked.policy,
-        asked.number_checkpoints,
-        asked.cpu_checkpointing,
-        asked.synchronize_checkpoint_boundary,
-        asked.profile,
-    )
-
-
 def activation_section(source: Source) -> ActivationConfig:
     """The section `activation_checkpointing` of a config alone, whatever else it holds.
 
@@ -483,19 +472,3 @@ def activation_section(source: Source) -> ActivationConfig:
     alone = {name: document[name]} if document.get(name) is not None else {}
     batch_key = {"train_micro_batch_size_per_gpu": 1}
     return resolve({**batch_key, **alone}, world_size=1, client_optimizer=True).config.activations
-
-
-def _loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:
-    fp16 = sections.fp16
-    autocast = sections.torch_autocast
-    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "fp16"):
-        return None
-    dynamic = fp16.loss_scale == 0
-    return LossScaleConfig(
-        dynamic=dynamic,
-        initial=float(2**fp16.initial_scale_power) if dynamic else fp16.loss_scale,
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        minimum=fp16.min_loss_scale,
-    )

@@ -63,13 +63,13 @@ def build_handle(
     device = default_device() if device is None else device
     comm = _communicators(mesh)
     try:
-        return _put_to_work(model, plan, comm, device, sync_parameters, streams, peer_memory)
+        return _start_engine(model, plan, comm, device, sync_parameters, streams, peer_memory)
     except BaseException as error:
-        _give_up(comm, device, idle=isinstance(error, (PlanError, UsageError)))
+        _leave_communicators(comm, device, idle=isinstance(error, (PlanError, UsageError)))
         raise
 
 
-def _put_to_work(
+def _start_engine(
     model: nn.Module,
     plan: Plan,
     comm: Comm,
@@ -98,7 +98,7 @@ def _put_to_work(
     return handle
 
 
-def _give_up(comm: Comm, device: torch.device, *, idle: bool) -> None:
+def _leave_communicators(comm: Comm, device: torch.device, *, idle: bool) -> None:
     """The model was not sharded, and the program may go on: tell the others that this rank has left.
 
     Args:

@@ -30,7 +30,7 @@ from zeroshard.arguments import need_function
 from zeroshard.comm.collectives import Pending
 from zeroshard.comm.oplog import Recording
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.engine.core.runtime import Resting
+from zeroshard.engine.core.state_at_rest import StateAtRest
 from zeroshard.engine.core.streams import CudaStreams
 from zeroshard.engine.step.attached import find_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper
@@ -66,7 +66,7 @@ class _Graph:
     outputs: Any
     issued: Recording
     sent: Recording
-    resting: Resting
+    resting: StateAtRest
     trainable: tuple[bool, ...]
     kept: object
 

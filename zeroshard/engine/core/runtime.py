@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -49,6 +48,7 @@ from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker, ForwardPass
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.reducing import Reducing
+from zeroshard.engine.core.state_at_rest import StateAtRest
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Unit
 from zeroshard.engine.memory.parking import Parkable, Parking
@@ -61,14 +61,6 @@ from zeroshard.plan.legs import Stream
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import Op, OpKind, build_programs
 from zeroshard.sharding.resting import unguarded
-
-
-@dataclass(frozen=True)
-class Resting:
-    """The engine between two steps: where its memory is, and what is gathered, on its way or waited for."""
-
-    memory: Hashable
-    gathered: Hashable
 
 
 class Runtime:
@@ -117,7 +109,7 @@ class Runtime:
         self._task = -1  # the graph of the pass's backward, while it runs
         self._ending: Callable[[], object] = lambda: None
         self._collects = True
-        self._owed: deque[int] = deque()
+        self._pending: deque[int] = deque()
         self._end = 0
         self._begun: dict[int, int] = {}  # by unit, where autograd's count of nodes was when its last call began
         self._set_plan(plan)
@@ -242,7 +234,7 @@ class Runtime:
         if self._backward_running:
             self._backward_running = False
             self._tracker.end_backward()
-            self._owed.clear()
+            self._pending.clear()
             self.clear_gradients()
 
     # Backward.
@@ -291,7 +283,7 @@ class Runtime:
         if graph is not None:
             self._tracker.reach(graph)
         self._end = end
-        self._pay()
+        self._finish_complete()
         if not self._backward.run_to_use(index):
             self.parameters.use(index)
 
@@ -331,7 +323,7 @@ class Runtime:
         if not self._order.kept():
             self._tracker.lose_order()
         self._backward.rewind()
-        self._owed.clear()
+        self._pending.clear()
         self.inspection.take_over()
         self.gradients.notice_dropped()
         if self._collects:
@@ -339,10 +331,10 @@ class Runtime:
         self.reads.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _pay(self) -> None:
-        """Finish owed units, in the order of the list, as long as their gradients are complete."""
-        while self._owed and (self._end < 0 or self._tracker.complete(self._owed[0], self._end)):
-            unit = self.units[self._owed.popleft()]
+    def _finish_complete(self) -> None:
+        """Collect and reduce pending units, in the order of the list, as long as their gradients are complete."""
+        while self._pending and (self._end < 0 or self._tracker.complete(self._pending[0], self._end)):
+            unit = self.units[self._pending.popleft()]
             if self._collects:
                 whole, sharded = self.reducing.reduces(self.plan.policy.accumulate)
                 self.gradients.finish_unit(unit, self.reducing.factor, reduce_whole=whole, reduce_sharded=sharded)
@@ -351,7 +343,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._end = -1
-        self._pay()
+        self._finish_complete()
         self._backward.run_to_end()
         self._backward_running = False
         self._order.backward_ends()
@@ -370,9 +362,9 @@ class Runtime:
         elif op.kind is OpKind.USE:
             self.parameters.use(op.unit)
         elif op.kind is OpKind.REDUCE:
-            self._owed.append(op.unit)
-            self._pay()
-        elif op.unit not in self._owed and (op.unit != self._root or self._collects):
+            self._pending.append(op.unit)
+            self._finish_complete()
+        elif op.unit not in self._pending and (op.unit != self._root or self._collects):
             # Parameters keep their shape until their gradients are collected. The root keeps it until a backward that
             # collects, for that may be one through the graph of this one.
             self.parameters.release(op.unit)
@@ -471,7 +463,7 @@ class Runtime:
         self._set_plan(plan)
         self.parameters.written()  # new slots are empty, and the step before this wrote the shards
 
-    def resting(self) -> Resting:
+    def resting(self) -> StateAtRest:
         """The state between two steps: from equal ones the same step issues the same operations on the same memory.
 
         Raises UsageError amid a step: something is in progress, or gradients wait for one.
@@ -479,7 +471,7 @@ class Runtime:
         if self._forward.started or self._backward_running or self.gradients.present:
             raise UsageError("amid a step: a forward, a backward or its gradients wait for optimizer.step()")
         gathered = (self.parameters.resting(), self.gradients.last_slot)
-        return Resting((id(self.plan), self.parking.reloads), gathered)
+        return StateAtRest((id(self.plan), self.parking.reloads), gathered)
 
     def abandon(self) -> None:
         """What was issued since the last step will never run: forget what it would have brought about."""

@@ -137,7 +137,7 @@ class _Simulation:
                     self._run(forward.to_use(segment.unit))
             else:
                 for unit in next(complete):
-                    self._pay(unit, last)
+                    self._reduce_unit(unit, last)
                 if segment.uses:
                     self._run(backward.to_use(segment.unit))
             self._kernels(segment)
@@ -227,7 +227,7 @@ class _Simulation:
             self._slot_free[slot] = self._clock["compute"]
         self._ledger.release(index)
 
-    def _pay(self, index: int, last: bool) -> None:
+    def _reduce_unit(self, index: int, last: bool) -> None:
         """Collect a unit's gradients and reduce them where the plan says so."""
         unit = self._plan.units[index]
         slot = self._plan.reduce_slots.of_unit[index]
