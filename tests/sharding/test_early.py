@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,6 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.comm import together
 from zeroshard.errors import UsageError
 from zeroshard.sharding.early import ShardedInit
 
@@ -60,8 +62,10 @@ def test_other_shapes_are_refused_on_all_ranks() -> None:
     run_ranks(2, _differs)
 
 
-def _alone(rank: int, world: int) -> str:
-    together.LIMIT_S = 1.0  # of this process, which ends with the test
+def _alone(rank: int, world: int, folder: str) -> str:
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=4))
     if rank == 1:
         return ""
     with pytest.raises(UsageError) as caught, ShardedInit():
@@ -69,9 +73,9 @@ def _alone(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_a_model_that_one_rank_builds_alone_is_refused_there() -> None:
-    said = run_ranks(2, _alone)[0]
-    assert "ranks [1] have not come" in said
+def test_a_model_that_one_rank_builds_alone_is_refused_there_before_the_group_gives_up(tmp_path: Path) -> None:
+    said = run_ranks(2, _alone, str(tmp_path))[0]
+    assert "ranks [1] have not come in 4 seconds" in said
     assert "Init(enabled=False)" in said
 
 

@@ -108,15 +108,20 @@ def _axis_groups(name: str, partition: Sequence[Sequence[int]], rank: int) -> Ax
     return AxisGroups(made["gather"], made["reduce"], made["control"])
 
 
+def group_timeout() -> timedelta:
+    """How long the default process group lets a collective wait, which the program has chosen."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return everyone._get_backend(everyone._device_types[0]).options._timeout
+
+
 def _new_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup | int:
     """A communicator with the default group's timeout, which the program has chosen; torch would take its own.
 
     Raises:
         DivergenceError: not all ranks have come here within that time.
     """
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    timeout: timedelta = everyone._get_backend(everyone._device_types[0]).options._timeout
+    timeout = group_timeout()
     try:
         made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
     except RuntimeError as error:  # stores and backends have kinds of their own

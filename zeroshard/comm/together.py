@@ -1,11 +1,12 @@
 """A first exchange between all ranks that can tell who does not take part, before there is an engine and its watchdog.
 
     all-gather, while it is under way    nobody is missing: wait
-                                         some have not come: say which in a warning, and end after a minute
+                                         some have not come: say which in a warning, and end before the group would
     all-gather, failed                   a rank has ended, or is in another collective: say which have not come
 
-Who has come stands in the store of the default process group. Rejected: waiting for the group's timeout, half an hour
-with gloo, behind which stands torch's word on a socket.
+Who has come stands in the store of the default process group. Ranks may come minutes apart, where one of them downloads
+a model first; so whoever waits ends shortly before the group's timeout, behind which stands torch's word on a socket,
+or with NCCL the end of the process. Rejected: a limit of its own, which would end such runs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import time
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.mesh import group_timeout
 from zeroshard.errors import UsageError
 
 WARN_S = 10.0
-LIMIT_S = 60.0
+_SHARE = 0.9
+"""Of the group's timeout that is waited."""
 _POLL_S = 0.005
 _LOGGER = logging.getLogger("zeroshard")
 
@@ -32,11 +35,11 @@ def gather_from_all(own: torch.Tensor, place: str, cure: str) -> list[torch.Tens
         cure: what to do if they don't.
 
     Raises:
-        UsageError: some ranks did not come within a minute, or have ended.
+        UsageError: some ranks did not come within the group's timeout, or have ended.
     """
     meeting = _Meeting(place)
     others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    begun, warned = time.monotonic(), False
+    begun, warned, limit = time.monotonic(), False, _SHARE * group_timeout().total_seconds()
     try:
         work = dist.all_gather(others, own, async_op=True)
         assert work is not None
@@ -46,8 +49,8 @@ def gather_from_all(own: torch.Tensor, place: str, cure: str) -> list[torch.Tens
             if waited > WARN_S and not warned:
                 warned = True
                 _LOGGER.warning("rank %d waits at %s for ranks %s; %s", dist.get_rank(), place, meeting.absent(), cure)
-            if waited > LIMIT_S and (absent := meeting.absent()):
-                raise UsageError(f"{place}: ranks {absent} have not come in {LIMIT_S:.0f} seconds; {cure}")
+            if waited > limit and (absent := meeting.absent()):
+                raise UsageError(f"{place}: ranks {absent} have not come in {limit:.0f} seconds; {cure}")
         work.wait()
     except RuntimeError as error:  # of gloo and NCCL, which have kinds of their own
         absent = meeting.absent()
