@@ -82,9 +82,14 @@ def without_docstring(text: str) -> str:
 
 
 def test_the_two_commands_stand_at_the_top() -> None:
-    lines = README.read_text().splitlines()
-    assert lines[1].startswith("make demo")
-    assert lines[2].startswith("make test")
+    title, sentence, commands, *_ = README.read_text().split("\n\n")
+    assert title == "# zeroshard"
+    assert sentence.startswith("zeroshard trains")
+    assert sentence.count(".") == 1
+    fence, demo, test, _ = commands.splitlines()
+    assert fence == "```"
+    assert demo.startswith("make demo")
+    assert test.startswith("make test")
 
 
 @pytest.mark.parametrize(("place", "name", "most_lines"), [(0, "engine", 15), (1, "native", 12)])
