@@ -1,13 +1,14 @@
 """From what a caller of `shard` names (a stage, a recipe, a plan) to the plan for the ranks that are running.
 
-What only the machine and the optimizer know is put into the recipe here: state per parameter, who updates state in host
-memory, split master weights and copies between GPUs. `plan.builder` itself asks nobody.
+    what is named -> recipe -> what the optimizer needs -> what this machine does best -> plan -> copies between GPUs
+
+What only the machine and the optimizer know is put into the recipe here. `plan.builder` itself asks nobody.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,42 +43,68 @@ def make_plan(
 ) -> Plan:
     """The plan for `model` on the ranks that are running; they are one data-parallel group, or as `mesh` has them."""
     mesh = Mesh.data_parallel(world_size()) if mesh is None else mesh
-    changes: dict[str, Any] = {}
-    if accumulate is not None:
-        changes["accumulate"] = accumulate
-    if clip_norm is not None:
-        changes["clip_norm"] = clip_norm
+    asked = {"accumulate": accumulate, "clip_norm": clip_norm}
+    changes = {name: value for name, value in asked.items() if value is not None}
     if isinstance(plan, Plan):
-        if "accumulate" in changes and plan.policy.accumulate != accumulate:
-            raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
-        check_wide(plan, source)
-        return plan.with_policy(**changes) if changes else plan
+        return _finished(plan, source, changes)
+    recipe = _for_optimizer(_named(plan, mesh, changes), model, source)
+    recipe = _for_machine(recipe, model, source, device)
+    made = _with_reachable_peers(build_plan(find_units(model, units), recipe, mesh), recipe, device)
+    check_wide(made, source)
+    return made
+
+
+def _finished(plan: Plan, source: Source | None, changes: Mapping[str, Any]) -> Plan:
+    """A plan that was made before, with what else the caller asks for."""
+    if changes.get("accumulate", plan.policy.accumulate) != plan.policy.accumulate:
+        raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
+    check_wide(plan, source)
+    return plan.with_policy(**changes) if changes else plan
+
+
+def _named(plan: Recipe | int, mesh: Mesh, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe that the caller names."""
     if isinstance(plan, int) and not isinstance(plan, bool):
         if plan not in STAGES:
             raise PlanError(f"plan={plan}: ZeRO has stages 0, 1, 2 and 3")
         plan = Recipe(sharding=STAGES[plan].on(mesh))
     if not isinstance(plan, Recipe):
         raise PlanError(f"plan={plan!r}: {_PLANS}")
-    if source is not None:
-        changes["parameter_sums"], changes["parameter_maxima"] = source.parameter_sums, source.parameter_maxima
-        compressed = source.compressed is not None
-        matrices = _names(model, source.matrices)
-        plan = dataclasses.replace(plan, matrices=matrices, compressed=compressed, blocks=source.blocks)
-        _check_compressed(dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, **changes)), source.name)
-    recipe = dataclasses.replace(
-        plan, moments=source.moments if source else 0, policy=dataclasses.replace(plan.policy, **changes)
+    return replace(plan, policy=replace(plan.policy, **changes))
+
+
+def _for_optimizer(recipe: Recipe, model: nn.Module, source: Source | None) -> Recipe:
+    """What state the optimizer keeps for each parameter, and what it sends."""
+    if source is None:
+        return replace(recipe, moments=0)
+    sums = replace(recipe.policy, parameter_sums=source.parameter_sums, parameter_maxima=source.parameter_maxima)
+    made = replace(
+        recipe,
+        policy=sums,
+        moments=source.moments,
+        matrices=_names(model, source.matrices),
+        compressed=source.compressed is not None,
+        blocks=source.blocks,
     )
+    _check_compressed(made, source.name)
+    return made
+
+
+def _for_machine(recipe: Recipe, model: nn.Module, source: Source | None, device: torch.device) -> Recipe:
+    """What the recipe leaves open, as this machine does it best."""
     wide = recipe.precision.param is None and _has_wide(model)
     recipe = _with_update(recipe, None if wide else source, device)
-    if device.type == "cuda":
-        split = source is not None and source.split_master and not wide
-        by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
-        recipe = for_gpu(recipe, split_master=split and not by_processor)
-    made = build_plan(find_units(model, units), recipe, mesh)
-    if device.type == "cuda" and recipe.peer_copies is None and peer_problem(made) is None and gpus_reachable(device):
-        made = with_peer_copies(made)
-    check_wide(made, source)
-    return made
+    if device.type != "cuda":
+        return recipe
+    split = source is not None and source.split_master and not wide
+    by_processor = recipe.offload is not None and recipe.offload.update is HostUpdate.PROCESSOR
+    return for_gpu(recipe, split_master=split and not by_processor)
+
+
+def _with_reachable_peers(plan: Plan, recipe: Recipe, device: torch.device) -> Plan:
+    """The plan with copies between GPUs, where these reach each other and the recipe leaves it open."""
+    asked = device.type == "cuda" and recipe.peer_copies is None and peer_problem(plan) is None
+    return with_peer_copies(plan) if asked and gpus_reachable(device) else plan
 
 
 def is_wide(plan: Plan) -> bool:
@@ -123,7 +150,7 @@ def _with_update(recipe: Recipe, source: Source | None, device: torch.device) ->
     streamed = device.type == "cuda" and source is not None and source.on_device is not None
     streamed = streamed and not (source is not None and source.on_host is not None and processor_keeps_up())
     update = HostUpdate.STREAMED if streamed else HostUpdate.PROCESSOR
-    return dataclasses.replace(recipe, offload=dataclasses.replace(recipe.offload, update=update))
+    return replace(recipe, offload=replace(recipe.offload, update=update))
 
 
 def _check_compressed(recipe: Recipe, name: str) -> None:

@@ -13,7 +13,7 @@ the traffic count and the clocks then decide a second and a third time, and diff
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zeroshard.mesh import Axes
@@ -209,31 +209,14 @@ def _gather(unit: UnitPlan, group: GroupPlan, ways: Ways) -> Legs:
         legs.append(Leg(LegKind.COPY, source, Buffer.WHOLE, shard, dtype, dtype, Stream.GATHER))
         source = Buffer.WHOLE  # where the shard is now
     route = Route.COPIES if ways.copies else Route.COLLECTIVE
-    sent = Leg(
-        LegKind.ALL_GATHER,
-        source,
-        Buffer.WHOLE,
-        group.layout.numel,
-        dtype,
-        dtype,
-        Stream.GATHER,
-        unit.axes,
-        route=route,
-    )
+    numel = group.layout.numel
+    sent = Leg(LegKind.ALL_GATHER, source, Buffer.WHOLE, numel, dtype, dtype, Stream.GATHER, unit.axes, route=route)
     return (*legs, sent)
 
 
 def _collect(group: GroupPlan, target: Buffer, dtype: str, *, adds: bool = False) -> Leg:
-    return Leg(
-        LegKind.COLLECT,
-        Buffer.AUTOGRAD,
-        target,
-        group.layout.numel,
-        dtype,
-        group.param.dtype,
-        Stream.COMPUTE,
-        adds=adds,
-    )
+    numel, read = group.layout.numel, group.param.dtype
+    return Leg(LegKind.COLLECT, Buffer.AUTOGRAD, target, numel, dtype, read, Stream.COMPUTE, adds=adds)
 
 
 def _divide(ways: Ways, buffer: Buffer, numel: int, dtype: str) -> Legs:
@@ -246,32 +229,17 @@ def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
     landing = Buffer.STAGING if group.staged else Buffer.GRAD
     sent = _reduced(unit, group, Buffer.WIRE, landing)
     if not group.update_axes:
-        back = Leg(
-            LegKind.CAST,
-            Buffer.WIRE,
-            Buffer.LOCAL,
-            group.layout.numel,
-            group.grad.dtype,
-            group.wire,
-            Stream.REDUCE,
-        )
+        numel, kept = group.layout.numel, group.grad.dtype
+        back = Leg(LegKind.CAST, Buffer.WIRE, Buffer.LOCAL, numel, kept, group.wire, Stream.REDUCE)
         return (*sent, *_shared(group, unit.axes, landing, Buffer.WIRE), back)
     return (*sent, *_landed(group, landing))
 
 
 def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
     """What the ranks copy to each other and sum: into the gradient itself, unless more is to be done with the sum."""
-    assert group.grad is not None
     landing = _landing_of_copies(unit, group)
-    return Leg(
-        LegKind.REDUCE_SCATTER,
-        source,
-        landing,
-        group.layout.numel,
-        group.wire,
-        group.wire,
-        Stream.REDUCE,
-        unit.axes,
+    return replace(
+        _reduce_scatter(unit, group, source, landing),
         adds=landing is Buffer.GRAD and group.staged,
         route=Route.COPIES,
     )
@@ -288,17 +256,12 @@ def _rest_of_copies(unit: UnitPlan, group: GroupPlan) -> Legs:
 
 
 def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
-    sent = Leg(
-        LegKind.REDUCE_SCATTER,
-        source,
-        landing,
-        group.layout.numel,
-        group.wire,
-        group.wire,
-        Stream.REDUCE,
-        unit.axes,
-    )
-    return (sent, *_over_replicas(unit, group, landing))
+    return (_reduce_scatter(unit, group, source, landing), *_over_replicas(unit, group, landing))
+
+
+def _reduce_scatter(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Leg:
+    numel, wire = group.layout.numel, group.wire
+    return Leg(LegKind.REDUCE_SCATTER, source, landing, numel, wire, wire, Stream.REDUCE, unit.axes)
 
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
