@@ -81,9 +81,9 @@ class Mesh:
         wanted = set(axes)
         return tuple(name for name in self.names if name in wanted)
 
-    def without(self, axes: Axes, of: Axes | None = None) -> Axes:
-        """The axes of the mesh, or of `of`, that are not among `axes`."""
-        return tuple(name for name in (self.names if of is None else self.among(of)) if name not in axes)
+    def without(self, axes: Axes) -> Axes:
+        """The axes of the mesh that are not among `axes`."""
+        return tuple(name for name in self.names if name not in axes)
 
     def position(self, rank: int, over: Axes) -> int:
         """The number of a rank among those that it meets over these axes."""

@@ -95,6 +95,17 @@ def test_two_axes_train_as_one_does_bit_for_bit(stage: int) -> None:
     run_ranks(4, _hybrid, stage)
 
 
+def _beside_an_axis_of_one_rank(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *DATA))
+    expected = _trained(rank, _by_shard(3, {}))
+    found = _trained(rank, _by_shard(3, {"mesh": mesh}))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_axis_of_one_rank_changes_nothing() -> None:
+    run_ranks(4, _beside_an_axis_of_one_rank)
+
+
 def _refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(SHARD, "tp"))
     with pytest.raises(PlanError, match=r"axis 'tp' has 2 ranks, but nothing uses it yet"):

@@ -24,6 +24,7 @@ from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.mesh import Axes
+from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
@@ -169,10 +170,10 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def _axes_of(plan: Plan) -> list[Axes]:
-    """The axes over which something is sent: those of units, of their sums, and the rest of these."""
+    """The axes over which something is sent: those of units, what is left of their sums, and of the mesh."""
     found: list[Axes] = []
     for unit, group in plan.groups():
-        found += [unit.axes, group.sums, plan.mesh.without(unit.axes)]
+        found += [unit.axes, replica_axes(unit, group), plan.mesh.without(unit.axes)]
     return [axes for axes in dict.fromkeys(found) if axes]
 
 

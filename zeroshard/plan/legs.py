@@ -246,7 +246,7 @@ def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
 
 
 def _landing_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
-    beside = group.grad_on_host or (group.staged and bool(_replicas(unit, group)))
+    beside = group.grad_on_host or (group.staged and bool(replica_axes(unit, group)))
     return Buffer.STAGING if beside else Buffer.GRAD
 
 
@@ -266,14 +266,14 @@ def _reduce_scatter(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: B
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
     """What is divided over a part of the axes of its sums is summed over the rest too."""
-    axes = _replicas(unit, group)
+    axes = replica_axes(unit, group)
     if not axes:
         return ()
     numel, wire = group.layout.shard_numel, group.wire
     return (Leg(LegKind.ALL_REDUCE, part, part, numel, wire, wire, Stream.REDUCE, axes),)
 
 
-def _replicas(unit: UnitPlan, group: GroupPlan) -> Axes:
+def replica_axes(unit: UnitPlan, group: GroupPlan) -> Axes:
     """The axes along which ranks hold the same part of the unit, but gradients of other data."""
     return tuple(axis for axis in group.sums if axis not in unit.axes)
 

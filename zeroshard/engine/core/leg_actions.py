@@ -143,7 +143,9 @@ class LegActions:
             return self._collector.local(group)
         if buffer is Buffer.GRAD:
             return group.take_grad()
-        found = {Buffer.WIRE: group.wire, Buffer.STAGING: group.staging, **others}[buffer]
+        if buffer in others:
+            return others[buffer]
+        found = group.wire if buffer is Buffer.WIRE else group.staging
         assert found is not None
         return found
 

@@ -25,6 +25,7 @@ from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
 from zeroshard.optim.saved_state import PackedState, StatePart
 from zeroshard.optim.split import join
+from zeroshard.plan.legs import replica_axes
 from zeroshard.sharding.layout import Segment
 
 _NONE, _HERE, _UNKNOWN = 0, 1, 2
@@ -333,7 +334,7 @@ def _sum_of_pending(spot: _Spot) -> torch.Tensor:
     local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end]
     summed = local.to(spot.dtype) / spot.handle.plan.policy.predivide
     comm.log.record("get", spot.segment.name, summed.nbytes)
-    for over in (axes, spot.handle.plan.mesh.without(axes, spot.group.plan.sums)):
+    for over in (axes, replica_axes(spot.unit.plan, spot.group.plan)):
         if over:
             comm.reduces[over].wait(comm.reduces[over].all_reduce(summed, spot.segment.name))
     return summed
