@@ -1,13 +1,13 @@
 """Run a function on N real processes joined by gloo, from inside a pytest test.
 
-    forkserver (torch, pytest and zeroshard imported once per pytest process, no threads)
+    forkserver (torch, pytest and all of zeroshard imported once per pytest process, no threads)
         |-- fork --> rank 0: FileStore, gloo, fn(0, world_size, *args) --pipe--> result or traceback
         |-- fork --> rank 1: ...
 
-A fork of a server that has already imported torch starts in some hundredths of a second; a spawned process imports
-torch anew, seconds on a busy machine. Forking the pytest process itself was rejected: it has threads by then (OpenMP,
-autograd), and a fork of a process with threads may hang. Workers kept alive between tests were rejected too: a test
-that breaks a process group or leaves a hook behind must not reach the next one.
+A fork of a server that has already imported what a rank needs (preload.py) starts in some hundredths of a second; a
+spawned process imports torch anew, seconds on a busy machine. Forking the pytest process itself was rejected: it has
+threads by then (OpenMP, autograd), and a fork of a process with threads may hang. Workers kept alive between tests were
+rejected too: a test that breaks a process group or leaves a hook behind must not reach the next one.
 
 Every rank rendezvous through a file in a fresh directory, so there are no ports to collide.
 """
@@ -37,7 +37,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard", "tests.support.distributed"]
+_PRELOAD = ["pytest", "tests.support.preload"]
 
 # After the first failure the others get this long to notice by themselves: their errors are shown below the first.
 _GRACE_SECONDS = 3.0
@@ -87,6 +87,7 @@ def run_ranks(
 
     `fn` is a module-level function; it, its arguments and its result are pickled. Each process has one thread, the
     default process group and torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), then `env` on top.
+    Over gloo alone a rank sees no GPU, so that a test means the same on a machine with one.
     Raises AssertionError with the traceback of the rank that failed first, or, after `timeout` seconds, with the
     stacks of every rank; no process is left behind in any case.
     """
@@ -228,6 +229,8 @@ def _call(job: _Job) -> bytes:
     )
     # Without it gloo resolves the host's name, which fails or is slow on machines with no such entry.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if job.backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(job.env)
     fn, args = pickle.loads(job.payload)
     dist.init_process_group(

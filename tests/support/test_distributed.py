@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import zeroshard
 from tests.support.distributed import run_ranks
 
 
@@ -51,6 +54,19 @@ def _environment(rank: int, world_size: int) -> tuple[str | None, ...]:
     return tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "PLANTED"))
 
 
+def _imported_by_training(rank: int, world_size: int) -> set[str]:
+    before = set(sys.modules)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    engine = zeroshard.initialize(model=nn.Linear(2, 2), config=config)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    return {name for name in set(sys.modules) - before if name.startswith("zeroshard")}
+
+
+def _gpus(rank: int, world_size: int) -> int:
+    return torch.cuda.device_count()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results_come_back_in_rank_order(world_size: int) -> None:
     total = 2.0 * sum(range(1, world_size + 1))
@@ -63,6 +79,14 @@ def test_tensors_come_back() -> None:
 
 def test_environment_is_torchruns_with_the_tests_on_top() -> None:
     assert run_ranks(2, _environment, env={"PLANTED": "yes"}) == [("0", "2", "yes"), ("1", "2", "yes")]
+
+
+def test_a_rank_starts_with_the_package_in_memory_and_imports_no_more_of_it_to_train() -> None:
+    assert run_ranks(2, _imported_by_training) == [set(), set()]
+
+
+def test_a_rank_over_gloo_sees_no_gpu() -> None:
+    assert run_ranks(1, _gpus) == [0]
 
 
 def test_the_first_failing_rank_is_named_with_its_traceback() -> None:
