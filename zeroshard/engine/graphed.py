@@ -185,6 +185,7 @@ class GraphedStep:
         """Capture the step, keep the graph if the engine rests after it as before, and launch it."""
         runtime, comm = self._handle.runtime, self._handle.comm
         self._stepper.settle()
+        runtime.parameters.changes.report()  # no pass of a replay comes to it
         self._update.refresh(self._optimizer.param_groups)
         inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         rest = iter(inputs)

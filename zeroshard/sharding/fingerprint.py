@@ -43,9 +43,10 @@ class Fingerprints:
         self._weights = torch.empty(0, dtype=torch.int64)
 
     def _draw(self, count: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(_SEED)
+        # Drawn on the device: a copy from the host would have the host wait for it.
+        generator = torch.Generator(self._device).manual_seed(_SEED)
         least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-        return torch.randint(least, most, (count,), generator=generator).to(self._device)
+        return torch.randint(least, most, (count,), generator=generator, device=self._device)
 
     def _one(self, flat: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.int64, device=self._device)

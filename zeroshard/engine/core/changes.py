@@ -8,7 +8,8 @@
 inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a kernel of one's own. So
 the first passes look at the values, with gradients and without, and in the recomputation of their backward. Code that
 does so in every pass is found there; later passes issue no kernel for it. Parameters that rest whole without master
-weights need no look: the step updates the values that it finds.
+weights need no look: the step updates the values that it finds. On a GPU the host reads what was found two passes later
+(see late_answers), or when everything is drained, so that no step waits for the device.
 Rejected: a class of its own for parameters in use, whose `data` is watched. torch.compile treats every operation on
 such a parameter as one that is overridden.
 """
@@ -20,10 +21,11 @@ from collections.abc import Iterable
 import torch
 
 from zeroshard.engine.core.inspection import refuse_written
+from zeroshard.engine.core.late_answers import LATE, LateAnswers, on_host
 from zeroshard.engine.memory.group import Group, Unit
 from zeroshard.sharding.fingerprint import Fingerprints
 
-PASSES = 3
+LOOKED_AT = 3
 """Passes of each kind, and steps, that are looked at."""
 
 
@@ -41,14 +43,20 @@ class ForwardChanges:
         self._fingerprints = Fingerprints(device)
         self._on_gpu = device.type == "cuda"
         self._passes = {True: 0, False: 0}
+        self._answers: LateAnswers[Unit] = LateAnswers()
 
     def begin_pass(self) -> None:
-        """A forward of the model begins."""
+        """A forward of the model begins. Raises UsageError for what an earlier pass was found to have written."""
+        self.active = False
+        if self._on_gpu:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._answers.next_pass()
+            self.report(all_of_them=False)
         kind = torch.is_grad_enabled()
-        self.active = self._passes[kind] < PASSES
-        if self.active:
+        if self._passes[kind] < LOOKED_AT:
             self._passes[kind] += 1
-            self.active = not (self._on_gpu and torch.cuda.is_current_stream_capturing())
+            self.active = True
 
     def look(self, unit: Unit, *, held: bool) -> None:
         """The unit's parameters have just got their values."""
@@ -59,11 +67,18 @@ class ForwardChanges:
         before = self.expected.pop((unit.index, held), None)
         if before is None:
             return
-        different = (self._of(unit, held) != before).tolist()
+        different = self._of(unit, held) != before
         if not self.expected:
             self._fingerprints.give_memory_back()
-        if True in different:
-            refuse_written(unit, different.index(True))
+        if self._on_gpu:
+            self._answers.ask(unit, different)
+        else:
+            _refuse(unit, different)
+
+    def report(self, *, all_of_them: bool = True) -> None:
+        """Raise UsageError for what was found so far; with `all_of_them` the host waits for the device."""
+        for unit, different in self._answers.ready(all_of_them=all_of_them):
+            _refuse(unit, different)
 
     def forget(self) -> None:
         """What was looked at is not compared: it was released unseen, or the shards were written."""
@@ -75,6 +90,12 @@ class ForwardChanges:
         return self._fingerprints.of(value for group in unit.groups for value in group.values(held=held))
 
 
+def _refuse(unit: Unit, different: torch.Tensor) -> None:
+    found = different.tolist()
+    if True in found:
+        refuse_written(unit, found.index(True))
+
+
 class WholeChanges:
     """Lets master weights follow what was written on parameters that rest whole, in the first steps; in all of them
     once there was something."""
@@ -84,22 +105,31 @@ class WholeChanges:
         self._on_gpu = device.type == "cuda"
         self._steps = 0
         self._found = False
+        self._answers: LateAnswers[None] = LateAnswers()
 
-    @property
     def due(self) -> bool:
         """Whether the step that begins is looked at."""
-        if not self._groups or (self._steps >= PASSES and not self._found):
+        if not self._groups or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return False
-        return not (self._on_gpu and torch.cuda.is_current_stream_capturing())
+        self._answers.next_pass()
+        for _, differs in self._answers.ready():
+            self._found = self._found or bool(differs)
+        # What begins in one of the first steps is known some steps later, and must be followed meanwhile.
+        return self._steps < LOOKED_AT + (LATE if self._on_gpu else 0) or self._found
 
     def follow(self) -> None:
         """A step begins, and nothing is in flight."""
         self._steps += 1
         for group in self._groups:
-            if _differs(group):
+            differs = _differs(group)
+            if differs.is_cuda and group.update_master.is_cuda:
+                self._answers.ask(None, differs)  # to follow costs less than to wait for the answer
+            elif bool(on_host(differs)):
                 self._found = True
-                for index, parameter in enumerate(group.parameters):
-                    group.follow(index, parameter.detach())
+            else:
+                continue
+            for index, parameter in enumerate(group.parameters):
+                group.follow(index, parameter.detach())
 
 
 def _can_differ(group: Group) -> bool:
@@ -107,7 +137,7 @@ def _can_differ(group: Group) -> bool:
 
 
 @torch.no_grad()
-def _differs(group: Group) -> bool:
+def _differs(group: Group) -> torch.Tensor:
     values = group.update_param.to(group.device)
     rounded = group.master_values().to(values.dtype)
-    return bool(((values != rounded) & ~(values.isnan() & rounded.isnan())).any())
+    return ((values != rounded) & ~(values.isnan() & rounded.isnan())).any()

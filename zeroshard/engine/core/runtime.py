@@ -376,7 +376,7 @@ class Runtime:
         self.parking.refuse("a step")
         if self._backward_running:
             refuse_half_done("a step")
-        if self._whole_changes.due:
+        if self._whole_changes.due():
             self.drain()
             self._whole_changes.follow()
         self.gradients.notice_dropped()
@@ -490,4 +490,5 @@ class Runtime:
         self.streams.drain()
         if self.plan.policy.host_update is not None:
             self.streams.settle_host()
+        self.parameters.changes.report()
         self.inspection.take_over()
