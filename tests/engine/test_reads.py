@@ -343,6 +343,13 @@ REFUSED: dict[str, Callable[[nn.Parameter], object]] = {
     "pickle": lambda p: pickle.dumps(p),
     "collective": lambda p: torch.distributed.all_reduce(p.data),
     "array": lambda p: np.asarray(p.data),
+    "vmap": lambda p: torch.func.vmap(lambda row: row * 2)(p),
+    "functional call": lambda p: torch.func.functional_call(nn.Linear(2, 2), {"weight": p.detach()}, (torch.ones(2),)),
+    "drawn orthogonal": lambda p: nn.init.orthogonal_(p),
+    "drawn sparse": lambda p: nn.init.sparse_(p, 0.5),
+    "drawn constant": lambda p: nn.init.constant_(p.data, 0.5),
+    "drawn to their deviation": lambda p: nn.init.kaiming_normal_(p),
+    "drawn truncated": lambda p: nn.init.trunc_normal_(p),
 }
 
 

@@ -15,6 +15,7 @@ ordinary tensor of no elements, of which sums and norms are a silent 0.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -125,6 +126,12 @@ _MEMORY: Mapping[str, Callable[..., Any]] = {
     "untyped_storage": lambda tensor: torch.UntypedStorage(0, device=tensor.device),
 }
 """Where the memory is: outside of a forward there is none."""
+_FIRST_QUESTIONS: Mapping[tuple[object, str], str] = {
+    ("torch.nn.init", "numel"): "orthogonal_",
+    ("torch._functorch.vmap", "dim"): "vmap",
+}
+"""Which function of torch asks what before it passes the guard by: `orthogonal_` does nothing where there are no
+elements, `vmap` wraps the memory. The question is refused as the read would be."""
 _PICKLES = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
 _HANDLES = frozenset({"detach", "detach_", "data"})
 """What hands the memory on without reading it: outside of a forward, a tensor that is guarded as the parameter is."""
@@ -185,8 +192,12 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return None  # as module.to(device) does where there is nothing to move
     alone = isinstance(first, Guard) and not sets
     if alone and name in _ANSWERS:
-        arguments = () if name in _AS_ATTRIBUTES and getattr(func, "__name__", "") == "__get__" else args[1:]
-        return _ANSWERS[name](first, *arguments, **kwargs)
+        asked_by = sys._getframe(2).f_globals.get("__name__")  # past __torch_function__
+        reader = _FIRST_QUESTIONS.get((asked_by, name))
+        if reader is None:
+            arguments = () if name in _AS_ATTRIBUTES and getattr(func, "__name__", "") == "__get__" else args[1:]
+            return _ANSWERS[name](first, *arguments, **kwargs)
+        name = reader
     if alone and name in _CONVERSIONS:
         converted = _plain(func, *args, **kwargs)
         if converted is first:
