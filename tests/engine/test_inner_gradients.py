@@ -247,6 +247,36 @@ def _refused_and_cured(rank: int, world: int) -> None:
         _trains_with(rank, world, Task(TrainedForces, loss), cure)
 
 
+class ByGradAlone(Energy):
+    def forward(self, x: torch.Tensor) -> object:
+        return torch.func.grad(lambda where: self.energy(where).sum())(x)
+
+
+class ByTangents(Energy):
+    def forward(self, x: torch.Tensor) -> object:
+        return torch.func.jvp(self.energy, (x,), (torch.ones_like(x),))[1]
+
+
+class ByRows(Energy):
+    def forward(self, x: torch.Tensor) -> object:
+        return torch.func.vmap(self.energy)(x)
+
+
+def _transforms(rank: int, world: int) -> None:
+    for make in (ByGradAlone, ByTangents, ByRows):
+        model, _ = shard_task(Task(make, loss), Setting(plan=3))
+        x = Batch(0, 0, rank).normal(3, WIDTH)
+        with pytest.raises(UsageError, match=r"a transform of torch\.func .* whose parameters are sharded"):
+            model(x)
+        if make is not ByGradAlone:  # nothing is derived from the parameters' values
+            with torch.no_grad():
+                assert_same({"": model(x)}, {"": build(Task(make, loss))(x)})
+
+
+def test_a_transform_inside_of_a_forward_through_sharded_units_is_refused() -> None:
+    run_ranks(2, _transforms)
+
+
 def _trains_with(rank: int, world: int, task: Task, setting: Setting) -> None:
     reference = shared_reference(task, setting, world)
     assert_same(train_sharded(task, setting, rank).parameters, reference.parameters, str(setting))

@@ -155,10 +155,14 @@ class Runtime:
                 self._watch(index, output, None, self._tracker.recomputed_call(index))
             return
         call = self._tracker.end_call(index)
-        if call is not None and torch.is_grad_enabled() and not transforming():
-            if index != self._root:
-                refuse_no_tensor(self.units[index], output)
-            self._watch(index, output, *call)
+        if call is not None and torch.is_grad_enabled():
+            if transforming():
+                if index not in self.reads.kept:  # its derivative is taken after the release
+                    refuse_transform((self.units[index],))
+            else:
+                if index != self._root:
+                    refuse_no_tensor(self.units[index], output)
+                self._watch(index, output, *call)
         if index == self._root:
             self._end_pass()
         elif index in self.reads.kept:
