@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from tests.support.forked import start
 from zeroshard.checkpoint.error_barrier import StoreBarrier, on_all_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import RankMesh, build_mesh
@@ -27,6 +27,8 @@ from zeroshard.errors import DivergenceError, ZeroShardError
 from zeroshard.mesh import DATA
 
 LIMIT_S = 10.0
+# The logs are compared after a wait of this long: a tenth of what a run has, where a test is not about that time.
+SOON: dict[str, float] = {"patience_s": 0.4, "poll_s": 0.2}
 
 
 @dataclass
@@ -46,9 +48,9 @@ class _Rank:
         self.comm.wait(self.comm.reduce_scatter(full[:n].clone(), full, unit))
 
 
-def _join(rank: int, world_size: int) -> _Rank:
+def _join(rank: int, world_size: int, times: Mapping[str, float] = SOON) -> _Rank:
     mesh, log = build_mesh(), OperationLog()
-    watchdog = Watchdog(mesh.store(), rank, world_size, log)
+    watchdog = Watchdog(mesh.store(), rank, world_size, log, **times)
     comm = Collectives(mesh.over(DATA).gather, "dp", log, watchdog)
     joined = _Rank(rank, mesh, log, watchdog, comm)
     joined.gather("embedding")
@@ -63,14 +65,14 @@ class _Outcome:
 
 
 def _outcome(me: _Rank, body: Callable[[_Rank], None]) -> _Outcome:
-    start = time.monotonic()
+    began = time.monotonic()
     try:
         body(me)
     except ZeroShardError as error:
-        return _Outcome(type(error).__name__, str(error), time.monotonic() - start)
+        return _Outcome(type(error).__name__, str(error), time.monotonic() - began)
     finally:
         me.watchdog.close()
-    return _Outcome("none", "", time.monotonic() - start)
+    return _Outcome("none", "", time.monotonic() - began)
 
 
 def _mix(me: _Rank) -> None:
@@ -96,7 +98,7 @@ def _leave_early(me: _Rank) -> None:
 
 def _sleep_in_compute(me: _Rank) -> None:
     if me.rank == 1:
-        time.sleep(6)
+        time.sleep(2)
     me.gather("layers.0")
     me.reduce("layers.0")
 
@@ -108,8 +110,8 @@ def _be_killed(me: _Rank) -> None:
     me.reduce("layers.7")
 
 
-def _run(rank: int, world_size: int, body: Callable[[_Rank], None]) -> _Outcome:
-    return _outcome(_join(rank, world_size), body)
+def _run(rank: int, world_size: int, body: Callable[[_Rank], None], times: Mapping[str, float] = SOON) -> _Outcome:
+    return _outcome(_join(rank, world_size, times), body)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -125,7 +127,7 @@ def test_operations_of_equal_size_that_mix_are_named_at_the_end_of_the_step(worl
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_block_skipped_on_one_rank_ends_within_ten_seconds(world_size: int) -> None:
-    for outcome in run_ranks(world_size, _run, _skip_and_reduce):
+    for outcome in run_ranks(world_size, _run, _skip_and_reduce, {} if world_size == 3 else SOON):
         assert outcome.kind == "DivergenceError"
         # On a busy machine a rank may answer too late to be among those that are compared; rank 1 is named either way.
         assert "rank 1 issued reduce-scatter of unit layers.1" in outcome.text
@@ -146,7 +148,7 @@ def test_a_rank_that_closes_early_is_named_to_those_that_wait_for_it() -> None:
 def test_a_slow_rank_raises_nothing() -> None:
     for outcome in run_ranks(2, _run, _sleep_in_compute):
         assert outcome.kind == "none"
-        assert outcome.seconds > 5
+        assert outcome.seconds > 1
 
 
 def _survive(rank: int, world_size: int, directory: str) -> None:
@@ -179,7 +181,7 @@ def _over_tcp(rank: int, world_size: int, directory: str, body: Callable[[_Rank]
         meeting.set("port", str(server.port))
     store = server or dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
     mesh, log = build_mesh(), OperationLog()
-    watchdog = Watchdog(store, rank, world_size, log)
+    watchdog = Watchdog(store, rank, world_size, log, **SOON)
     comm = Collectives(mesh.over(DATA).gather, "dp", log, watchdog)
     outcome = _outcome(_Rank(rank, mesh, log, watchdog, comm), body)
     Path(directory, str(rank)).write_text(f"{outcome.kind}|{outcome.seconds}|{outcome.text}")
@@ -230,10 +232,10 @@ def _abort(rank: int, world_size: int, directory: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_operations_of_unequal_size_are_named_though_gloo_aborts(tmp_path: Path, world_size: int) -> None:
-    start = time.monotonic()
+    began = time.monotonic()
     with pytest.raises(AssertionError, match="died without a report: killed by SIGABRT"):
         run_ranks(world_size, _abort, str(tmp_path))
-    assert time.monotonic() - start < LIMIT_S
+    assert time.monotonic() - began < LIMIT_S
     others = "rank 0" if world_size == 2 else "ranks 0, 2"
     for rank in range(world_size):
         assert (
@@ -302,12 +304,13 @@ with stuck.waiting("all-gather of unit layers.3"):
 """
 
 
-def test_a_process_whose_main_thread_is_blocked_is_ended_with_the_error_printed() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(_STUCK)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_CODE
+def test_a_process_whose_main_thread_is_blocked_is_ended_with_the_error_printed(tmp_path: Path) -> None:
+    process = start(["-c", _STUCK], tmp_path, os.environ)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE
     assert (
         "rank 0: DivergenceError: rank 0 issued all-gather of unit layers.3 as operation 1 "
-        "where rank 1 issued all-gather of unit layers.4." in done.stderr
+        "where rank 1 issued all-gather of unit layers.4." in printed
     )
 
 
