@@ -8,14 +8,13 @@ import io
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from tests.support.forked import start
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,19 +27,23 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return [text for found, text in fenced if found == language]
 
 
-def run(*arguments: str) -> str:
-    """Run Python with these arguments as a user would in a checkout; its output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+RUN_A_SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def run(*words: str) -> str:
+    """The output of a command as `start` takes it, in a checkout; that it imports torch would be most of its time."""
+    program = start(words, ROOT, ENVIRONMENT)
+    out, err = program.communicate(timeout=240)
+    assert program.returncode == 0, out + err
+    return out
 
 
 def launched(script: str, tmp_path: Path) -> str:
     """The output of a script under `zeroshard run`, as a user starts it."""
     path = tmp_path / "train.py"
     path.write_text(script)
-    return run("-m", "zeroshard", "run", "--nproc", "2", str(path))
+    return run("run", "--nproc", "2", str(path))
 
 
 def on_two_ranks(script: str, tmp_path: Path) -> str:
@@ -101,14 +104,14 @@ def test_the_readmes_example_is_the_file_in_examples_and_is_short(place: int, na
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_readmes_example_runs_on_two_ranks_that_agree(place: int, tmp_path: Path) -> None:
-    start = launched if place == 0 else on_two_ranks
-    norms = re.findall(r"gradient norm ([\d.]+)", start(blocks(README)[place], tmp_path))
+    output = launched if place == 0 else on_two_ranks
+    norms = re.findall(r"gradient norm ([\d.]+)", output(blocks(README)[place], tmp_path))
     assert len(norms) == 2
     assert norms[0] == norms[1]
 
 
 def test_the_readmes_memory_table_is_what_the_command_prints() -> None:
-    printed = run("examples/memory_7b.py")
+    printed = run("-c", RUN_A_SCRIPT, "examples/memory_7b.py")
     shown = next(block for block in blocks(README, "") if block.startswith("stage"))
     assert printed.startswith(shown)
 
@@ -158,7 +161,7 @@ def test_the_evidence_of_a_decision_holds(page: str, ranks: int, tmp_path: Path)
     assert expected is not None
     path = tmp_path / "evidence.py"
     path.write_text(block)
-    assert run(str(path)).strip() == expected[1].partition(": ")[0]
+    assert run("-c", RUN_A_SCRIPT, str(path)).strip() == expected[1].partition(": ")[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

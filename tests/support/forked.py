@@ -205,6 +205,7 @@ def _run(request: dict[str, Any], streams: Sequence[int]) -> int:
 if __name__ == "__main__":
     import torch.distributed.launcher.api  # noqa: F401
 
+    import tests.support.preload  # noqa: F401
     import zeroshard.launch.restarts  # noqa: F401
 
     _serve(int(sys.argv[1]))
