@@ -3,6 +3,7 @@ refused by name where they are gathered for the forward alone. Nothing of it is 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import cast
 
@@ -17,7 +18,7 @@ from tests.support.models import WIDTH, Batch, Task
 from tests.support.training import Setting, assert_same, build, full_parameters, sgd, shard_task, train_sharded
 from zeroshard.engine.core.changes import LOOKED_AT
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.builder import Precision
 from zeroshard.plan.offload import Offload
@@ -203,6 +204,46 @@ def _looks(rank: int, world: int) -> None:
 
 def test_later_passes_do_not_look() -> None:
     run_ranks(2, _looks)
+
+
+def _late(rank: int, world: int) -> None:
+    task = Task(lambda: _Chain(_Writing(WRITES["scale"], lambda module: module.calls > 50)), _loss)
+    model, _ = shard_task(task, Setting(plan=3, optimizer=sgd))
+    with torch.no_grad():
+        for number in range(1, 100):
+            _loss(model, Batch(number, 0, rank))
+        with pytest.raises(UsageError, match=r"'blocks\.0\.weight' was changed in place"):
+            _loss(model, Batch(100, 0, rank))
+    model, optimizer = shard_task(task, Setting(plan=MIXED["bfloat16"], optimizer=sgd))
+    for number in range(1, 100):
+        _step(model, optimizer, Batch(number, 0, rank))
+    _loss(model, Batch(100, 0, rank)).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    told = [str(warning.message) for warning in caught if warning.category is ZeroShardWarning]
+    assert rank != 0 or told[0].startswith("step 100 found parameters that were written on")  # it has the weight's part
+
+
+def test_a_write_that_begins_late_is_found_in_the_hundredth_pass_or_step() -> None:
+    run_ranks(2, _late)
+
+
+def _on_a_whole_one(rank: int, world: int) -> None:
+    with zeroshard.Init():
+        model = _Chain(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = zeroshard.Recipe(persistence_threshold=WIDTH)
+    model, sharded = zeroshard.shard(model, optimizer, plan=recipe, units=["blocks.0", "blocks.1"])
+    whole, weight = model.get_parameter("blocks.0.weight"), model.get_parameter("blocks.1.weight")
+    with torch.no_grad():
+        whole.fill_(0.5)
+    assert whole._version > weight._version
+    _step(model, sharded, Batch(0, 0, rank))  # what was written is known to be on that one, which keeps it
+
+
+def test_parameters_of_a_deferred_model_have_version_counters_of_their_own() -> None:
+    run_ranks(2, _on_a_whole_one)
 
 
 def _plain(task: Task, setting: Setting) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Notices, in the first passes and steps, what was written on parameters past their version counters.
+"""Notices, in the first passes and steps and in some later ones, what was written past parameters' version counters.
 
     gathered       use        fingerprints of the unit's parameters
                    release    the same again: where they differ the change would be lost, and is refused
@@ -7,7 +7,8 @@
 `with torch.no_grad(): self.weight.clamp_()` counts up the parameter's version, which every step looks at (see
 inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a kernel of one's own. So
 the first passes look at the values, with gradients and without, and in the recomputation of their backward. Code that
-does so in every pass is found there; later passes issue no kernel for it. Parameters that rest whole without master
+does so in every pass is found there, code that begins later in the 100th, 1000th or 10000th; other passes issue no
+kernel for it. Parameters that rest whole without master
 weights need no look: the step updates the values that it finds. On a GPU the host reads what was found two passes later
 (see late_answers), or when everything is drained, so that no step waits for the device.
 Rejected: a class of its own for parameters in use, whose `data` is watched. torch.compile treats every operation on
@@ -16,6 +17,7 @@ such a parameter as one that is overridden.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -24,10 +26,17 @@ from zeroshard.engine.core.autograd import transforming
 from zeroshard.engine.core.inspection import refuse_written
 from zeroshard.engine.core.late_answers import LATE, LateAnswers, on_host
 from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.errors import ZeroShardWarning
 from zeroshard.sharding.fingerprint import Fingerprints
 
 LOOKED_AT = 3
 """Passes of each kind, and steps, that are looked at."""
+LATER = frozenset({100, 1000, 10_000, 100_000, 1_000_000})
+"""Numbers of passes and steps that are looked at once more, for what has begun meanwhile."""
+
+
+def _looked_at(number: int, first: int = LOOKED_AT) -> bool:
+    return number <= first or number in LATER
 
 
 class ForwardChanges:
@@ -55,9 +64,8 @@ class ForwardChanges:
             self._answers.next_pass()
             self.report(all_of_them=False)
         kind = torch.is_grad_enabled()
-        if self._passes[kind] < LOOKED_AT:
-            self._passes[kind] += 1
-            self.active = True
+        self._passes[kind] += 1
+        self.active = _looked_at(self._passes[kind])
 
     def look(self, unit: Unit, *, held: bool) -> None:
         """The unit's parameters have just got their values."""
@@ -116,19 +124,31 @@ class WholeChanges:
             return False
         self._answers.next_pass()
         for _, differs in self._answers.ready():
-            self._found = self._found or bool(differs)
+            if bool(differs):
+                self._find()
+        self._steps += 1
         # What begins in one of the first steps is known some steps later, and must be followed meanwhile.
-        return self._steps < LOOKED_AT + (LATE if self._on_gpu else 0) or self._found
+        return self._found or _looked_at(self._steps, LOOKED_AT + (LATE if self._on_gpu else 0))
+
+    def _find(self) -> None:
+        if not self._found and self._steps > LOOKED_AT + LATE:
+            warnings.warn(
+                f"step {self._steps} found parameters that were written on past their version counters "
+                "(parameter.data.clamp_(...), say). Steps follow it from here on; where it began after step "
+                f"{LOOKED_AT}, the steps in between have undone it. Write under torch.no_grad() instead, which is seen",
+                ZeroShardWarning,
+                stacklevel=2,
+            )
+        self._found = True
 
     def follow(self) -> None:
         """A step begins, and nothing is in flight."""
-        self._steps += 1
         for group in self._groups:
             differs = _differs(group)
             if differs.is_cuda and group.update_master.is_cuda:
                 self._answers.ask(None, differs)  # to follow costs less than to wait for the answer
             elif bool(on_host(differs)):
-                self._found = True
+                self._find()
             else:
                 continue
             for index, parameter in enumerate(group.parameters):

@@ -210,7 +210,8 @@ def fill_in_place(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """A sink that makes the model's own tensor real: the same Python object, its attributes kept."""
     # `p.data = value` is refused across devices, and `torch.utils.swap_tensors` where someone holds a weak reference
     # to the parameter, as every nn.LSTM does; the references go to the Python object, which stays.
-    real = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    # Of its own version counter, too: `value` may be a view of what other parameters are views of.
+    real = nn.Parameter(value.data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     torch._C._swap_tensor_impl(tensor, real)
 
 
