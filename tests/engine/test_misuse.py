@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zeroshard
 from tests.support.distributed import run_ranks
@@ -135,8 +136,16 @@ def _gradients_of_parameters(rank: int, world: int) -> None:
     optimizer.step()
 
 
+def _made_of_tensors(rank: int, world: int) -> None:
+    """As a model is after fully_shard: its parameters are no plain tensors."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(UsageError, match=r"parameter '0\.weight' is a TwoTensor, a tensor made of others"):
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def _checks(rank: int, world: int) -> None:
-    for check in (_no_tensor, _copies, _closed, _input_gradients, _gradients_of_parameters):
+    for check in (_no_tensor, _copies, _closed, _input_gradients, _gradients_of_parameters, _made_of_tensors):
         check(rank, world)
 
 

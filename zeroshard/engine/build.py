@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import RankMesh, build_mesh, world_size
@@ -131,6 +132,12 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise UsageError(f"{path or 'the model'} is a {type(module).__name__}; pass the module that it wraps")
     for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            raise UsageError(
+                f"parameter {name!r} is a {type(parameter).__name__}, a tensor made of others (fully_shard, "
+                "parallelize_module, or a quantized one): zeroshard shards plain tensors. Take the model as it was "
+                "before"
+            )
         place = place_of(parameter)
         if place is None:
             continue
