@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from tests.compat import tiny
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
 
 pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
-for _name in ("accelerate", "peft", "transformers"):
-    pytest.importorskip(_name)
+need("accelerate", "peft", "transformers")
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 STEPS = 7
 

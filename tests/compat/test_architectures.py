@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import pytest
 
-pytest.importorskip("transformers")
 from tests.compat.architectures.audio import AUDIO
 from tests.compat.architectures.case import Architecture
 from tests.compat.architectures.decoders import DECODERS
@@ -23,6 +22,9 @@ from tests.compat.architectures.state_space import STATE_SPACE
 from tests.compat.architectures.vision import VISION
 from tests.compat.bits import differences
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
+
+need("transformers")
 
 FAMILIES = {
     "decoders": DECODERS,

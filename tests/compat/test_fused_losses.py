@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
 from tests.compat import fused_libraries, tiny
 from tests.compat.bits import Trainable, differences
 from tests.compat.fused import HEAD_LOSSES, FusedHead
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
+
+need("transformers")
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="set TRITON_INTERPRET=1")
 LIGER = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False, "rms_norm": False, "swiglu": False}}

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.compat import tiny
+from tests.support.installed import need
 
 pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
-pytest.importorskip("accelerate")
+need("accelerate")
 CONFIG = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 2,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from tests.support.cases import ALL_CASES, sample
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
 from tests.support.models import Batch, Task
 from tests.support.training import Setting, assert_same, train_reference, train_sharded
 
-pytest.importorskip("transformers")
+need("transformers")
 
 
 def _build(reentrant: bool | None, lora: bool) -> nn.Module:

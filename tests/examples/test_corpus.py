@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.installed import need
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytest.importorskip("tokenizers")
+need("tokenizers")
 
 
 @pytest.fixture(autouse=True)

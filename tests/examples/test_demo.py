@@ -13,11 +13,11 @@ import pytest
 
 from tests.support.cases import ALL_CASES
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-for package in ("tokenizers", "transformers", "matplotlib"):
-    pytest.importorskip(package)
+need("tokenizers", "transformers", "matplotlib")
 
 
 def environment() -> dict[str, str]:

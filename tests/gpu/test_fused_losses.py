@@ -15,10 +15,10 @@ import torch
 from tests.compat.bits import Trainable, losses_of_both
 from tests.gpu.test_training import BACKEND, GPUS, on_gpu
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
-for _name in ("transformers", "liger_kernel"):
-    pytest.importorskip(_name)
+need("transformers", "liger_kernel")
 
 
 def _cases() -> dict[str, Trainable]:

@@ -15,11 +15,11 @@ import torch
 from tests.compat import tiny
 from tests.gpu.test_training import BACKEND, GPUS, on_gpu
 from tests.support.distributed import run_ranks
+from tests.support.installed import need
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
-for _name in ("accelerate", "transformers"):
-    pytest.importorskip(_name)
+need("accelerate", "transformers")
 
 HOST = {"device": "cpu", "pin_memory": True}
 
