@@ -23,8 +23,8 @@ _MARK = "\x1e\x02zeroshard "
 
 
 def say(text: str) -> None:
-    """Write to standard error in one piece."""
-    print(text, file=sys.stderr, flush=True)
+    """Write to standard error in one piece; an unbuffered stream would get the end of the line as a second one."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def send(**message: Any) -> None:
