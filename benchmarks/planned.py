@@ -24,7 +24,7 @@ from benchmarks.planner_cases import workload
 from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import reordered
-from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.placement import StateKind
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.machine.calibration import calibrated, load_calibration
 from zeroshard.planner.machine.hardware import GIB, Cluster, find_gpu, parse_cluster
@@ -48,10 +48,9 @@ def planned(setting: Setting, plan: Plan, world: int, calibration: Path | None =
     bounds = {"compute": sum(time.compute.values()), "link": time.busy["copies"], "host": time.busy["cpu"]}
     bound = max(bounds, key=lambda name: bounds[name])
     tokens = setting.batch * setting.accumulation * setting.length
-    update = plan.policy.host_update
     return {
         "stage": _stage(plan),
-        "update": None if update is None else update.value,
+        "update": "+".join(sorted(update.value for update in plan.updates)) or None,
         "share_on_host": round(_share_on_host(plan), 3),
         "step_s": round(time.seconds, 4),
         "tokens_s": round(tokens / time.seconds),
@@ -78,7 +77,7 @@ def _stage(plan: Plan) -> int:
 def _share_on_host(plan: Plan) -> float:
     """Elements whose moments rest in host memory, of all that are trained."""
     sizes = [(group.layout.numel, group.placement(StateKind.MOMENTS)) for _, group in plan.groups() if group.trainable]
-    away = sum(numel for numel, placement in sizes if placement is not None and placement.tier is Tier.HOST)
+    away = sum(numel for numel, placement in sizes if placement is not None and placement.away)
     return away / max(1, sum(numel for numel, _ in sizes))
 
 

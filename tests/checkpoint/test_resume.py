@@ -89,7 +89,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     moments = {
         f"{part.region}.{part.index}.{name}": value.clone()
         for part in update.state_parts()
-        for name, value in {**part.elements, **part.scalars}.items()
+        for name, value in {**{name: row.values() for name, row in part.elements.items()}, **part.scalars}.items()
     }
     return {
         "parameters": values,

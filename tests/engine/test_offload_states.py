@@ -16,6 +16,7 @@ from tests.support.zoo import Stack
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
+from zeroshard.tiers import in_place
 
 TASK = Task(Stack, square_loss)
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")
@@ -58,7 +59,8 @@ def _bytes_of(model: torch.nn.Module) -> int:
     tensors = [*stepper_of(model).update.tensors().values()]
     for unit in handle.runtime.units:
         for group in unit.groups:
-            tensors += [one for one in (group.master, group.grad, group.shard, group.whole) if one is not None]
+            master = None if group.master is None else in_place(group.master)
+            tensors += [one for one in (master, group.grad, group.shard, group.whole) if one is not None]
     slots = {slot.untyped_storage().data_ptr() for slot in handle.runtime.storage.gather_slots}
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(s.nbytes() for s in storages.values() if s.data_ptr() not in slots)

@@ -21,7 +21,7 @@ from zeroshard.mesh import DATA, SHARD, Mesh, MeshAxis
 from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
 from zeroshard.plan.placement import STAGES, Sharding, StateKind
 from zeroshard.plan.plan import Plan
-from zeroshard.plan.policy import ExecutionPolicy, HostUpdate, OnNonFinite
+from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 from zeroshard.plan.report import memory_table, traffic_table, unit_table
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
@@ -76,7 +76,7 @@ def test_json_gives_an_equal_plan_back(plan: Plan) -> None:
 def test_every_field_of_the_policy_survives() -> None:
     changed = {"prefetch": 2, "spare_nbytes": 5, "accumulate": True, "overlap_step": True, "predivide": 4.0}
     changed |= {"mean": False, "clip_norm": 0.5, "on_nonfinite": OnNonFinite.SKIP, "cast_inputs": "bfloat16"}
-    changed |= {"parameter_sums": 2, "parameter_maxima": 1, "host_update": HostUpdate.STREAMED}
+    changed |= {"parameter_sums": 2, "parameter_maxima": 1}
     changed |= {"stream_numel": 7, "pin_memory": False}
     for changes in (changed, {"reuse": False, "peer_copies": True}):
         plan = SAMPLE.with_policy(**changes)

@@ -16,6 +16,7 @@ from zeroshard.engine.step.attached import stepper_of
 from zeroshard.plan.memory import StateBytes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.traffic import Traffic
+from zeroshard.tiers import in_place
 
 
 def held_bytes(model: nn.Module) -> StateBytes:
@@ -26,10 +27,12 @@ def held_bytes(model: nn.Module) -> StateBytes:
     states = stepper_of(model).update.tensors().items()
     return StateBytes(
         param=_nbytes(
-            group.shard if group.plan.param.divided else group.whole for group in groups if not group.plan.param_on_host
+            group.shard if group.plan.param.divided else group.whole for group in groups if not group.plan.param.away
         ),
-        grad=_nbytes(group.grad for group in groups if not group.plan.grad_on_host),
-        master=_nbytes(g.master for g in groups if g.plan.master is not None and g.plan.master.tier is Tier.DEVICE),
+        grad=_nbytes(group.grad for group in groups if not group.plan.grad_away),
+        master=_nbytes(
+            in_place(g.master) for g in groups if g.master is not None and not (g.plan.master and g.plan.master.away)
+        ),
         moments=_nbytes(
             tensor
             for name, tensor in states
@@ -40,7 +43,7 @@ def held_bytes(model: nn.Module) -> StateBytes:
         reduce_slots=_nbytes(runtime.storage.reduce_slots),
         no_sync=_nbytes(group.local for group in groups),
         state_buffers=_nbytes(stepper_of(model).state_buffers),
-        host=0 if runtime.storage.host is None else runtime.storage.host.used,
+        host=runtime.storage.tiers[Tier.HOST].used if Tier.HOST in runtime.storage.tiers else 0,
     )
 
 

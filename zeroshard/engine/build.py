@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,15 +19,15 @@ from zeroshard.engine.core.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.core.hooks import install_hooks
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.streams import CudaStreams, QueuedStreams, Streams
-from zeroshard.engine.memory.host_memory import open_host_memory
 from zeroshard.engine.memory.peer_memory import PeerAllocator, open_peers
 from zeroshard.engine.memory.storage import Storage
+from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import replica_axes
-from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.loose import whole_shape
@@ -41,6 +42,7 @@ def build_handle(
     sync_parameters: bool = True,
     streams: Streams | None = None,
     peer_memory: PeerMemoryFactory | None = None,
+    tiers: Mapping[Tier, TierFactory] | None = None,
 ) -> Handle:
     """Shard `model` by `plan` and hook it; called by all ranks.
 
@@ -49,9 +51,10 @@ def build_handle(
         sync_parameters: start from rank 0's parameters and buffers everywhere.
         streams: backend to run on instead of the device's own (the checking one, say).
         peer_memory: what makes the memory that ranks share where the plan copies between peers, instead of the GPUs'.
+        tiers: what makes the memory of tiers below host memory.
 
     Raises:
-        PlanError: the plan is for other ranks or other parameters.
+        PlanError: the plan is for other ranks or other parameters, or keeps state in a tier that is not there.
         UsageError: the model is sharded already.
     """
     if find_handle(model) is not None:
@@ -61,11 +64,13 @@ def build_handle(
         )
     _check_model(model)
     _check_plan(model, plan)
+    tiers = {} if tiers is None else tiers
+    check_tiers(plan, tiers)
     mesh = build_mesh(plan.mesh, _axes_of(plan))
     device = default_device() if device is None else device
     comm = _communicators(mesh)
     try:
-        return _start_engine(model, plan, comm, device, sync_parameters, streams, peer_memory)
+        return _start_engine(model, plan, comm, device, sync_parameters, streams, peer_memory, tiers)
     except BaseException as error:
         _leave_communicators(comm, device, idle=isinstance(error, (PlanError, UsageError)))
         raise
@@ -79,6 +84,7 @@ def _start_engine(
     sync_parameters: bool,
     streams: Streams | None,
     peer_memory: PeerMemoryFactory | None,
+    tiers: Mapping[Tier, TierFactory],
 ) -> Handle:
     """`build_handle` once there are communicators."""
     parameters = dict(model.named_parameters())
@@ -87,7 +93,7 @@ def _start_engine(
         _broadcast(model, comm, device)
     peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
-    storage = Storage(plan, parameters, comm.mesh.rank, device, allocator, open_host_memory(plan, device))
+    storage = Storage(plan, parameters, comm.mesh.rank, device, open_tiers(plan, device, tiers), allocator)
     if is_deferred(model):
         _materialize(model, plan, storage, device)
     guard_loose(model)
@@ -159,13 +165,6 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
             f"the plan is for {plan.mesh.world_size} ranks ({plan.mesh}), but {running} running; make it with "
             f"build_plan(units, recipe, {world})"
         )
-    for unit, group in plan.groups():
-        for kind in StateKind:
-            held = group.placement(kind)
-            if held is not None and held.tier is Tier.NVME:  # the planner predicts it
-                raise PlanError(
-                    f"unit {unit.label!r}: {kind.value} rests on 'nvme', which is not built yet; use 'host' or 'device'"
-                )
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     planned = {segment.name: segment.shape for _, group in plan.groups() for segment in group.layout.segments}
     for name in [*shapes, *planned]:

@@ -115,7 +115,7 @@ class GraphedStep:
         streams = handle.runtime.streams
         if not isinstance(streams, CudaStreams):
             raise PlanError("GraphedStep: the model runs on streams of another kind than CUDA's")
-        if handle.plan.policy.host_update is not None or any(g.param_on_host for _, g in handle.plan.groups()):
+        if handle.plan.updates or any(g.param.away for _, g in handle.plan.groups()):
             raise PlanError("GraphedStep: state in host memory can't be stepped in a graph; keep it on the GPU")
         if not isinstance(stepper, DeviceStepper) or type(stepper.update_method) is not DeviceAdam:
             raise PlanError(f"GraphedStep: {optimizer.name} decides on the host; use Adam or AdamW")

@@ -10,7 +10,7 @@ for batch in loader:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypedDict, overload
 
@@ -27,6 +27,7 @@ from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.closing import close_handle
 from zeroshard.engine.core.handle import find_handle, handle_of
 from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.memory.tiers import TierFactory
 from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
@@ -40,7 +41,7 @@ from zeroshard.optim.sources import Source, check_parameters
 from zeroshard.plan.builder import Recipe, with_peer_copies
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.placement import STAGES
+from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.predict.tiers import Offload as AwayTo
 from zeroshard.sharding.deferred.calls import suspended
@@ -68,6 +69,7 @@ class ShardOptions(TypedDict, total=False):
     sync_parameters: bool
     streams: Streams | None
     peer_memory: PeerMemoryFactory | None
+    tiers: Mapping[Tier, TierFactory] | None
 
 
 @overload
@@ -97,6 +99,7 @@ def shard(
     sync_parameters: bool = True,
     streams: Streams | None = None,
     peer_memory: PeerMemoryFactory | None = None,
+    tiers: Mapping[Tier, TierFactory] | None = None,
 ) -> tuple[nn.Module, ShardedOptimizer | None]:
     """Shard `model` and its optimizer; called by all ranks. The model is changed in place and returned.
 
@@ -112,7 +115,7 @@ def shard(
         clip_norm: global gradient norm above which gradients are scaled down.
         scaler: loss scale for float16.
         allow_untested: accept an optimizer that is not known to be element-wise.
-        device, sync_parameters, streams, peer_memory: see `build_handle`.
+        device, sync_parameters, streams, peer_memory, tiers: see `build_handle`.
 
     Raises:
         PlanError, UsageError: what can't be put together, and how to mend it.
@@ -139,6 +142,7 @@ def shard(
         sync_parameters=sync_parameters,
         streams=streams,
         peer_memory=peer_memory,
+        tiers=tiers,
     )
 
 
@@ -152,12 +156,19 @@ def build_optimized(
     sync_parameters: bool = True,
     streams: Streams | None = None,
     peer_memory: PeerMemoryFactory | None = None,
+    tiers: Mapping[Tier, TierFactory] | None = None,
 ) -> tuple[nn.Module, ShardedOptimizer | None]:
     """Shard `model` by a finished plan and put the optimizer of `source` over it; called by all ranks."""
     if source is not None:
         check_parameters(source, model)
     handle = build_handle(
-        model, plan, device=device, sync_parameters=sync_parameters, streams=streams, peer_memory=peer_memory
+        model,
+        plan,
+        device=device,
+        sync_parameters=sync_parameters,
+        streams=streams,
+        peer_memory=peer_memory,
+        tiers=tiers,
     )
     mark_parameters(handle)
     if source is None:

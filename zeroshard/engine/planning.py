@@ -121,7 +121,7 @@ def check_wide(plan: Plan, source: Source | None) -> None:
         for _, group in plan.groups()
         if group.trainable and group.param.dtype == "float64"
     )
-    streamed = plan.policy.host_update is HostUpdate.STREAMED
+    streamed = HostUpdate.STREAMED in plan.updates
     if streamed or not source.exact_wide:
         what = "state that passes through the GPU" if streamed else source.name
         raise PlanError(
@@ -133,10 +133,9 @@ def check_wide(plan: Plan, source: Source | None) -> None:
 
 def check_update(plan: Plan, source: Source | None) -> None:
     """Raises PlanError where the optimizer can't update state that the plan keeps in host memory."""
-    update = plan.policy.host_update
-    if update is HostUpdate.PROCESSOR and (source is None or source.on_host is None):
+    if HostUpdate.PROCESSOR in plan.updates and (source is None or source.on_host is None):
         raise PlanError("offload: this optimizer can't update state in host memory")
-    if update is HostUpdate.STREAMED and (source is None or source.streamed is None):
+    if HostUpdate.STREAMED in plan.updates and (source is None or source.streamed is None):
         raise PlanError("offload: this optimizer has no kernel that streamed state could pass through")
 
 

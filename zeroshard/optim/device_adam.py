@@ -17,6 +17,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.updates import refuse_unsupported
+from zeroshard.tiers import Row, in_place
 
 HYPER = 8
 
@@ -42,8 +43,12 @@ class DeviceAdam(FlatState):
         self._rule = rule
         self._run = adam_kernel if device.type == "cuda" else adam_twin
         self._state = [tuple(region.new_state() for _ in rule.state) for region in regions]
+        self._in_place = [
+            None if region.allocate else [in_place(row) for row in rows]
+            for region, rows in zip(regions, self._state, strict=True)
+        ]
         # State that rests elsewhere is updated in pieces, which have tiles of their own.
-        self._tiles = [tile_table(region.pieces if region.memory is None else (), device) for region in regions]
+        self._tiles = [tile_table(region.pieces if region.allocate is None else (), device) for region in regions]
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
         self._owned = self._group_of >= 0
@@ -93,7 +98,9 @@ class DeviceAdam(FlatState):
 
     def apply(self, number: int) -> None:
         """Update region `number` by the prepared table."""
-        region, (first, second) = self.regions[number], self._state[number]
+        region, moments = self.regions[number], self._in_place[number]
+        assert moments is not None, "state that rests off the device is updated in pieces"
+        first, second = moments
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
         decoupled = bool(self._rule.defaults["decoupled"])
         self._run(
@@ -103,13 +110,14 @@ class DeviceAdam(FlatState):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments by the names that the host's update uses too, and the steps taken per segment."""
         moments = {
-            f"{index}.{name}": tensor
+            f"{index}.{name}": row.values
             for index, pair in enumerate(self._state)
-            for name, tensor in zip(self._rule.state, pair, strict=True)
+            for name, row in zip(self._rule.state, pair, strict=True)
+            if row.values is not None
         }
         return {**moments, "steps": self._steps}
 
-    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
         named = [dict(zip(self._rule.state, pair, strict=True)) for pair in self._state]
         return list(zip(self.regions, named, strict=True))

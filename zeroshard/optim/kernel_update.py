@@ -21,6 +21,7 @@ from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.updates import FlatUpdate
+from zeroshard.tiers import in_place
 
 
 class KernelUpdate(FlatUpdate):
@@ -33,7 +34,7 @@ class KernelUpdate(FlatUpdate):
         self._tiles: dict[int, torch.Tensor] = {}
         if rule in (ADAM, ADAMW) and find_spec("triton") is not None:
             for number, region in enumerate(regions):
-                if region.memory is None and region.master.is_cuda and region.master.dtype != torch.float64:
+                if region.allocate is None and region.master.is_cuda and region.master.dtype != torch.float64:
                     self._tiles[number] = tile_table(region.pieces, region.master.device)
 
     def __str__(self) -> str:
@@ -47,7 +48,8 @@ class KernelUpdate(FlatUpdate):
         if tiles is None:
             super().apply_region(number, coefficient, active, hyper)
             return
-        region, (first, second), steps = self.regions[number], self._state[number], self._steps[number]
+        region, steps = self.regions[number], self._steps[number]
+        first, second = (in_place(row) for row in self._state[number])
         rows = [[0.0] * COLUMNS for _ in steps]
         for index, group in enumerate(region.hyper):
             if group >= 0 and active[region.first_flag + index]:
@@ -62,7 +64,7 @@ class KernelUpdate(FlatUpdate):
     def _update_run(
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
     ) -> None:
-        on_host = region.memory is not None and region.master.dtype == torch.float32
+        on_host = region.allocate is not None and region.master.dtype == torch.float32
         if self._step is None or self._kernel is None or not on_host:
             super()._update_run(region, state, run, hyper, coefficient)
             return

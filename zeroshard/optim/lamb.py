@@ -27,6 +27,7 @@ from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import HostDriven
+from zeroshard.tiers import Row, RowInPlace
 
 DEFAULTS: Mapping[str, Any] = {
     "lr": 1e-3,
@@ -160,10 +161,10 @@ class LambUpdate(FlatState):
         }
         return {**moments, "steps": self._flags.steps}
 
-    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
         return [
-            (region, {"exp_avg": first, "exp_avg_sq": second})
+            (region, {"exp_avg": RowInPlace(first), "exp_avg_sq": RowInPlace(second)})
             for region, (first, second) in zip(self.regions, self._state, strict=True)
         ]
 

@@ -30,6 +30,7 @@ from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import FlatUpdate, UpdateMethod, refuse_unsupported, scaled
 from zeroshard.plan.placement import Blocks
+from zeroshard.tiers import RowPart
 
 BLOCK_SIZES: Mapping[int, int] = {8: 256, 4: 128}
 """Elements of a block by the number of bits, as torchao has them."""
@@ -206,12 +207,12 @@ class BlockedUpdate(SavedState):
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, RowPart]:
         """See SavedState."""
         self._steps[region][index] = int(scalars[STEP]) if STEP in scalars else 0
         cut = piece_of(self._regions[region], index)
         return {
-            f"{name}_{part}": stored.values
+            f"{name}_{part}": RowPart.of(stored.values)
             for name, kind in zip(self._rule.state, self._state[region], strict=True)
             for part, stored in kind.packed(cut.start, cut.stop).stored.items()
         }

@@ -27,6 +27,7 @@ from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.plan.matrices import matrix_shape
+from zeroshard.tiers import Row, RowInPlace
 
 
 class MatrixUpdate(FlatState):
@@ -116,9 +117,12 @@ class MatrixUpdate(FlatState):
         """Momentum by region."""
         return {f"{number}.momentum_buffer": tensor for number, tensor in enumerate(self._state)}
 
-    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
-        return [(region, {"momentum_buffer": state}) for region, state in zip(self.regions, self._state, strict=True)]
+        return [
+            (region, {"momentum_buffer": RowInPlace(state)})
+            for region, state in zip(self.regions, self._state, strict=True)
+        ]
 
     def step_counts(self) -> None:
         """See FlatState: no update depends on their number."""

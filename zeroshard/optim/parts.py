@@ -12,6 +12,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import SavedState, Scalar, StatePart
 from zeroshard.optim.update_context import UpdateContext, flags_of, renumbered
 from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
+from zeroshard.tiers import RowPart
 
 Update = TypeVar("Update", bound=StatefulUpdate)
 
@@ -78,7 +79,7 @@ class _Parts(SavedState, Generic[Update]):
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, RowPart]:
         """See SavedState."""
         part, place = self._part_of(region)
         return part.update.open_part(place, index, dtypes, scalars)

@@ -15,6 +15,7 @@ import torch
 from zeroshard.mesh import DATA, Axes
 from zeroshard.plan.placement import Blocks
 from zeroshard.sharding.layout import FlatLayout
+from zeroshard.tiers import Row, RowInPlace
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class Region:
         axes: mesh axes over which the group's layout is divided.
         counts: whether this rank enters sums over all ranks for it, so that each element counts once.
         divided: whether this region is one rank's part; else every rank updates the whole group.
-        memory: gives zeros for the update's state where that does not rest beside `master`.
-        on_host: which of 'master', 'param' and 'grad' rest in host memory.
+        allocate: gives rows for the update's state where that does not rest on the device.
+        away: which of 'master', 'param' and 'grad' rest off the device.
+        row: where `master` rests that does not lie in place; `master` has its size and dtype then, and no elements.
+        window: host memory in which state that does not lie in place is updated; None where all of it does.
         whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
         blocks: how the plan keeps the moments in few bits; None where it does not.
         owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
@@ -65,17 +68,24 @@ class Region:
     owners: Sequence[int] = ()
     state_dtype: torch.dtype = torch.float32
     whole_grad: Callable[[], torch.Tensor] | None = None
-    memory: Callable[[int, torch.dtype], torch.Tensor] | None = None
-    on_host: frozenset[str] = frozenset()
+    allocate: Callable[[int, torch.dtype], Row] | None = None
+    away: frozenset[str] = frozenset()
+    row: Row | None = None
+    window: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())
 
-    def new_state(self) -> torch.Tensor:
+    def new_state(self) -> Row:
         """Zeros of `state_dtype` for each element of the region, where the update's state is to rest."""
-        if self.memory is not None:
-            return self.memory(self.master.numel(), self.state_dtype)
-        return torch.zeros_like(self.master, dtype=self.state_dtype)
+        if self.allocate is not None:
+            return self.allocate(self.master.numel(), self.state_dtype)
+        return RowInPlace(torch.zeros_like(self.master, dtype=self.state_dtype))
+
+    @property
+    def rests(self) -> Row:
+        """Where `master` rests."""
+        return RowInPlace(self.master) if self.row is None else self.row
 
     @property
     def low(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.optim.regions import Region
+from zeroshard.tiers import Row, RowPart, clear
 
 Scalar = torch.Tensor | bool | int | float
 """One value for a whole parameter: a 0-dim tensor, or a number of Python's where the optimizer keeps one."""
@@ -51,7 +52,7 @@ class StatePart:
     Attributes:
         region, index: number of the region, and of the parameter in the region's layout.
         low, high: the elements, counted from the begin of the region.
-        elements: flat views of `high - low` values each.
+        elements: `high - low` elements of each state tensor.
         scalars: 0-dim tensors on the CPU, and numbers of Python's.
         packed: state tensors that are not kept as elements.
     """
@@ -60,7 +61,7 @@ class StatePart:
     index: int
     low: int
     high: int
-    elements: Mapping[str, torch.Tensor]
+    elements: Mapping[str, RowPart]
     scalars: Mapping[str, Scalar]
     packed: Mapping[str, PackedState] = field(default_factory=dict)
 
@@ -90,8 +91,8 @@ class SavedState(Protocol):
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
-    ) -> dict[str, torch.Tensor]:
-        """Set a parameter's scalars, after `reset_state`; returns flat views for its state tensors, to be written.
+    ) -> dict[str, RowPart]:
+        """Set a parameter's scalars, after `reset_state`; returns its state tensors' elements, to be written.
 
         Args:
             dtypes: names of the state tensors and their dtypes.
@@ -125,8 +126,8 @@ class FlatState(SavedState):
     """State that lies flat beside each region, one float32 value per element and name: what most updates have."""
 
     @abstractmethod
-    def flat_states(self) -> Sequence[tuple[Region, Mapping[str, torch.Tensor]]]:
-        """Each region and its state tensors by name, of the region's size."""
+    def flat_states(self) -> Sequence[tuple[Region, Mapping[str, Row]]]:
+        """Each region and its state by name, in rows of the region's size."""
 
     @abstractmethod
     def step_counts(self) -> Sequence[Sequence[float]] | None:
@@ -146,7 +147,7 @@ class FlatState(SavedState):
         for number, (region, state) in enumerate(self.flat_states()):
             for index, low, high in region.pieces:
                 if region.hyper[index] >= 0:
-                    elements = {name: tensor[low:high] for name, tensor in state.items()}
+                    elements = {name: RowPart(row, low, high) for name, row in state.items()}
                     scalars: dict[str, Scalar] = {}
                     if counts is not None:
                         scalars[STEP] = torch.tensor(float(counts[number][index]), dtype=torch.float32)
@@ -155,19 +156,19 @@ class FlatState(SavedState):
     def reset_state(self) -> None:
         """See SavedState."""
         for number, (region, state) in enumerate(self.flat_states()):
-            for tensor in state.values():
-                tensor.zero_()
+            for row in state.values():
+                clear(row)
             for index in range(len(region.layout.segments)):
                 self.set_step(number, index, 0)
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, RowPart]:
         """See SavedState."""
         self.set_step(region, index, float(scalars[STEP]) if STEP in scalars else 0.0)
         owner, state = self.flat_states()[region]
         cut = piece_of(owner, index)
-        return {name: state[name][cut] for name in dtypes}
+        return {name: RowPart(state[name], cut.start, cut.stop) for name in dtypes}
 
 
 def piece_of(region: Region, index: int) -> slice:

@@ -20,6 +20,7 @@ from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
+from zeroshard.tiers import Row, RowInPlace, finish
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class StreamedAdam(DeviceAdam):
         self._device = device
         self._pieces = [
             [self._piece(number, low, numel) for low in range(0, region.master.numel(), numel)]
-            if region.memory is not None
+            if region.allocate is not None
             else []
             for number, region in enumerate(regions)
         ]
@@ -62,13 +63,13 @@ class StreamedAdam(DeviceAdam):
         cut = slice(low, min(low + numel, region.master.numel()))
         turn = low // numel % len(self.buffers)
         passing = _Passing(self.buffers[turn])
-        moments = [passing.add(state[cut]) for state in (first, second)]
-        master = passing.add(region.master[cut]) if "master" in region.on_host else region.master[cut]
+        moments = [passing.add(state, cut) for state in (first, second)]
+        master = passing.add(region.rests, cut) if "master" in region.away else region.master[cut]
         param = None if region.param is None else region.param[cut]
-        if param is not None and "param" in region.on_host:
+        if region.param is not None and "param" in region.away:
             # It comes up too, though only written beside whole master weights: a skipped step writes nothing.
-            param = passing.add(param)
-        landing = passing.place(region.grad()[cut]) if "grad" in region.on_host else None
+            param = passing.add(RowInPlace(region.param), cut)
+        landing = passing.place(cut, region.grad().dtype) if "grad" in region.away else None
         tiles = tile_table(region.layout.pieces(region.start + cut.start, region.start + cut.stop), self._device)
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
         decoupled = bool(self._rule.defaults["decoupled"])
@@ -86,31 +87,32 @@ class StreamedAdam(DeviceAdam):
 
 
 class _Passing:
-    """What of a piece lies in its buffer: pairs of where it rests and where it passes."""
+    """What of a piece lies in its buffer: where it rests, from which element on, and where it passes."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._used = 0
-        self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._moves: list[tuple[Row, int, torch.Tensor]] = []
 
-    def add(self, host: torch.Tensor) -> torch.Tensor:
-        """The place of `host` in the buffer, to which it comes up and from which it goes down."""
-        place = self.place(host)
-        self._moves.append((host, place))
+    def add(self, row: Row, cut: slice) -> torch.Tensor:
+        """The place of a row's elements in the buffer, to which they come up and from which they go down."""
+        place = self.place(cut, row.dtype)
+        self._moves.append((row, cut.start, place))
         return place
 
-    def place(self, like: torch.Tensor) -> torch.Tensor:
-        """The next place in the buffer, for as much as `like` holds."""
-        place = self._buffer[self._used : self._used + like.nbytes].view(like.dtype)
-        self._used += like.nbytes
+    def place(self, cut: slice, dtype: torch.dtype) -> torch.Tensor:
+        """The next place in the buffer, for as many elements."""
+        nbytes = (cut.stop - cut.start) * dtype.itemsize
+        place = self._buffer[self._used : self._used + nbytes].view(dtype)
+        self._used += nbytes
         return place
 
     def upload(self) -> None:
         """Copy to the device."""
-        for host, place in self._moves:
-            place.copy_(host, non_blocking=True)
+        for arrived in [row.read(start, place) for row, start, place in self._moves]:
+            finish(arrived)
 
     def download(self) -> None:
         """Copy back."""
-        for host, place in self._moves:
-            host.copy_(place, non_blocking=True)
+        for left in [row.write(start, place) for row, start, place in self._moves]:
+            finish(left)

@@ -15,6 +15,8 @@ from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState, SavedState, Scalar, StatePart
+from zeroshard.optim.windows import Windows
+from zeroshard.tiers import Row, RowPart, store
 
 _PART_NUMEL = 1 << 22
 """Elements of 16-bit parameters that are in float32 at one time."""
@@ -113,7 +115,7 @@ class HostDriven(SavedState):
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, RowPart]:
         """See SavedState."""
         return self._inner.open_part(region, index, dtypes, scalars)
 
@@ -129,6 +131,7 @@ class FlatUpdate(FlatState):
         self._rule = rule
         self.regions = regions
         self._state = [[region.new_state() for _ in rule.state] for region in regions]
+        self._windows = Windows(regions, self._state)
         self._groups = groups
         if rule.initial is not None:
             self._fill(rule.initial, groups)
@@ -138,8 +141,9 @@ class FlatUpdate(FlatState):
         """Start the state of each parameter from its group's value; padding stays 0."""
         for region, state in zip(self.regions, self._state, strict=True):
             for index, low, high in region.pieces:
-                for tensor in state if region.hyper[index] >= 0 else ():
-                    tensor[low:high] = groups[region.hyper[index]][name]
+                for row in state if region.hyper[index] >= 0 else ():
+                    value = torch.tensor(float(groups[region.hyper[index]][name]), dtype=row.dtype)
+                    store(row, slice(low, high), value.expand(high - low))
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         self.check(hyper)
@@ -154,10 +158,13 @@ class FlatUpdate(FlatState):
         self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
     ) -> None:
         """See PiecewiseUpdate."""
-        region, state, steps = self.regions[number], self._state[number], self._steps[number]
+        region, steps = self.regions[number], self._steps[number]
         on = active[region.first_flag : region.first_flag + len(steps)]
-        for run in region.runs(on, steps):
-            self._update_run(region, state, run, hyper[run.hyper], coefficient)
+        with self._windows.open(number) as (opened, state):
+            for run in region.runs(on, steps):
+                self._update_run(opened, state, run, hyper[run.hyper], coefficient)
+            if "master" in region.away:
+                opened.refresh_untouched(active)
         for index, was_active in enumerate(on):
             steps[index] += was_active and region.hyper[index] >= 0
 
@@ -188,12 +195,13 @@ class FlatUpdate(FlatState):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
-            f"{index}.{name}": tensor
-            for index, tensors in enumerate(self._state)
-            for name, tensor in zip(self._rule.state, tensors, strict=True)
+            f"{index}.{name}": row.values
+            for index, rows in enumerate(self._state)
+            for name, row in zip(self._rule.state, rows, strict=True)
+            if row.values is not None
         }
 
-    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
         named = [dict(zip(self._rule.state, state, strict=True)) for state in self._state]
         return list(zip(self.regions, named, strict=True))
@@ -287,7 +295,8 @@ class TorchUpdate(SavedState):
                         "of the parameter nor a single number, so it can't be divided anew, and can't be saved"
                     )
             if elements or scalars:
-                yield StatePart(self._number_of(region), index, low, high, elements, scalars)
+                parts = {name: RowPart.of(value) for name, value in elements.items()}
+                yield StatePart(self._number_of(region), index, low, high, parts, scalars)
 
     def _number_of(self, region: Region) -> int:
         return next(number for number, other in enumerate(self._regions) if other is region)
@@ -299,7 +308,7 @@ class TorchUpdate(SavedState):
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, RowPart]:
         """See SavedState."""
         for owner, number, _, _, part in self._slices:
             if owner is self._regions[region] and number == index and self._inner is not None:
@@ -308,7 +317,7 @@ class TorchUpdate(SavedState):
                 }
                 # Torch keeps its step counts, scalars, on the CPU.
                 self._inner.state[part] = {**{name: _copied(value) for name, value in scalars.items()}, **elements}
-                return elements
+                return {name: RowPart.of(values) for name, values in elements.items()}
         return {}
 
 

@@ -121,18 +121,26 @@ def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
 
 
 def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
-    """What rests in host memory must have a way there and back."""
-    if group.param_on_host and (not group.param.divided or group.param.residency is Residency.RESIDENT):
-        raise PlanError(f"{path}.param.tier is 'host', which needs parameters that are sharded and gathered around use")
-    if group.param_on_host and (policy.host_update is None or (group.trainable and not group.state_on_host)):
-        raise PlanError(f"{path}.param.tier is 'host', which needs policy.host_update and state on the host too")
-    if group.state_on_host and (policy.host_update is None or not group.update_axes):
-        raise PlanError(f"{path}: state on the host needs policy.host_update and update_axes")
-    if policy.host_update is HostUpdate.STREAMED and policy.stream_numel < 1:
-        raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
-    if group.grad_on_host and not (group.state_on_host and group.staged and not policy.accumulate):
+    """What rests off the device must have a way there and back."""
+    if group.param.away and (not group.param.divided or group.param.residency is Residency.RESIDENT):
         raise PlanError(
-            f"{path}.grad.tier is 'host', which needs state on the host, staged gradients and one micro-batch per step"
+            f"{path}.param.tier is '{group.param.tier.value}', which needs parameters that are sharded and gathered "
+            "around use"
+        )
+    held = (group.master, group.moments) if group.master is not None or group.moments is not None else (group.param,)
+    away = group.trainable and any(one is not None and one.away for one in held)
+    if group.param.away and group.trainable and not away:
+        raise PlanError(f"{path}.param.tier is '{group.param.tier.value}', which needs the optimizer's state there too")
+    if away != (group.update is not None):
+        raise PlanError(f"{path}.update must say how state off the device is updated, and be null where there is none")
+    if away and not group.update_axes:
+        raise PlanError(f"{path}: state off the device needs update_axes")
+    if group.update is HostUpdate.STREAMED and policy.stream_numel < 1:
+        raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
+    if group.grad_away and not (group.updated_away and group.staged and not policy.accumulate):
+        raise PlanError(
+            f"{path}.grad.tier is '{group.grad.tier.value if group.grad else None}', which needs state off the device, "
+            "staged gradients and one micro-batch per step"
         )
 
 
@@ -167,7 +175,7 @@ def peer_problem(plan: Plan) -> str | None:
         return "nothing is sent"
     if len({unit.axes for unit, _ in groups}) > 1:
         return "units are sharded over different axes"
-    if any(group.param_on_host for _, group in groups):
+    if any(group.param.away for _, group in groups):
         return "parameters rest in host memory"
     trainable = [group for _, group in groups if group.trainable]
     if any(not group.update_axes for group in trainable):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.placement import Placement, StateKind, Tier
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.layout import FlatLayout
 
 
@@ -23,6 +24,7 @@ class GroupPlan:
         compressed: an optimizer averages momentum in compressed form (1-bit): beside `moments`, of which the update
             reads its part, each rank keeps the whole momentum, the whole of what its own compression left out, and its
             part of what the second one did.
+        update: how optimizer state that rests off the device is updated; None where it rests there.
         owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
             makes each one's update; () for all others.
     """
@@ -37,6 +39,7 @@ class GroupPlan:
     grad: Placement | None = None
     master: Placement | None = None
     moments: Placement | None = None
+    update: HostUpdate | None = None
     owners: tuple[int, ...] = ()
     compressed: bool = False
 
@@ -68,23 +71,18 @@ class GroupPlan:
         return self.nbytes(kind) if placement is not None and placement.tier is tier else 0
 
     @property
-    def state_on_host(self) -> bool:
+    def updated_away(self) -> bool:
         """Whether the optimizer's state rests off the device; where it has none, whether the parameters do."""
-        held = (self.master, self.moments) if self.master is not None or self.moments is not None else (self.param,)
-        return self.trainable and any(one is not None and one.tier is not Tier.DEVICE for one in held)
+        return self.update is not None
 
     @property
-    def param_on_host(self) -> bool:
-        return self.param.tier is Tier.HOST
-
-    @property
-    def grad_on_host(self) -> bool:
-        return self.grad is not None and self.grad.tier is Tier.HOST
+    def grad_away(self) -> bool:
+        return self.grad is not None and self.grad.away
 
     @property
     def travels(self) -> bool:
         """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
-        if self.param_on_host:
+        if self.param.away:
             return True
         return self.layout.shards > 1 and (self.param.divided or bool(self.update_axes))
 

@@ -246,7 +246,7 @@ def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
 
 
 def _landing_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
-    beside = group.grad_on_host or (group.staged and bool(replica_axes(unit, group)))
+    beside = group.grad_away or (group.staged and bool(replica_axes(unit, group)))
     return Buffer.STAGING if beside else Buffer.GRAD
 
 
@@ -292,7 +292,7 @@ def _landed(group: GroupPlan, landing: Buffer) -> Legs:
     if landing is Buffer.GRAD:
         return ()
     numel, wire, kept = group.layout.shard_numel, group.wire, group.grad.dtype
-    if group.grad_on_host:
+    if group.grad_away:
         return (
             Leg(LegKind.SQUARE, landing, landing, numel, wire, wire, Stream.REDUCE),
             Leg(LegKind.COPY, landing, Buffer.GRAD, numel, kept, wire, Stream.REDUCE),

@@ -33,7 +33,8 @@ STREAM_NUMEL = 1 << 24
 STREAM_BUFFERS = 3
 """One that comes up, one that is updated, one that goes down."""
 
-
+WINDOW_ALIGNMENT = 64
+"""Bytes: what lies side by side in the window begins at multiples of this."""
 ENOUGH_THREADS = 12
 """Threads of a rank from which native code updates state sooner than a link carries it to a GPU and back: one moves
 about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/0015)."""
@@ -44,6 +45,7 @@ class Offload:
     """What rests in host memory.
 
     Attributes:
+        tier: where master weights and moments rest; gradients and parameters that go rest in host memory.
         ratio: share of the optimizer state, by elements and whole units, at least; 1 is all of it.
         param: sharded parameters rest there too; needs a ratio of 1.
         update: how it is updated; None lets the caller choose, and is PROCESSOR here.
@@ -56,6 +58,7 @@ class Offload:
     update: HostUpdate | None = None
     stream_numel: int = STREAM_NUMEL
     pin_memory: bool = True
+    tier: Tier = Tier.HOST
 
     def __post_init__(self) -> None:
         if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
@@ -66,6 +69,8 @@ class Offload:
         if self.update is not None and not isinstance(self.update, HostUpdate):
             known = ", ".join(f"HostUpdate.{update.name}" for update in HostUpdate)
             raise PlanError(f"offload update {self.update!r} must be one of {known}, or None")
+        if self.tier not in (Tier.HOST, Tier.NVME):
+            raise PlanError(f"offload tier {self.tier!r} must be Tier.HOST or Tier.NVME")
         if type(self.stream_numel) is not int:
             raise PlanError(f"offload stream_numel {self.stream_numel!r} must be a whole number")
         if not 0 <= self.ratio <= 1:
@@ -91,9 +96,9 @@ def with_host_state(
         return list(units), policy
     update = offload.update or HostUpdate.PROCESSOR
     units = [_with_param(unit) for unit in units] if offload.param else units
-    moved = [_moved(unit, update) if index in chosen else unit for index, unit in enumerate(units)]
+    moved = [_moved(unit, update, offload.tier) if index in chosen else unit for index, unit in enumerate(units)]
     streamed = offload.stream_numel if update is HostUpdate.STREAMED else 0
-    return moved, replace(policy, host_update=update, stream_numel=streamed, pin_memory=offload.pin_memory)
+    return moved, replace(policy, stream_numel=streamed, pin_memory=offload.pin_memory)
 
 
 def _on_host(units: Sequence[UnitPlan], ratio: float) -> set[int]:
@@ -117,12 +122,12 @@ def _with_param(unit: UnitPlan) -> UnitPlan:
     return replace(unit, groups=tuple(groups))
 
 
-def _moved(unit: UnitPlan, update: HostUpdate) -> UnitPlan:
-    return replace(unit, groups=tuple(_moved_group(unit, group, update) for group in unit.groups))
+def _moved(unit: UnitPlan, update: HostUpdate, tier: Tier) -> UnitPlan:
+    return replace(unit, groups=tuple(_moved_group(unit, group, update, tier) for group in unit.groups))
 
 
-def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupPlan:
-    if group.grad is None or not (group.moments or group.master or group.param_on_host):
+def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: Tier) -> GroupPlan:
+    if group.grad is None or not (group.moments or group.master or group.param.away):
         return group
     if not group.update_axes:
         raise PlanError(
@@ -145,63 +150,79 @@ def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate) -> GroupP
         if master is not None and master.dtype != "float32":
             raise PlanError(f"offload: the processor updates float32 master weights, not {master.dtype}")
         kept = state_dtype(group.param.dtype)
-        own_master = group.param_on_host and group.param.dtype == kept
-        master = None if own_master else Placement(group.update_axes, kept, Tier.HOST)
+        own_master = group.param.away and group.param.dtype == kept
+        master = None if own_master else Placement(group.update_axes, kept, tier)
     elif master is not None:
-        master = replace(master, tier=Tier.HOST)
-    moments = replace(group.moments, tier=Tier.HOST) if group.moments is not None else None
-    return replace(group, grad=grad, staged=group.staged or lands, master=master, moments=moments)
+        master = replace(master, tier=tier)
+    moments = replace(group.moments, tier=tier) if group.moments is not None else None
+    return replace(group, grad=grad, staged=group.staged or lands, master=master, moments=moments, update=update)
 
 
-def lands_beside(group: GroupPlan, policy: ExecutionPolicy) -> bool:
+def lands_beside(group: GroupPlan) -> bool:
     """Whether gradients that rest on the device get a buffer on the host, from which the processor reads them."""
-    return group.state_on_host and policy.host_update is HostUpdate.PROCESSOR and not group.grad_on_host
+    return group.update is HostUpdate.PROCESSOR and not group.grad_away
 
 
-def returns_beside(group: GroupPlan, policy: ExecutionPolicy) -> bool:
+def returns_beside(group: GroupPlan) -> bool:
     """Whether updated parameters come up from a buffer of their own; else they take the place of the gradients."""
-    if not group.state_on_host or group.param_on_host or policy.host_update is not HostUpdate.PROCESSOR:
+    if group.update is not HostUpdate.PROCESSOR or group.param.away:
         return False
-    return not group.grad_on_host or group.wire != group.param.dtype
+    return not group.grad_away or group.wire != group.param.dtype
 
 
-def buffer_host_nbytes(group: GroupPlan, policy: ExecutionPolicy) -> int:
+def buffer_host_nbytes(group: GroupPlan) -> int:
     """Host bytes of what a group's gradients land in and its parameters leave from, where that is beside its state."""
     numel, found = group.layout.shard_numel, 0
-    if group.grad is not None and lands_beside(group, policy):
+    if group.grad is not None and lands_beside(group):
         found += numel * itemsize(group.grad.dtype)
-    return found + (numel * itemsize(group.param.dtype) if returns_beside(group, policy) else 0)
+    return found + (numel * itemsize(group.param.dtype) if returns_beside(group) else 0)
 
 
-def group_host_nbytes(group: GroupPlan, policy: ExecutionPolicy) -> int:
+def group_host_nbytes(group: GroupPlan) -> int:
     """Bytes of host memory that one rank takes for a group."""
     held = (group.param, group.grad, group.master, group.moments)
     resting = sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
-    return group.layout.shard_numel * resting + buffer_host_nbytes(group, policy)
+    return group.layout.shard_numel * resting + buffer_host_nbytes(group)
+
+
+def is_moved(group: GroupPlan) -> bool:
+    """Whether the processor updates state that does not lie in memory: it passes through the window in host memory."""
+    held = (group.master, group.moments)
+    below = any(one is not None and one.tier is Tier.NVME for one in held)
+    return group.update is HostUpdate.PROCESSOR and below
+
+
+def window_nbytes(plan: Plan) -> int:
+    """Bytes of the host memory through which such state passes, one group at a time."""
+    return max((_window_nbytes(group) for _, group in plan.groups() if is_moved(group)), default=0)
+
+
+def _window_nbytes(group: GroupPlan) -> int:
+    held = (one for one in (group.master, group.moments) if one is not None)
+    rows = (group.layout.shard_numel * itemsize(one.dtype) for one in held for _ in range(one.copies))
+    return sum(-(-row // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for row in rows)
 
 
 def host_nbytes(plan: Plan) -> int:
     """Bytes of host memory that one rank takes under `plan`."""
-    return sum(group_host_nbytes(group, plan.policy) for _, group in plan.groups())
+    return sum(group_host_nbytes(group) for _, group in plan.groups()) + window_nbytes(plan)
 
 
 def stream_element_nbytes(group: GroupPlan) -> int:
     """Bytes per element of what passes through a streaming buffer."""
     held = (group.master, group.moments, group.grad, group.param)
-    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is not Tier.DEVICE)
+    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.away)
 
 
 def stream_buffer_nbytes(plan: Plan) -> tuple[int, ...]:
     """Bytes of each device buffer through which state passes; () where none does."""
-    if plan.policy.host_update is not HostUpdate.STREAMED:
-        return ()
     pieces = (
         min(plan.policy.stream_numel, group.layout.shard_numel) * stream_element_nbytes(group)
         for _, group in plan.groups()
-        if group.state_on_host
+        if group.update is HostUpdate.STREAMED
     )
     widest = max(pieces, default=0)
-    return (widest,) * STREAM_BUFFERS
+    return (widest,) * STREAM_BUFFERS if widest else ()
 
 
 @dataclass(frozen=True)
@@ -216,10 +237,10 @@ def link_traffic(plan: Plan) -> LinkTraffic:
     """What an update moves between device and host, without the gathers of parameters that rest there."""
     down = up = 0
     for _, group in plan.groups():
-        if not group.state_on_host or group.grad is None:
+        if group.update is None or group.grad is None:
             continue
         numel, grad = group.layout.shard_numel, itemsize(group.grad.dtype)
-        if plan.policy.host_update is HostUpdate.PROCESSOR:
+        if group.update is HostUpdate.PROCESSOR:
             down += numel * grad
             up += numel * itemsize(group.param.dtype)
         else:

@@ -100,6 +100,11 @@ class Placement:
     blocks: Blocks | None = None
 
     @property
+    def away(self) -> bool:
+        """Whether it rests off the device."""
+        return self.tier is not Tier.DEVICE
+
+    @property
     def divided(self) -> bool:
         """Whether each rank holds a part only."""
         return bool(self.axes)

@@ -26,7 +26,8 @@ from zeroshard.plan.check import check_plan
 from zeroshard.plan.decode import decode
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.legs import GroupLegs, Ways, lower
-from zeroshard.plan.policy import ExecutionPolicy
+from zeroshard.plan.placement import StateKind
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.slots import SlotPlan
 
 
@@ -62,6 +63,17 @@ class Plan:
         policy = self.policy
         ways = Ways(policy.peer_copies, policy.accumulate, policy.predivide != 1.0)
         return tuple(tuple(lower(unit, group, ways) for group in unit.groups) for unit in self.units)
+
+    @cached_property
+    def away(self) -> bool:
+        """Whether anything rests off the device."""
+        held = (group.placement(kind) for _, group in self.groups() for kind in StateKind)
+        return any(placement is not None and placement.away for placement in held)
+
+    @cached_property
+    def updates(self) -> frozenset[HostUpdate]:
+        """How optimizer state that rests off the device is updated; empty where none does."""
+        return frozenset(group.update for _, group in self.groups() if group.update is not None)
 
     @property
     def aliases(self) -> dict[str, str]:

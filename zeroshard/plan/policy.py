@@ -19,7 +19,7 @@ class OnNonFinite(str, Enum):
 
 
 class HostUpdate(str, Enum):
-    """How optimizer state that rests in host memory is updated."""
+    """How optimizer state that rests off the device is updated."""
 
     PROCESSOR = "processor"
     """By the processor, beside the next forward: gradients go down, parameters in compute dtype come up."""
@@ -49,7 +49,6 @@ class ExecutionPolicy:
             all-reduce for all of them (Lamb: two squared norms).
         parameter_maxima: float64 values per trainable parameter of which a compressed step takes the largest over
             ranks, in one all-reduce (1-bit Lamb).
-        host_update: how state in host memory is updated; None where there is none.
         stream_numel: elements of each of the device buffers through which streamed state passes.
         pin_memory: host memory that is copied to and from the device is locked.
     """
@@ -67,7 +66,6 @@ class ExecutionPolicy:
     peer_copies: bool = False
     parameter_sums: int = 0
     parameter_maxima: int = 0
-    host_update: HostUpdate | None = None
     stream_numel: int = 0
     pin_memory: bool = True
 

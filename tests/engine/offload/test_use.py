@@ -331,7 +331,7 @@ def _plan_text(rank: int, world: int) -> str:
 def test_a_plan_with_host_state_reads_back_and_is_checked() -> None:
     text = run_ranks(1, _plan_text)[0]
     for old, new, wrong in (
-        ('"host_update": "processor"', '"host_update": null', "host_update"),
+        ('"update": "processor"', '"update": null', "update must say"),
         ('"accumulate": false', '"accumulate": true', "one micro-batch"),
     ):
         assert old in text

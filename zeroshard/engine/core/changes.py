@@ -145,7 +145,7 @@ class WholeChanges:
         """A step begins, and nothing is in flight."""
         for group in self._groups:
             differs = _differs(group)
-            if differs.is_cuda and group.update_master.is_cuda:
+            if differs.is_cuda and not group.plan.updated_away:
                 self._answers.ask(None, differs)  # to follow costs less than to wait for the answer
             elif bool(on_host(differs)):
                 self._find()

@@ -210,7 +210,7 @@ class Gradients:
         _run(self._actions.bind(unit, group, legs, memory), turn)
         # Read after write: it belongs to the reduce until that has landed.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
-        if group.plan.grad_on_host:
+        if group.plan.grad_away:
             self._streams.drain()
             self._streams.settle_host()
         target = group.update_grad

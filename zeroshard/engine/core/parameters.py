@@ -72,7 +72,7 @@ class Parameters:
         self._gathered: dict[int, Event] = {}
         self._written: dict[int, Event] = {}
         # Units whose updates run beside compute are never all written by the time that the last one is.
-        beside = plan.policy.host_update is not None
+        beside = bool(plan.updates)
         self._early, self._first = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
         self._unmet: list[int] = []
         self._met: Event | None = None

@@ -492,7 +492,7 @@ class Runtime:
         self.parameters.finish_updates()
         self.parameters.settle()
         self.streams.drain()
-        if self.plan.policy.host_update is not None:
+        if self.plan.away:
             self.streams.settle_host()
         self.parameters.changes.report()
         self.inspection.take_over()

@@ -41,7 +41,7 @@ class Squares:
             id(group): _squares_of(group)
             for unit in units
             for group in unit.trainable
-            if group.plan.grad_on_host and group.staging is not None
+            if group.plan.grad_away and group.staging is not None
         }
 
     def clear(self) -> None:

@@ -63,7 +63,7 @@ def exchange(
         for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
             flags += fired
             if unit.counts:
-                on_host = group.plan.grad_on_host
+                on_host = group.plan.grad_away
                 values[0] += (
                     runtime.gradients.squares.total(group) if on_host else _squared_norm(group, norms, whole=whole)
                 )

@@ -23,6 +23,7 @@ from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Residency
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import Resting, rest, resting_class, unguarded, wake
+from zeroshard.tiers import Row, loaded, store
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Group:
     empties: list[torch.Tensor]
     records: list[Resting]
     classes: list[type[nn.Parameter]]
-    master: torch.Tensor | None = None
+    master: Row | None = None
     grad: torch.Tensor | None = None
     wire: torch.Tensor | None = None
     staging: torch.Tensor | None = None
@@ -73,8 +74,14 @@ class Group:
 
     @property
     def update_master(self) -> torch.Tensor:
-        """What the optimizer step keeps beside (or as) the parameters: float32, or the remainder of split masters."""
-        return self.update_param if self.master is None else self.master
+        """What the optimizer step keeps beside (or as) the parameters: float32, or the remainder of split masters.
+
+        Of master weights that do not lie in place it has the size and dtype alone, on the meta device.
+        """
+        if self.master is None:
+            return self.update_param
+        values = self.master.values
+        return torch.empty(self.master.numel, dtype=self.master.dtype, device="meta") if values is None else values
 
     @property
     def split(self) -> bool:
@@ -85,7 +92,7 @@ class Group:
         """The parameters that this rank updates, in float32 where there are master weights; on the device."""
         if self.master is None:
             return self.update_param.to(self.device)
-        master = self.master.to(self.device)
+        master = loaded(self.master, slice(None)).to(self.device)
         return join(self.update_param.to(self.device), master) if self.split else master
 
     @property
@@ -244,7 +251,7 @@ class Group:
 
     def _write_master(self, own: slice, values: torch.Tensor) -> None:
         assert self.master is not None
-        self.master[own].copy_(split(values.to(self.master.device))[1] if self.split else values)
+        store(self.master, own, split(values.to(self.device))[1] if self.split else values)
 
     def write_changed(self, index: int, value: torch.Tensor, before: torch.Tensor | None = None) -> None:
         """As `write` from a compute-dtype value, but master weights keep their precision where nothing changed.

@@ -21,6 +21,7 @@ import torch
 from zeroshard.errors import PlanError, ZeroShardError
 from zeroshard.plan.offload import host_nbytes
 from zeroshard.plan.plan import Plan
+from zeroshard.tiers import RowInPlace
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what the widest vector instructions like."""
@@ -37,14 +38,15 @@ class HostMemory:
         nbytes: bytes of the mapping.
         pinned: lock the pages for copies of the current device.
 
-    Attributes:
-        used: bytes handed out.
+    A TierMemory (see zeroshard.tiers), whose rows lie in place.
     """
 
+    in_place = True
+
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self._pinned = pinned
+        self._locks = pinned
         self._locked: list[torch.Tensor] = []
-        self.used = 0
+        self.used = self.pinned = 0
         if pinned:
             weakref.finalize(self, _unregister, self._locked)
         self.reserve(nbytes)
@@ -52,10 +54,15 @@ class HostMemory:
     def reserve(self, nbytes: int) -> None:
         """Take another mapping, from which the next tensors come."""
         self._bytes, self._next = _mapping(max(nbytes, ALIGNMENT)), 0
-        if self._pinned:
+        if self._locks:
             self._bytes.zero_()  # by all threads: registering would bring the pages in one by one
             _register(self._bytes)
             self._locked.append(self._bytes)
+            self.pinned += self._bytes.nbytes
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> RowInPlace:
+        """See TierMemory."""
+        return RowInPlace(self.zeros(numel, dtype))
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of (numel,) zeros; it lives as long as this memory."""
@@ -76,15 +83,13 @@ def _mapping(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def open_host_memory(plan: Plan, device: torch.device) -> HostMemory | None:
-    """The host memory that `plan` needs on this rank, None where it needs none.
+def open_host_memory(plan: Plan, device: torch.device) -> HostMemory:
+    """The host memory that `plan` needs on this rank.
 
     Raises:
         PlanError: the machine has not so much to give.
     """
-    if plan.policy.host_update is None:
-        return None
-    groups = sum(group.state_on_host for _, group in plan.groups())
+    groups = sum(group.updated_away for _, group in plan.groups())
     nbytes = host_nbytes(plan) + groups * _LARGEST_PIECES * ALIGNMENT
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_host_memory(nbytes, ranks, available_bytes())

@@ -24,15 +24,16 @@ import torch
 from torch import nn
 
 from zeroshard.engine.memory.group import Group, Unit
-from zeroshard.engine.memory.host_memory import HostMemory
 from zeroshard.engine.memory.loose_values import take_whole
+from zeroshard.engine.memory.tiers import Tiers
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
-from zeroshard.plan.offload import lands_beside, returns_beside
+from zeroshard.plan.offload import lands_beside, returns_beside, window_nbytes
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.resting import Resting, stretch, stretched, whole_class
+from zeroshard.tiers import Row, in_place
 
 
 class Allocator(Protocol):
@@ -68,7 +69,7 @@ class Storage:
         rank: this rank's number in the plan's mesh.
         device: where the state lives.
         allocator: where shards and reduce slots come from, instead of torch's allocator.
-        host: where the state comes from that rests in host memory; needed if the plan has some.
+        tiers: where the state comes from that is this rank's alone.
 
     Allocates unit by unit and takes over each parameter's values on the way, so that starting up holds at most one
     unit twice. Parameters on the meta device have no values; they are written later through `Group.write`.
@@ -80,16 +81,19 @@ class Storage:
         parameters: Mapping[str, nn.Parameter],
         rank: int,
         device: torch.device,
+        tiers: Tiers,
         allocator: Allocator | None = None,
-        host: HostMemory | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
-        self.host = host
+        self.tiers = tiers
         self._own = OwnMemory(device)
         self._at_rest: dict[torch.dtype, torch.Tensor] = {}
         self._shared = self._own if allocator is None else allocator
         self.units: list[Unit] = []
+        nbytes = window_nbytes(plan)
+        self.window = in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
+        """Host memory through which state passes that does not lie in place."""
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
             position, counts = plan.mesh.position(rank, unit.axes), plan.mesh.first(rank, unit.axes)
@@ -119,7 +123,7 @@ class Storage:
         group = Group(plan, rank, members, whole, shard, [], empties, records, classes)
         if plan.master is not None:
             start, end = group.update_range
-            group.master = self._zeros(end - start, plan.master)
+            group.master = self._row(end - start, plan.master)
         group.grad = self._resident_grad(plan)
         self._place_on_host(group)
         for index, parameter in enumerate(members):
@@ -130,8 +134,8 @@ class Storage:
         return group
 
     def _shard(self, plan: GroupPlan, numel: int) -> torch.Tensor:
-        if plan.param_on_host:
-            return self._zeros(numel, plan.param)
+        if plan.param.away:
+            return in_place(self._row(numel, plan.param))
         return (self._shared if plan.travels else self._own).shard(numel, torch_dtype(plan.param.dtype))
 
     def place_slots(self, plan: Plan) -> None:
@@ -159,35 +163,32 @@ class Storage:
     def _resident_grad(self, plan: GroupPlan) -> torch.Tensor | None:
         if plan.grad is None or plan.grad.residency is not Residency.RESIDENT:
             return None
-        return self._zeros(plan.numel_per_rank(plan.grad), plan.grad)
+        return in_place(self._row(plan.numel_per_rank(plan.grad), plan.grad))
 
-    def _zeros(self, numel: int, placement: Placement) -> torch.Tensor:
-        dtype = torch_dtype(placement.dtype)
-        if placement.tier is Tier.HOST:
-            assert self.host is not None
-            return self.host.zeros(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+    def _row(self, numel: int, placement: Placement) -> Row:
+        return self.tiers[placement.tier].allocate(numel, torch_dtype(placement.dtype))
 
     def _place_on_host(self, group: Group) -> None:
         """Buffers on the host through which the processor gets gradients and gives parameters back."""
-        policy, plan = self.plan.policy, group.plan
-        if not plan.state_on_host or policy.host_update is not HostUpdate.PROCESSOR:
+        plan = group.plan
+        if plan.update is not HostUpdate.PROCESSOR:
             return
         assert plan.grad is not None
-        assert self.host is not None
+        host = self.tiers[Tier.HOST]
         numel, dtype = plan.layout.shard_numel, torch_dtype(plan.grad.dtype)
         first = group.returning is None
-        if not lands_beside(plan, policy):
+        if not lands_beside(plan):
             group.landed = group.grad
         elif group.landed is None or group.landed.dtype != dtype:
             if not first:  # a plan that begins to accumulate in mid-run
-                self.host.reserve(numel * dtype.itemsize)
-            group.landed = self.host.zeros(numel, dtype)
+                host.reserve(numel * dtype.itemsize)
+            group.landed = in_place(host.allocate(numel, dtype))
         if first:  # else it may have been in the place of the gradients, and stays there when they are accumulated
-            if plan.param_on_host:
+            if plan.param.away:
                 return
-            own = returns_beside(plan, policy)
-            group.returning = self.host.zeros(numel, torch_dtype(plan.param.dtype)) if own else group.grad
+            own = returns_beside(plan)
+            returned = torch_dtype(plan.param.dtype)
+            group.returning = in_place(host.allocate(numel, returned)) if own else group.grad
 
     def _place_gathered(self, unit: Unit, slot: int | None) -> None:
         offset = 0

@@ -27,6 +27,7 @@ from zeroshard.optim.saved_state import PackedState, StatePart
 from zeroshard.optim.split import join
 from zeroshard.plan.legs import replica_axes
 from zeroshard.sharding.layout import Segment
+from zeroshard.tiers import RowPart, loaded
 
 _NONE, _HERE, _UNKNOWN = 0, 1, 2
 """What a rank knows of an optimizer state: there is none (yet), it has it, the optimizer has no state of the name."""
@@ -309,7 +310,7 @@ def _fp32_part(spot: _Spot) -> torch.Tensor:
     if group.master is None:
         return group.held_param[own].to(spot.dtype)
     device = spot.handle.device
-    part = group.master[own].to(device)
+    part = loaded(group.master, own).to(device)
     return join(group.update_param[own].to(device), part) if group.split else part
 
 
@@ -383,7 +384,7 @@ def _state(spot: _Spot, key: str) -> PackedState | None:
         raise UsageError(f"the optimizer has no state {key!r:.80}; it has {', '.join(names) or 'none here'}")
     if code == _NONE:
         return None
-    return part if part is not None else _plain(torch.empty(0, device=spot.handle.device))
+    return part if part is not None else _plain(RowPart.of(torch.empty(0, device=spot.handle.device)))
 
 
 def _values(part: StatePart, key: str) -> PackedState | None:
@@ -392,11 +393,8 @@ def _values(part: StatePart, key: str) -> PackedState | None:
     return part.packed.get(key) if elements is None else _plain(elements)
 
 
-def _plain(elements: torch.Tensor) -> PackedState:
-    def write(values: torch.Tensor) -> None:
-        elements.copy_(values)
-
-    return PackedState(lambda: elements, write, {})
+def _plain(elements: RowPart) -> PackedState:
+    return PackedState(elements.values, elements.store, {})
 
 
 def _existing_state(spot: _Spot, key: str) -> PackedState:

@@ -48,7 +48,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
 
 
 def _clip(handle: Handle, group: Group, limit: float) -> None:
-    if group.plan.grad_on_host:
+    if group.plan.grad_away:
         handle.runtime.streams.drain()
         handle.runtime.streams.settle_host()
     gradient = group.update_grad

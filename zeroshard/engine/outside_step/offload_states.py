@@ -20,8 +20,8 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.parking import Parkable
 from zeroshard.engine.step.attached import find_stepper
 from zeroshard.errors import UsageError
-from zeroshard.plan.placement import Tier
 from zeroshard.plan.report import human_bytes
+from zeroshard.tiers import in_place
 
 _LOGGER = logging.getLogger("zeroshard")
 _ALIASES = {"contiguous_grad_buffer": Parkable.LP_GRADS.value}
@@ -109,13 +109,11 @@ def _tensors(handle: Handle, model: nn.Module, kind: Parkable) -> list[torch.Ten
         tensors = stepper.update.tensors().values() if stepper is not None else ()
         return [tensor for tensor in tensors if tensor.device == handle.device]
     if kind is Parkable.HP_PARAMS:
-        return [
-            g.master for g in groups if g.master is not None and g.plan.master and g.plan.master.tier is Tier.DEVICE
-        ]
+        return [in_place(g.master) for g in groups if g.master is not None and g.plan.master and not g.plan.master.away]
     if kind is Parkable.LP_GRADS:
-        resting = [group.grad for group in groups if group.grad is not None and not group.plan.grad_on_host]
+        resting = [group.grad for group in groups if group.grad is not None and not group.plan.grad_away]
         return resting + [group.local for group in groups if group.local is not None]
-    return [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param_on_host]
+    return [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param.away]
 
 
 def _rests_whole(group: Group) -> bool:

@@ -31,6 +31,7 @@ from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePa
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.layout import Segment
+from zeroshard.tiers import RowPart, loaded, store
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -111,8 +112,8 @@ def _parameter_values(group: Group, offset: int, low: int, high: int) -> torch.T
     if group.master is None:
         return group.update_param[cut]
     if group.split:
-        return join(group.update_param[cut], group.master[cut].to(group.update_param.device))
-    return group.master[cut]
+        return join(group.update_param[cut], loaded(group.master, cut).to(group.update_param.device))
+    return loaded(group.master, cut)
 
 
 def _frozen(group: Group) -> torch.Tensor:
@@ -196,7 +197,7 @@ def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
                 of=segment.name,
                 key=key,
             )
-            yield Piece(info, start, end, partial(_state_values, values, begin))
+            yield Piece(info, start, end, partial(_part_values, values, begin))
         for key, packed in part.packed.items():
             yield from _packed_pieces(segment, key, packed, start, end, begin)
         if start == 0:
@@ -241,6 +242,10 @@ def _as_tensor(number: bool | int | float, parameter: str, key: str) -> torch.Te
     return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 
 
+def _part_values(part: RowPart, begin: int, low: int, high: int) -> torch.Tensor:
+    return part.values(low - begin, high - begin)
+
+
 def _state_values(values: torch.Tensor, begin: int, low: int, high: int) -> torch.Tensor:
     return values[low - begin : high - begin]
 
@@ -283,10 +288,10 @@ def _write_parameter(group: Group, offset: int, low: int, values: torch.Tensor) 
     elif group.split:
         upper, remainder = split(values.float())
         group.update_param[cut].copy_(upper)
-        group.master[cut].copy_(remainder)
+        store(group.master, cut, remainder)
     else:
-        group.master[cut].copy_(values)
-        group.update_param[cut].copy_(group.master[cut])
+        store(group.master, cut, values)
+        group.update_param[cut].copy_(values.to(group.master.dtype))
 
 
 def buffer_targets(handle: Handle, reader: CheckpointReader) -> list[Target]:
@@ -311,13 +316,13 @@ def _write_buffer(buffer: torch.Tensor, low: int, values: torch.Tensor) -> None:
 
 @dataclass
 class _PartLoad:
-    """One parameter's state in one region: what is there for it, and after `open` the views that take it."""
+    """One parameter's state in one region: what is there for it, and after `open` what takes it."""
 
     region: int
     index: int
     dtypes: dict[str, torch.dtype]
     scalars: dict[str, Scalar]
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[str, RowPart] = field(default_factory=dict)
 
 
 class StateLoad:
@@ -386,7 +391,7 @@ class StateLoad:
         """Forget the optimizer's state and make room for what is to come. The first change of a load."""
         self._update.reset_state()
         for part in self._parts:
-            part.views.update(self._update.open_part(part.region, part.index, part.dtypes, part.scalars))
+            part.rows.update(self._update.open_part(part.region, part.index, part.dtypes, part.scalars))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -394,7 +399,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _write_state(part: _PartLoad, key: str, begin: int, low: int, values: torch.Tensor) -> None:
-    part.views[key][low - begin : low - begin + values.numel()].copy_(values)
+    part.rows[key].store(values, low - begin)
 
 
 def _saved_state(reader: CheckpointReader) -> dict[str, dict[str, TensorInfo]]:

@@ -24,19 +24,21 @@ from zeroshard.plan.policy import HostUpdate
 
 def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
     """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
-    update = handle.plan.policy.host_update
+    updates = handle.plan.updates
     site = make_site(handle, source.groups)
     _check_blocks(site, source)
-    if update is not None:
+    if len(updates) > 1:
+        raise PlanError("offload: state is updated either by the processor or while it passes the device, in one plan")
+    if updates:
         _refuse_low(site, "state in host memory")
-    if update is HostUpdate.PROCESSOR:
+    if HostUpdate.PROCESSOR in updates:
         if source.on_host is None:
             raise PlanError(
                 f"offload: {_in_full(source)} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, "
                 "RMSprop or SGD without any of torch's special options, or keep the state on the device"
             )
         return HostStateStepper(handle, source.on_host(site), scaler)
-    if update is HostUpdate.STREAMED:
+    if HostUpdate.STREAMED in updates:
         return _streamed_stepper(handle, source, site, scaler)
     # The kernels of the device compute in float32.
     other = any(region.low or region.master.dtype == torch.float64 for region in site.regions)

@@ -145,7 +145,7 @@ class DeviceStepper(StepperBase):
             return
         runtime.finish_gradients()
         self._record_groups()
-        owned = [group for group in self._counted_groups() if not group.plan.grad_on_host]
+        owned = [group for group in self._counted_groups() if not group.plan.grad_away]
         if self._norm_of is None:
             self._norm_of = SquaredNorm([group.own_pieces() for group in owned], self.handle.device)
             runtime.gradients.squares.square_into(self._norm_of, owned)
@@ -229,7 +229,7 @@ class DeviceStepper(StepperBase):
 
     def _landed_groups(self) -> list[Group]:
         """The counted groups whose gradients have been squared already, and rest in host memory."""
-        return [group for group in self._counted_groups() if group.plan.grad_on_host]
+        return [group for group in self._counted_groups() if group.plan.grad_away]
 
     def _culprit(self, tile: int) -> str:
         """The parameter of the first tile of gradients that is not finite, if it is on this rank."""
@@ -240,7 +240,7 @@ class DeviceStepper(StepperBase):
             low = self.handle.runtime.gradients.squares.first_in_tile(group, tile % _LANDED)
         else:
             number, low = self._norm_of.place_of(tile)
-            group = [group for group in self._counted_groups() if not group.plan.grad_on_host][number]
+            group = [group for group in self._counted_groups() if not group.plan.grad_away][number]
         start, _ = group.plan.layout.shard_range(group.rank)
         ((index, _, _),) = group.plan.layout.pieces(start + low, start + low + 1)
         return group.plan.layout.segments[index].name

@@ -42,7 +42,7 @@ class HostStateStepper(HostStepper):
     def _apply(self, active: Sequence[bool], coefficient: float, groups: Sequence[Mapping[str, Any]]) -> None:
         runtime = self.handle.runtime
         runtime.parameters.before_write()
-        if any(group.plan.param_on_host for unit in runtime.units for group in unit.groups):
+        if any(group.plan.param.away for unit in runtime.units for group in unit.groups):
             # Write after read: shards on the host belong to their copies to the device until those have been made.
             runtime.streams.settle_host()
         hyper = [dict(group_options(group)) for group in groups]  # schedules go on while the worker reads them
@@ -55,7 +55,7 @@ class HostStateStepper(HostStepper):
         for index in dict.fromkeys((*runtime.plan.order, *range(len(runtime.units)))):
             numbers = self._regions[index]
             update = partial(self._update, numbers, coefficient, active, hyper)
-            if any(group.plan.state_on_host for group in runtime.units[index].trainable):
+            if any(group.plan.updated_away for group in runtime.units[index].trainable):
                 self._hand_over(runtime.units[index], update)
             else:
                 update(())
@@ -74,9 +74,6 @@ class HostStateStepper(HostStepper):
         with torch.no_grad():
             for number in numbers:
                 self._piecewise.apply_region(number, coefficient, active, hyper)
-                region = self._piecewise.regions[number]
-                if "master" in region.on_host:
-                    region.refresh_untouched(active)
 
     def _hand_over(self, unit: Unit, update: Callable[[Sequence[_Arrival]], None]) -> None:
         """Let the worker update a unit, and the next forward wait for it."""
@@ -87,7 +84,7 @@ class HostStateStepper(HostStepper):
     def _bring_down(self, unit: Unit, group: Group) -> _Arrival | None:
         """Copy gradients that rest on the device to where the processor reads them."""
         landed, grad = group.landed, group.update_grad
-        if landed is None or group.plan.grad_on_host:
+        if landed is None or group.plan.grad_away:
             return None
         streams = self.handle.runtime.streams
         streams.follow(

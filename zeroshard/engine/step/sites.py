@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch
 
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.tiers import Tiers
 from zeroshard.optim.regions import Region
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.plan.dtypes import state_dtype, torch_dtype
-from zeroshard.plan.placement import Tier
+from zeroshard.plan.offload import is_moved
+from zeroshard.tiers import Row
 
 
 def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> UpdateContext:
@@ -27,7 +29,8 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
     """The regions that this rank updates, with the optimizer group of each parameter."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     regions: list[Region] = []
-    first_flag, host = 0, handle.runtime.storage.host
+    first_flag, tiers = 0, handle.runtime.storage.tiers
+    window = handle.runtime.storage.window
     for unit in handle.runtime.units:
         for group in unit.trainable:
             regions.append(
@@ -47,8 +50,10 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     owners=group.plan.owners,
                     state_dtype=_state_dtype(group),
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
-                    memory=host.zeros if host is not None and group.plan.state_on_host else None,
-                    on_host=_on_host(group),
+                    allocate=_allocate(group, tiers),
+                    away=_away(group),
+                    row=group.master if group.master is not None and group.master.values is None else None,
+                    window=window if is_moved(group.plan) else None,
                 )
             )
             first_flag += len(group.parameters)
@@ -65,15 +70,23 @@ def _step_grad(group: Group) -> torch.Tensor:
     return group.step_grad
 
 
-def _on_host(group: Group) -> frozenset[str]:
-    """What of an update's operands rests in host memory: 'master', 'param', 'grad'."""
+def _allocate(group: Group, tiers: Tiers) -> Callable[[int, torch.dtype], Row] | None:
+    """Where an update's state is to rest; None on the device."""
+    if not group.plan.updated_away:
+        return None
+    kept = group.plan.moments or group.plan.master or group.plan.param
+    return tiers[kept.tier].allocate
+
+
+def _away(group: Group) -> frozenset[str]:
+    """What of an update's operands rests off the device: 'master', 'param', 'grad'."""
     plan, found = group.plan, set[str]()
     if plan.master is None:  # the parameters are their own master weights
-        found |= {"master"} if plan.param_on_host else set()
+        found |= {"master"} if plan.param.away else set()
     else:
-        found |= {"master"} if plan.master.tier is Tier.HOST else set()
-        found |= {"param"} if plan.param_on_host else set()
-    return frozenset(found | ({"grad"} if plan.grad_on_host else set()))
+        found |= {"master"} if plan.master.away else set()
+        found |= {"param"} if plan.param.away else set()
+    return frozenset(found | ({"grad"} if plan.grad_away else set()))
 
 
 def _has_whole_grad(group: Group) -> bool:

@@ -24,6 +24,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Piece, pieces_of
 from zeroshard.optim.update_context import UpdateContext
+from zeroshard.tiers import Row, RowInPlace
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -159,10 +160,10 @@ class OneBitUpdate(FlatState):
         """Moments and compression errors by region."""
         return dict(self._named())
 
-    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
         return [
-            (region, {"exp_avg": self._own(number), "exp_avg_sq": self._second[number]})
+            (region, {"exp_avg": RowInPlace(self._own(number)), "exp_avg_sq": RowInPlace(self._second[number])})
             for number, region in enumerate(self.regions)
         ]
 

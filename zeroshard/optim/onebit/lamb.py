@@ -20,6 +20,7 @@ from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
 from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import Piece
 from zeroshard.optim.update_context import UpdateContext
+from zeroshard.tiers import Row, RowInPlace
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 DEFAULTS: Mapping[str, Any] = {
@@ -132,10 +133,10 @@ class OneBitLambUpdate(OneBitUpdate):
         for number, fresh in enumerate(self._fresh):
             yield f"{number}.exp_avg_sq_fresh", fresh
 
-    def flat_states(self) -> list[tuple[Region, dict[str, torch.Tensor]]]:
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
         return [
-            (region, {**state, "exp_avg_sq_fresh": fresh})
+            (region, {**state, "exp_avg_sq_fresh": RowInPlace(fresh)})
             for (region, state), fresh in zip(super().flat_states(), self._fresh, strict=True)
         ]
 

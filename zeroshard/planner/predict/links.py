@@ -26,7 +26,7 @@ def _pcie(row: Row) -> int:
     gathered = sum(
         2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)
         for _, group in row.plan.groups()
-        if group.param_on_host
+        if group.param.away
     )
     return moved.down + moved.up + gathered
 

@@ -16,7 +16,7 @@ from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.machine.hardware import GIB, Cluster
 from zeroshard.planner.predict.memory import StepMemory, step_memory
-from zeroshard.planner.predict.tiers import Offload, allowed, gpu_recipe, with_files
+from zeroshard.planner.predict.tiers import Offload, allowed, gpu_recipe
 from zeroshard.planner.predict.timeline import StepTime, step_time
 from zeroshard.planner.trace.checkpointing import Checkpointing
 from zeroshard.planner.trace.compiled import compiled
@@ -171,7 +171,6 @@ def make_row(
     plan, traced = work.plan(chosen, Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
         plan = with_peer_copies(plan)
-    plan = with_files(plan, setting.offload)
     if compiling:
         traced = compiled(traced, keeps_inputs_only=setting.checkpointing is not Checkpointing.OFF)
     plain = work.trace(plan, Checkpointing.OFF)

@@ -15,10 +15,8 @@ from dataclasses import replace
 from enum import Enum
 
 from zeroshard.plan.builder import Recipe, for_gpu
-from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.offload import Offload as HostState
-from zeroshard.plan.placement import Placement, Tier
-from zeroshard.plan.plan import Plan
+from zeroshard.plan.placement import Tier
 from zeroshard.plan.policy import HostUpdate
 
 
@@ -62,21 +60,5 @@ def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
     asked = recipe.offload or HostState()
     update = asked.update or (HostUpdate.STREAMED if kernel else HostUpdate.PROCESSOR)
     away = offload.parameters is Tier.HOST
-    host = replace(asked, ratio=1.0 if away else ratio, param=away, update=update)
+    host = replace(asked, ratio=1.0 if away else ratio, param=away, update=update, tier=offload.states)
     return for_gpu(replace(recipe, offload=host), split_master=kernel and update is HostUpdate.STREAMED)
-
-
-def with_files(plan: Plan, offload: Offload) -> Plan:
-    """The plan with what goes to NVMe there instead of in host memory."""
-    if offload is not Offload.NVME:
-        return plan
-    units = tuple(replace(unit, groups=tuple(map(_in_files, unit.groups))) for unit in plan.units)
-    return replace(plan, units=units)
-
-
-def _in_files(group: GroupPlan) -> GroupPlan:
-    return replace(group, master=_filed(group.master), moments=_filed(group.moments))
-
-
-def _filed(placement: Placement | None) -> Placement | None:
-    return replace(placement, tier=Tier.NVME) if placement is not None and placement.tier is Tier.HOST else placement

@@ -187,10 +187,10 @@ class _Simulation:
         if any(_tier(group, StateKind.MOMENTS) is Tier.NVME for group in unit.groups):
             disk = 2 * kept * node / share.disk_rate
         by_cpu = max(own * node / share.host_memory_rate, disk)
-        if self._plan.policy.host_update is HostUpdate.PROCESSOR:
+        if HostUpdate.PROCESSOR in (group.update for group in unit.groups):
             _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
-        grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_on_host)
+        grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_away)
         streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
         return self._occupy("copies", f"stream state of {unit.label}", ready, max(streamed, disk))[1]
 

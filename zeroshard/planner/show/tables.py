@@ -105,8 +105,8 @@ def _cells(row: Row, best: bool) -> dict[str, str]:
 
 def _updater(row: Row) -> str:
     """Who updates what rests off the device."""
-    update = row.plan.policy.host_update
-    return {None: "-", HostUpdate.PROCESSOR: "cpu", HostUpdate.STREAMED: "gpu"}[update]
+    names = {HostUpdate.PROCESSOR: "cpu", HostUpdate.STREAMED: "gpu"}
+    return "+".join(names[update] for update in HostUpdate if update in row.plan.updates) or "-"
 
 
 def scale_table(ways: Sequence[Way], title: str) -> Group:
@@ -146,7 +146,7 @@ def _setting(row: Row) -> dict[str, Any]:
         "offload": setting.offload.value,
         "ratio": setting.ratio,
         "checkpointing": setting.checkpointing.value,
-        "updated_by": None if row.plan.policy.host_update is None else row.plan.policy.host_update.value,
+        "updated_by": "+".join(update.value for update in HostUpdate if update in row.plan.updates) or None,
     }
 
 

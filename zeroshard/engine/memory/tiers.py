@@ -1,0 +1,74 @@
+"""The memory of a plan's tiers on this rank; what rests where stands in the plan.
+
+    Tier.DEVICE   DeviceMemory            Tier.HOST   HostMemory, of the size that the plan counts
+    others        what the engine is given for them (build_handle's `tiers`)
+
+Parameters and gradients are read where they lie, by gathers and reduces, so they rest in place; master weights and
+moments may rest in a tier that is only read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from zeroshard.engine.memory.host_memory import open_host_memory
+from zeroshard.errors import PlanError
+from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.plan import Plan
+from zeroshard.tiers import RowInPlace, TierMemory
+
+Tiers = Mapping[Tier, TierMemory]
+TierFactory = Callable[[Plan, torch.device], TierMemory]
+"""Makes the memory of a tier on this rank. Raises PlanError where the machine has not what the plan needs."""
+
+
+class DeviceMemory:
+    """Memory from torch's allocator. A TierMemory, whose rows lie in place."""
+
+    in_place = True
+    pinned = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.used = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> RowInPlace:
+        """See TierMemory."""
+        self.used += numel * dtype.itemsize
+        return RowInPlace(torch.zeros(numel, dtype=dtype, device=self._device))
+
+    def reserve(self, nbytes: int) -> None:
+        """See TierMemory; torch's allocator takes what is asked for."""
+
+
+def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactory]) -> Tiers:
+    """The memory of each tier that the plan uses.
+
+    Args:
+        given: what makes the memory of tiers that this package has none for.
+
+    Raises:
+        PlanError: the machine has not so much to give, or there is no memory for a tier.
+    """
+    found: dict[Tier, TierMemory] = {Tier.DEVICE: DeviceMemory(device)}
+    if plan.away:
+        found[Tier.HOST] = open_host_memory(plan, device)
+    for tier, factory in given.items():
+        found[tier] = factory(plan, device)
+    return found
+
+
+def check_tiers(plan: Plan, given: Mapping[Tier, TierFactory]) -> None:
+    """Before anything is allocated. Raises PlanError for a tier that there is no memory for."""
+    for unit, group in plan.groups():
+        for kind in StateKind:
+            held = group.placement(kind)
+            if held is None or held.tier in (Tier.DEVICE, Tier.HOST):
+                continue
+            where = f"unit {unit.label!r}: {kind.value} rests on '{held.tier.value}'"
+            if held.tier not in given:
+                raise PlanError(f"{where}, which is not built yet; use 'host' or 'device'")
+            if kind in (StateKind.PARAM, StateKind.GRAD):
+                raise PlanError(f"{where}, where master weights and moments can rest; use 'host' or 'device' for it")
