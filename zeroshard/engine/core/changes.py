@@ -25,7 +25,8 @@ import torch
 from zeroshard.engine.core.autograd import transforming
 from zeroshard.engine.core.inspection import refuse_written
 from zeroshard.engine.core.late_answers import LATE, LateAnswers, on_host
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import ZeroShardWarning
 from zeroshard.sharding.fingerprint import Fingerprints
 

@@ -5,8 +5,8 @@
                 clear              the next backward starts from nothing
 
 The layout and the sums are the same in every stage; the way of a gradient stands in the plan (plan.legs), and what the
-engine does for each leg in leg_actions. Here is what is known of each unit: which of its parameters got a gradient,
-whether local gradients wait for a reduce, and whether reduced ones rest.
+engine does for each leg in leg_actions. Here is which parameters of each unit got a gradient; whether its gradients are
+local, reduced or both is the unit's own state (memory.unit).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Streams
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.storage import Storage
+from zeroshard.engine.memory.unit import GradientState, Unit
 from zeroshard.errors import UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import torch_dtype
@@ -119,14 +120,12 @@ class Gradients:
         if self._peers is not None:
             self._peers.let_go()
         self.cleared += 1
-        count = len(self._storage.units)
-        self._local = [False] * count  # whole local gradients wait for a reduce
-        self._reduced = [False] * count  # reduced gradients rest in grad
         self.squares.clear()
         for unit in self._fired:
             for group in unit:
                 group[:] = [False] * len(group)
         for unit in self._storage.units:
+            unit.gradients = GradientState.NONE
             for group in unit.trainable:
                 group.drop_grad()
 
@@ -143,15 +142,7 @@ class Gradients:
     @property
     def present(self) -> bool:
         """Whether any backward has run since the gradients were last cleared."""
-        return any(self._local) or any(self._reduced)
-
-    def pending(self, unit: Unit) -> bool:
-        """Whether whole local gradients of the unit wait for a reduce."""
-        return self._local[unit.index]
-
-    def reduced(self, unit: Unit) -> bool:
-        """Whether reduced gradients of the unit rest."""
-        return self._reduced[unit.index]
+        return any(unit.gradients is not GradientState.NONE for unit in self._storage.units)
 
     def local(self, group: Group) -> torch.Tensor:
         """The whole local gradients of a group that are pending."""
@@ -201,7 +192,7 @@ class Gradients:
         """
         number = unit.trainable.index(group)
         turn = Turn(self._fired[unit.index][number], factor, fresh=False, add=True)
-        if self._local[unit.index]:
+        if unit.gradients.local:
             _run(self._lists[unit.index][number].keep, turn)
             return
         layout, legs = group.plan.layout, self._legs(unit, group).late
@@ -223,7 +214,7 @@ class Gradients:
         self.collected += 1
         self._wait_for_update(unit)
         self._refuse_unplanned(unit)
-        local, add = self._local[unit.index], self._reduced[unit.index]
+        local, add = unit.gradients.local, unit.gradients.reduced
         for group, lists, fired in zip(unit.trainable, self._lists[unit.index], self._fired[unit.index], strict=True):
             turn = Turn(fired, factor, not local, add)
             reduce = reduce_sharded if lists.divided else reduce_whole
@@ -236,17 +227,18 @@ class Gradients:
                 if reduce:
                     _run(lists.pending, turn)
         divided = any(lists.divided for lists in self._lists[unit.index])
-        reduced = reduce_sharded if divided else reduce_whole
-        self._local[unit.index] = not reduced
-        self._reduced[unit.index] = add or reduced
+        if reduce_sharded if divided else reduce_whole:
+            unit.gradients = GradientState.REDUCED
+        else:
+            unit.gradients = GradientState.BOTH if add else GradientState.LOCAL
 
     def reduce_pending(self, unit: Unit) -> None:
         """Reduce whole local gradients that no backward reduced (no_sync, or accumulation without a boundary)."""
-        if not self._local[unit.index]:
+        if not unit.gradients.local:
             return
         for lists, fired in zip(self._lists[unit.index], self._fired[unit.index], strict=True):
-            _run(lists.pending, Turn(fired, 1.0, fresh=False, add=self._reduced[unit.index]))
-        self._local[unit.index], self._reduced[unit.index] = False, True
+            _run(lists.pending, Turn(fired, 1.0, fresh=False, add=unit.gradients.reduced))
+        unit.gradients = GradientState.REDUCED
 
     def _wait_for_update(self, unit: Unit) -> None:
         event = self._updates.read(unit.index)
@@ -257,7 +249,7 @@ class Gradients:
 
     def _refuse_unplanned(self, unit: Unit) -> None:
         accumulate = self._plan.policy.accumulate
-        if not self._reduced[unit.index] or (accumulate and all(lists.divided for lists in self._lists[unit.index])):
+        if not unit.gradients.reduced or (accumulate and all(lists.divided for lists in self._lists[unit.index])):
             return
         what = "has been reduced already" if accumulate else "has no accumulator in the plan"
         raise UsageError(

@@ -23,7 +23,8 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.statistics import Statistics
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.mesh import Axes
 from zeroshard.plan.plan import Plan

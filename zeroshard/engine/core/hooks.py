@@ -32,7 +32,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         if unit.plan.name == "":
             continue
         module = model.get_submodule(unit.plan.name)
-        before = _outside_of_compiled_code(_entering(runtime.pre_forward, unit.index))
+        before = _outside_of_compiled_code(_entering(runtime.forward.pre_forward, unit.index))
         after = _outside_of_compiled_code(_after(runtime, unit.index))
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
@@ -40,13 +40,13 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         if dtype is not None:
             cast = partial(_cast_inputs, torch_dtype(dtype))
             handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        enter = _outside_of_compiled_code(_entering(runtime.enter, face))
-        leave = _outside_of_compiled_code(_leaving(runtime.leave, face))
+        enter = _outside_of_compiled_code(_entering(runtime.forward.enter, face))
+        leave = _outside_of_compiled_code(_leaving(runtime.forward.leave, face))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     for module in _parts(model, runtime):
-        enter = _not_in_compiled_code(_entering(runtime.enter_part, id(module)))
-        leave = _not_in_compiled_code(_leaving(runtime.leave_part, id(module)))
+        enter = _not_in_compiled_code(_entering(runtime.forward.enter_part, id(module)))
+        leave = _not_in_compiled_code(_leaving(runtime.forward.leave_part, id(module)))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     handles.append(model.register_forward_hook(_explain_failure(_has_several_dtypes(runtime)), always_call=True))
@@ -200,7 +200,7 @@ def _leaving(leave: Callable[..., None], number: int) -> Callable[[nn.Module, An
 
 def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None]:
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        runtime.post_forward(index, output)
+        runtime.forward.post_forward(index, output)
 
     return hook
 

@@ -18,7 +18,7 @@ import torch
 
 from zeroshard.engine.core.autograd import graph_task
 from zeroshard.engine.core.parameters import Parameters
-from zeroshard.engine.memory.group import Unit
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 
 

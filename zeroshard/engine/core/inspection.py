@@ -18,8 +18,9 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import ShardedGradient
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 from zeroshard.sharding.resting import is_resting, unguarded
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from zeroshard.engine.core.autograd import transforming
-from zeroshard.engine.memory.group import Unit
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 
 

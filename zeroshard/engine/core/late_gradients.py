@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.streams import Streams
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.plan.legs import Stream
 from zeroshard.sharding.resting import unguarded
 

@@ -25,7 +25,8 @@ from zeroshard.engine.core.collect import Collector
 from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Buffers, Event, Streams
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
 

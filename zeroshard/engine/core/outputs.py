@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from zeroshard.engine.memory.group import Unit
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 
 

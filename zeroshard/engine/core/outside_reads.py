@@ -20,7 +20,7 @@ from functools import partial
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker
-from zeroshard.engine.memory.group import Unit
+from zeroshard.engine.memory.unit import Unit
 
 
 class OutsideReads:

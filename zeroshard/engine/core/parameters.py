@@ -21,8 +21,9 @@ from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, Streams
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.storage import Storage
+from zeroshard.engine.memory.unit import Unit, UnitState
 from zeroshard.errors import UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
@@ -115,12 +116,14 @@ class Parameters:
 
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
-        if self._ledger.holds(index) or _lent(self._storage.units[index]):
+        unit = self._storage.units[index]
+        if self._ledger.holds(index) or _lent(unit):
             return
         evicted, slot = self._ledger.take(index), self._slots[index]
         if evicted is not None and slot is not None:
             self._gathered.pop(evicted, None)
-            self._vacate(self._storage.units[evicted], slot)
+            self._vacate(self._storage.units[evicted], slot, UnitState.RESTING)
+        self._vacate(unit, slot, UnitState.RESTING)  # what it shows is out of date
         if slot is not None and slot in self._free:
             # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
             self._streams.wait(Stream.GATHER, self._free[slot])
@@ -129,23 +132,26 @@ class Parameters:
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         steps = self._steps[index]
+        unit.become(UnitState.GATHERING)
         try:
             for step in steps:
                 if step.sends:
-                    self._log.record("all-gather", self._storage.units[index].label, self._sizes[index])
+                    self._log.record("all-gather", unit.label, self._sizes[index])
             self._streams.run(Stream.GATHER, steps)
         except RuntimeError:  # torch.jit.trace refuses collectives; whoever goes on must not find an empty slot
             self._ledger.lose(index)
+            unit.become(UnitState.RESTING)
             raise
         self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
-            self._versions[index] = _versions(self._storage.units[index])
+            self._versions[index] = _versions(unit)
             if self._peers is not None:
                 self._unmet.append(index)
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
-        if _lent(self._storage.units[index]):
+        unit = self._storage.units[index]
+        if _lent(unit):
             return
         if not self._ledger.holds(index):
             self.gather(index)
@@ -153,30 +159,39 @@ class Parameters:
             # Read after write: the slot belongs to the gather until it has landed.
             self._land(index)
         self._streams.touch(reads=self._used(index))
-        unit = self._storage.units[index]
-        if not unit.in_use:
-            unit.in_use = True
+        shown = unit.in_use
+        if unit.state is not UnitState.PENDING:
+            unit.become(UnitState.IN_USE)
+        if not shown:
             if not unit.held:
                 unit.show()
             if self.changes.active:
                 self.changes.look(unit, held=False)
+
+    def await_gradients(self, index: int) -> None:
+        """A backward waits for the unit's gradients: its parameters keep their shape until they are collected."""
+        unit = self._storage.units[index]
+        if unit.state is UnitState.IN_USE:
+            unit.become(UnitState.PENDING)
+
+    def keep_in_use(self, index: int) -> None:
+        """The gradients have been collected, but the unit is not released yet."""
+        unit = self._storage.units[index]
+        if unit.state is UnitState.PENDING:
+            unit.become(UnitState.IN_USE)
 
     def release(self, index: int) -> None:
         """Compute is done with the unit: the parameters of a sharded one rest and its slot may be written again.
 
         Raises UsageError where code of the model gave a parameter other data, or wrote on it: that would be lost.
         """
-        slot = self._slots[index]
-        if slot is None:
-            return
         unit = self._storage.units[index]
-        if unit.in_use:
+        if unit.in_use and not unit.rests_whole:
             for group in unit.groups:
                 refuse_replaced(group)
             if self.changes.expected:
                 self.changes.compare(unit, held=False)
-        self._vacate(unit, slot)
-        self._ledger.release(index)
+        self._leave(unit)
 
     def hold(self, index: int) -> None:
         """Make a unit whole in memory of its own, until `let_go`: something reads it outside of its own forward.
@@ -220,10 +235,8 @@ class Parameters:
         self.changes.forget()
         self.let_go()
         for unit in self._storage.units:
-            slot = self._slots[unit.index]
-            if unit.in_use and slot is not None:
-                self._vacate(unit, slot)
-                self._ledger.release(unit.index)
+            if unit.in_use:
+                self._leave(unit)
 
     def _await_written(self, index: int) -> None:
         """Read after write: shards belong to the optimizer until its step has run on the compute stream.
@@ -247,10 +260,20 @@ class Parameters:
         assert self._peers is not None
         return self._peers.barrier(Channel.GATHER)
 
-    def _vacate(self, unit: Unit, slot: int) -> None:
-        if not unit.in_use:
+    def _leave(self, unit: Unit) -> None:
+        """The unit is out of use; what it holds stays current where the plan reuses slots."""
+        self._ledger.release(unit.index)
+        if not self._ledger.holds(unit.index):
+            self._vacate(unit, self._slots[unit.index], UnitState.RESTING)
+        elif unit.state is not UnitState.GATHERING:
+            self._vacate(unit, self._slots[unit.index], UnitState.GATHERED)
+
+    def _vacate(self, unit: Unit, slot: int | None, state: UnitState) -> None:
+        """Take the unit's values from its parameters, where they show them, and note when compute has passed that."""
+        showed = unit.in_use
+        unit.become(state)
+        if slot is None or not showed:
             return
-        unit.in_use = False
         if not unit.held:
             unit.hide()
         self._streams.touch(reads=self._used(unit.index))
@@ -302,6 +325,9 @@ class Parameters:
                 self._poison(unit.index)
                 self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
         self._ledger.invalidate(in_parts)
+        for unit in self._storage.units:
+            if not self._ledger.holds(unit.index) and (unit.rests_whole or not unit.in_use):
+                unit.become(UnitState.RESTING)
 
     def settle(self, *, resting_only: bool = False) -> None:
         """Compute waits for every gather in flight, or for those of units that rest whole.
@@ -328,6 +354,8 @@ class Parameters:
         """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""
         self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
         unit = self._storage.units[index]
+        if unit.state is UnitState.GATHERING:  # else a write came meanwhile, and it is out of date
+            unit.become(UnitState.GATHERED)
         if self._versions.pop(index, None) not in (None, _versions(unit)):
             raise UsageError(
                 f"parameters of unit {unit.label!r} were changed while their all-gather after the step was in flight, "

@@ -25,7 +25,8 @@ from zeroshard.comm.copies import device_copies
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.streams import Event, Step, Streams
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.optim.kernels.rows import OwnPiece, RowSum
 from zeroshard.plan.legs import Stream
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.engine.core.streams import Streams
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.plan.legs import Stream
 

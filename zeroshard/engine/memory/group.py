@@ -1,4 +1,4 @@
-"""The tensors of one flat group and of one unit on a rank, and what each parameter is just now.
+"""The tensors of one flat group on a rank, and what each parameter is just now.
 
     in use    the parameter is a view into `whole` (or of `shard`, where it lies within), under its own class
     at rest   it holds no values, and guards against being read (see sharding.resting)
@@ -19,7 +19,7 @@ from torch import nn
 from zeroshard.engine.memory.guard import sharded_gradient
 from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
-from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.placement import Residency
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import Resting, rest, resting_class, unguarded, wake
@@ -289,39 +289,3 @@ class Group:
         low = max(start, segment.offset)
         high = max(low, min(end, segment.end))
         return slice(low - start, high - start), slice(low - segment.offset, high - segment.offset)
-
-
-@dataclass
-class Unit:
-    """A unit's groups and whether its parameters have their full shape just now."""
-
-    plan: UnitPlan
-    index: int
-    groups: list[Group]
-    counts: bool
-    """Whether this rank enters sums over all ranks for the unit: of ranks that hold the same part, the first does."""
-    in_use: bool = False
-    held: bool = False
-    """Whether the parameters have memory of their own just now, for reads outside of the unit's own forward."""
-    trainable: list[Group] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        return self.plan.label
-
-    def show(self) -> None:
-        """Give the parameters their values."""
-        for group in self.groups:
-            group.show()
-
-    def hide(self) -> None:
-        """Let the parameters rest."""
-        for group in self.groups:
-            group.hide()
-
-    def give_apart_back(self) -> None:
-        """The parameters are in the unit's slot again, or rest."""
-        self.held = False
-        for group in self.groups:
-            group.give_apart_back()
-        self.show() if self.in_use else self.hide()

@@ -23,9 +23,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.loose_values import take_whole
 from zeroshard.engine.memory.tiers import Tiers
+from zeroshard.engine.memory.unit import Unit, UnitState
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.offload import lands_beside, returns_beside, window_nbytes
@@ -210,7 +211,8 @@ class Storage:
                     group.show_one(index)
                 else:
                     group.hide_one(index)
-        unit.in_use = slot is None
+        unit.rests_whole = slot is None
+        unit.state = UnitState.GATHERED if slot is None else UnitState.RESTING
 
     def _place_reduced(self, unit: Unit, slot: int | None) -> None:
         offset = 0

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
@@ -322,9 +323,9 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
     if spot.agree(int(gradients.fired(spot.unit)[spot.number][spot.index])) == 0:
         return None
     part = torch.zeros(spot.own.stop - spot.own.start, dtype=spot.dtype, device=spot.handle.device)
-    if gradients.reduced(spot.unit):
+    if spot.unit.gradients.reduced:
         part += spot.group.update_grad[spot.own].to(part.device, spot.dtype)
-    if gradients.pending(spot.unit):
+    if spot.unit.gradients.local:
         part += _sum_of_pending(spot)[spot.of_whole]
     return part * stepper_of(spot.handle.runtime.model).unscale()
 
@@ -353,12 +354,12 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
     gradients, group = spot.handle.runtime.gradients, spot.group
     stepper = stepper_of(spot.handle.runtime.model)
     summed = whole / stepper.unscale()
-    if gradients.pending(spot.unit):
+    if spot.unit.gradients.local:
         local = gradients.local(group)[spot.segment.offset : spot.segment.end]
         first = spot.handle.comm.mesh.rank == 0
         local.copy_(summed * spot.handle.plan.policy.predivide if first else torch.zeros_like(summed))
         summed = torch.zeros_like(summed)
-    if gradients.reduced(spot.unit):
+    if spot.unit.gradients.reduced:
         group.update_grad[spot.own].copy_(summed[spot.of_whole])
         gradients.squares.changed(group)
     gradients.fired(spot.unit)[spot.number][spot.index] = True

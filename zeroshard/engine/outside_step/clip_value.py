@@ -41,7 +41,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     runtime.finish_gradients()
     limit = clip_value / stepper.unscale()
     for unit in runtime.units:
-        if runtime.gradients.reduced(unit):
+        if unit.gradients.reduced:
             for group in unit.trainable:
                 _clip(handle, group, limit)
     stepper.gradients_changed()

@@ -16,8 +16,9 @@ from torch import nn
 
 from zeroshard.arguments import need_kind
 from zeroshard.engine.core.handle import Handle, handle_of
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.loose_values import gather_loose
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.fingerprint import Fingerprints

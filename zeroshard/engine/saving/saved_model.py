@@ -25,7 +25,8 @@ from zeroshard.checkpoint.manifest import TensorInfo, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePart
 from zeroshard.optim.split import join, split

@@ -20,7 +20,8 @@ import torch
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.parameters import written_buffers
 from zeroshard.engine.core.streams import Event
-from zeroshard.engine.memory.group import Group, Unit
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.step.step_base import regions_of_units
 from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.optim.loss_scale import LossScaler

@@ -1,0 +1,243 @@
+"""Backwards: gradients of units' outputs move the backward list, and units whose gradients are complete are reduced.
+
+    loss.backward    gradient of an output is ready -> list up to USE unit     end of the graph -> the rest of the list
+                     REDUCE unit: it is pending until its gradients have come (see passes), then collected and released
+
+A graph is the backward of a pass, or an inner one that a forward runs in its middle (inner_backward), which moves
+nothing. What is known of the one that runs stands in `_Run`; it is there as long as the graph runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from zeroshard.engine.core.autograd import NodeOrder, accumulates, carrier, graph_task, node_number
+from zeroshard.engine.core.cursor import Cursor
+from zeroshard.engine.core.gradients import Gradients
+from zeroshard.engine.core.inner_backward import (
+    InnerBackward,
+    handed_over,
+    refuse_backward_in_forward,
+    refuse_sharded,
+)
+from zeroshard.engine.core.interrupted import EndOfBackward, refuse_half_done
+from zeroshard.engine.core.late_gradients import add_late_gradients
+from zeroshard.engine.core.outputs import tensors_in
+from zeroshard.engine.core.outside_reads import OutsideReads
+from zeroshard.engine.core.parameters import Parameters
+from zeroshard.engine.core.passes import CallTracker, ForwardPass
+from zeroshard.engine.core.reducing import Reducing
+from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.memory.unit import Unit
+
+
+@dataclass
+class _Run:
+    """The backward of a pass that is running.
+
+    Attributes:
+        task: its graph.
+        collects: it leaves gradients on parameters (`backward`), in place of giving them to its caller (`grad`).
+        ending: what autograd calls at its end; gone where the graph failed.
+        pending: units that the list has reached and whose gradients are awaited, in the order of the list.
+        end: the number at which the call ended whose output's gradient came last; -1 at the end of the graph.
+    """
+
+    task: int
+    collects: bool
+    ending: Callable[[], object]
+    pending: deque[int] = field(default_factory=deque)
+    end: int = 0
+
+
+class Backward:
+    """Where a backward is, and what its hooks do.
+
+    Args:
+        begins: what else happens before the backward of a pass.
+        inside: whether a forward is running.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        root: int,
+        parameters: Parameters,
+        gradients: Gradients,
+        streams: Streams,
+        tracker: CallTracker,
+        reads: OutsideReads,
+        reducing: Reducing,
+        begins: Callable[[], None],
+        inside: Callable[[], bool],
+    ) -> None:
+        self._units, self._root = units, root
+        self._parameters, self._gradients, self._streams = parameters, gradients, streams
+        self._tracker, self._reads, self._reducing = tracker, reads, reducing
+        self._begins, self._inside = begins, inside
+        self._inner = InnerBackward(units, parameters)
+        self.order = NodeOrder()
+        self._run: _Run | None = None
+        self._collects = True  # the last one that ran, or the one that runs
+        self._begun: dict[int, int] = {}  # by unit, where autograd's count of nodes was when its last call began
+
+    def adopt(self, cursor: Cursor, *, accumulate: bool) -> None:
+        """Walk another list from the next backward on."""
+        self._list, self._accumulate = cursor, accumulate
+
+    @property
+    def running(self) -> bool:
+        """Whether the backward of a pass has begun and not ended; one that failed stays so until the next forward."""
+        return self._run is not None
+
+    def recover(self) -> bool:
+        """Forget a backward that an exception ended; whether there was one."""
+        failed, self._run = self._run is not None, None
+        self._list.rewind()
+        self._inner.forget()
+        if failed:
+            self._tracker.end_backward()
+        return failed
+
+    def note_call(self, index: int) -> None:
+        """A unit's module is about to run."""
+        self._begun[index] = torch.autograd._get_sequence_nr()
+
+    def watch(self, index: int, output: object, graph: ForwardPass | None, end: int) -> None:
+        """Move the list when the gradient of any of the output's tensors is ready.
+
+        What a unit hands on as it came (a block that is dropped inside of its own forward) is left out: that gradient
+        is ready when its maker is due, and gathering this unit then would take the maker's slot.
+        """
+        seen_task = -1
+        begun = -1 if index == self._root else self._begun[index]
+
+        def ready(origin: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
+            nonlocal seen_task
+            task = graph_task()
+            if task == seen_task or (not self._leading() and handed_over(origin)):
+                return
+            seen_task = task
+            if torch.is_grad_enabled():  # create_graph
+                self._watch_gradient(index, gradient)
+            # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
+            self._pre_backward(index, end, graph)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and node_number(tensor) >= begun:
+                carried = carrier(tensor, begun)
+                carried.register_hook(partial(ready, weakref.ref(carried)))
+
+    def _watch_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """A backward that builds a graph comes to a unit: the backward of that graph may come to no other output."""
+        if index != self._root and self._units[index].plan.sharded:
+            refuse_sharded(self._units[index])
+
+        def ready(origin: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
+            if not self._leading() and not handed_over(origin):
+                self._lead()
+
+        if gradient.requires_grad:
+            gradient.register_hook(partial(ready, weakref.ref(gradient)))
+
+    def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
+        run = self._run if self._leading() else self._lead()
+        if run is None:
+            self._inner.use(index)
+            return
+        if graph is not None:
+            self._tracker.reach(graph)
+        run.end = end
+        self._finish_complete(run)
+        if not self._list.run_to_use(index):
+            self._parameters.use(index)
+
+    def _leading(self) -> bool:
+        """Whether the graph that is running is known to be the backward of a pass."""
+        return self._run is not None and graph_task() == self._run.task
+
+    def _lead(self) -> _Run | None:
+        """Begin the backward of a pass; None for an inner one.
+
+        The part of a pass's backward that a reentrant checkpoint runs in a graph of its own is that backward.
+        """
+        if self._inner.running:
+            return None
+        if self._run is not None and self._run.ending() is None:
+            refuse_half_done("a backward")
+        collects = accumulates(
+            parameter for unit in self._units for group in unit.trainable for parameter in group.parameters
+        )
+        if self._inside():
+            if collects:
+                refuse_backward_in_forward()
+            return None
+        if self._run is not None:
+            return self._run if collects else None
+        return self._begin(collects)
+
+    def _begin(self, collects: bool) -> _Run:
+        self._begins()
+        self._reducing.begin_backward(collects)
+        self._collects, end = collects, EndOfBackward(self._end)
+        self._run = run = _Run(graph_task(), collects, weakref.ref(end))
+        self._streams.follow_caller()
+        self._tracker.end_pass()
+        if not self.order.kept():
+            self._tracker.lose_order()
+        self._list.rewind()
+        self._gradients.notice_dropped()
+        if collects:
+            self._gradients.discard_leftovers()
+        self._reads.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return run
+
+    def await_gradients(self, index: int) -> None:
+        """The list has come to the reduce of a unit."""
+        assert self._run is not None
+        self._run.pending.append(index)
+        self._parameters.await_gradients(index)
+        self._finish_complete(self._run)
+
+    def may_release(self, index: int) -> bool:
+        """Whether a unit that the list releases keeps its values no longer.
+
+        It does until its gradients are collected; and the root until a backward that collects, for that may be one
+        through the graph of this one.
+        """
+        pending = self._run is not None and index in self._run.pending
+        return not pending and (index != self._root or self._collects)
+
+    def _finish_complete(self, run: _Run) -> None:
+        """Collect and reduce pending units, in the order of the list, as long as their gradients are complete."""
+        while run.pending and (run.end < 0 or self._tracker.complete(run.pending[0], run.end)):
+            unit = self._units[run.pending.popleft()]
+            if run.collects:
+                whole, sharded = self._reducing.reduces(self._accumulate)
+                self._gradients.finish_unit(unit, self._reducing.factor, reduce_whole=whole, reduce_sharded=sharded)
+            if unit.index == self._root:
+                self._parameters.keep_in_use(unit.index)
+            else:
+                self._parameters.release(unit.index)
+
+    def _end(self) -> None:
+        run = self._run
+        assert run is not None
+        run.end = -1
+        self._finish_complete(run)
+        self._list.run_to_end()
+        self._run = None
+        self.order.backward_ends()
+        self._tracker.end_backward()
+        self._parameters.let_go()
+        if run.collects:
+            for index in add_late_gradients(self._units, self._gradients, self._streams, self._reducing.factor):
+                self._reads.expect(index)
+            self._gradients.show_collected()

@@ -1,0 +1,159 @@
+"""Forwards: the hooks of a model's modules move the forward list, and each unit is gathered, used and released.
+
+    model.forward    enter -> begin a pass       pre_forward(unit) -> list up to USE unit
+                     leave -> end it             post_forward(unit) -> RELEASE unit, and its output is watched
+
+A forward may begin at the model, at a module that holds all of it, at a part of the root, or at a unit by itself. In a
+recomputation, which runs within a backward, units are used out of turn, and no list moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zeroshard.engine.core.autograd import in_backward, transforming
+from zeroshard.engine.core.backward import Backward
+from zeroshard.engine.core.cursor import Cursor
+from zeroshard.engine.core.interrupted import refuse_transform
+from zeroshard.engine.core.outputs import refuse_no_tensor
+from zeroshard.engine.core.outside_reads import OutsideReads
+from zeroshard.engine.core.parameters import Parameters
+from zeroshard.engine.core.passes import CallTracker
+from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.memory.unit import Unit
+
+
+class Forward:
+    """Where a forward is, and what its hooks do.
+
+    Args:
+        begins, ends: what else happens at both ends of a pass.
+
+    Attributes:
+        inside: the module at which the running forward came in; None between forwards.
+        seen_order: units in the order of the first forward under grad; None once it is of no interest.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        root: int,
+        parameters: Parameters,
+        streams: Streams,
+        tracker: CallTracker,
+        reads: OutsideReads,
+        backward: Backward,
+        begins: Callable[[], None],
+        ends: Callable[[], None],
+    ) -> None:
+        self._units, self._root = units, root
+        self._parameters, self._streams = parameters, streams
+        self._tracker, self._reads, self._backward = tracker, reads, backward
+        self._begins, self._ends = begins, ends
+        self.inside: int | None = None
+        self._part: int | None = None
+        self.seen_order: list[int] | None = []
+        self._saw_whole = False
+
+    def adopt(self, cursor: Cursor) -> None:
+        """Walk another list from the next pass on."""
+        self._list = cursor
+
+    @property
+    def started(self) -> bool:
+        """Whether the list has been begun and not ended."""
+        return self._list.started
+
+    def recover(self) -> None:
+        """A forward or backward was ended by an exception: the next one starts anew."""
+        self._list.rewind()
+        if self.seen_order and not self._saw_whole:
+            self.seen_order.clear()
+
+    def pre_forward(self, index: int) -> None:
+        """A unit's module is about to run: make its parameters whole."""
+        self._backward.note_call(index)
+        if in_backward():  # recomputation: its post-hook may never come, so nothing is paired with it
+            self._parameters.use(index)
+            return
+        if index == self._root:
+            self._begins()
+        elif self._tracker.current is None and torch.is_grad_enabled():
+            refuse_transform(self._units)
+            self._streams.follow_caller()
+            self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
+        self._tracker.start_call(index)
+        in_pass = self._tracker.current is not None and index != self._root and self._part is None
+        if self.seen_order is not None and in_pass and not self._saw_whole:
+            self.seen_order.append(index)
+        if not self._list.run_to_use(index):
+            self._parameters.use(index)
+
+    def post_forward(self, index: int, output: object) -> None:
+        """A unit's module has run: watch its output's gradient and release the unit."""
+        if in_backward():
+            if torch.is_grad_enabled():
+                self._backward.watch(index, output, None, self._tracker.recomputed_call(index))
+            return
+        call = self._tracker.end_call(index)
+        if call is not None and torch.is_grad_enabled():
+            if transforming():
+                if index not in self._reads.kept:  # its derivative is taken after the release
+                    refuse_transform((self._units[index],))
+            else:
+                if index != self._root:
+                    refuse_no_tensor(self._units[index], output)
+                self._backward.watch(index, output, *call)
+        self._release(index)
+
+    def _release(self, index: int) -> None:
+        if index == self._root:
+            self._end_pass()
+        elif index in self._reads.kept:
+            if self.inside is None and not torch.is_grad_enabled():  # called by itself: no pass ends behind it
+                self._parameters.release(index)
+        elif not self._list.run_release(index):
+            self._parameters.release(index)
+
+    def enter(self, face: int) -> None:
+        """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
+        if in_backward():
+            self._parameters.use(self._root)
+        elif self.inside is None:
+            self.inside = face
+            self.pre_forward(self._root)
+
+    def leave(self, face: int, output: object, *, failed: bool) -> None:
+        """Such a module has run, or ended in an exception."""
+        mine = in_backward() or self.inside == face
+        if self.inside == face:
+            self.inside = None
+        if mine and not failed:
+            self.post_forward(self._root, output)
+
+    def enter_part(self, part: int) -> None:
+        """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
+        if not in_backward() and self.inside is None:
+            self.inside = self._part = part
+            self.pre_forward(self._root)
+
+    def leave_part(self, part: int, output: object, *, failed: bool) -> None:
+        """Such a module has run, or ended in an exception."""
+        if self._part == part:
+            if not failed:
+                self.post_forward(self._root, output)
+            self.inside = self._part = None
+
+    def _end_pass(self) -> None:
+        if self._part is None:
+            self._list.run_to_end()  # of a part: the rest of the model is not gathered for its sake
+        self._list.rewind()
+        self._ends()
+        if torch.is_grad_enabled():
+            # The forwards of further micro-batches are the same again.
+            self._saw_whole = self._saw_whole or self._part is None
+        else:
+            self._reads.release()
+        self._tracker.end_pass()

@@ -1,0 +1,125 @@
+"""A unit on a rank, and the two things that are known of it: what its parameters show, and which gradients it has.
+
+    values      RESTING --gather--> GATHERING --landed--> GATHERED --use--> IN_USE --gradients awaited--> PENDING
+                   ^                    |                  |    ^              |                             |
+                   |                    |                  |    +---release----+------------collected--------+
+                   +---- another unit in its slot, or a write to the shards
+
+    gradients   NONE --> LOCAL (whole, this rank's) or REDUCED (this rank's part of the sum), or both --> NONE
+
+`become` is the one place that changes the first, and knows which changes there are. A unit that rests whole always
+shows its values; for it the states say whether they are current. Rejected: a flag per question ("in use", "gathering",
+"awaited"), of which some combinations mean nothing and nobody says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from zeroshard.engine.memory.group import Group
+from zeroshard.plan.groups import UnitPlan
+
+
+class UnitState(Enum):
+    """Where the whole values of a unit's parameters are."""
+
+    RESTING = "resting"
+    """Nowhere, or out of date."""
+    GATHERING = "gathering"
+    """On their way into the slot; nothing has waited for them yet."""
+    IN_USE = "in use"
+    """In the slot, where the parameters show them."""
+    PENDING = "pending"
+    """As in use, until the unit's gradients have come and are collected."""
+    GATHERED = "gathered"
+    """In the slot, before their use or after it, until another unit or a write comes; no parameter shows them."""
+
+
+CHANGES: Mapping[UnitState, frozenset[UnitState]] = {
+    UnitState.RESTING: frozenset({UnitState.GATHERING}),
+    UnitState.GATHERING: frozenset({UnitState.GATHERED, UnitState.RESTING}),
+    # A unit in use goes to rest where another one needs the slot, and one that rests whole where a step writes.
+    UnitState.IN_USE: frozenset({UnitState.PENDING, UnitState.GATHERED, UnitState.RESTING}),
+    # The root is in use on when its gradients have been collected. Where the order of a graph is not known, all units
+    # wait for its end, and others need their slots before.
+    UnitState.PENDING: frozenset({UnitState.GATHERED, UnitState.IN_USE, UnitState.RESTING}),
+    UnitState.GATHERED: frozenset({UnitState.IN_USE, UnitState.RESTING}),
+}
+"""What may follow each state, besides itself."""
+
+
+class GradientState(Enum):
+    """Which gradients of a unit are in the engine's buffers, between a backward and the step."""
+
+    NONE = "none"
+    LOCAL = "local"
+    """This rank's whole ones, which wait for a reduce."""
+    REDUCED = "reduced"
+    """This rank's part of the sum over ranks."""
+    BOTH = "both"
+    """Local ones of the last backwards, beside the sum of those before."""
+
+    @property
+    def local(self) -> bool:
+        """Whether whole local gradients wait for a reduce."""
+        return self is GradientState.LOCAL or self is GradientState.BOTH
+
+    @property
+    def reduced(self) -> bool:
+        """Whether reduced gradients rest."""
+        return self is GradientState.REDUCED or self is GradientState.BOTH
+
+
+@dataclass
+class Unit:
+    """A unit's groups and its state.
+
+    Attributes:
+        counts: whether this rank enters sums over all ranks for the unit: of ranks that hold the same part, the first
+            does.
+        rests_whole: the plan gives the unit no slot: its parameters are views of its own buffer, and always shown.
+        held: its parameters have memory of their own just now, for reads outside of the unit's own forward.
+    """
+
+    plan: UnitPlan
+    index: int
+    groups: list[Group]
+    counts: bool
+    trainable: list[Group] = field(default_factory=list)
+    rests_whole: bool = False
+    held: bool = False
+    state: UnitState = UnitState.RESTING
+    gradients: GradientState = GradientState.NONE
+
+    @property
+    def label(self) -> str:
+        return self.plan.label
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the parameters show their values."""
+        return self.rests_whole or self.state is UnitState.IN_USE or self.state is UnitState.PENDING
+
+    def become(self, state: UnitState) -> None:
+        """Change the state."""
+        assert state is self.state or state in CHANGES[self.state], f"{self.label}: {self.state} to {state}"
+        self.state = state
+
+    def show(self) -> None:
+        """Give the parameters their values."""
+        for group in self.groups:
+            group.show()
+
+    def hide(self) -> None:
+        """Let the parameters rest."""
+        for group in self.groups:
+            group.hide()
+
+    def give_apart_back(self) -> None:
+        """The parameters are in the unit's slot again, or rest."""
+        self.held = False
+        for group in self.groups:
+            group.give_apart_back()
+        self.show() if self.in_use else self.hide()
