@@ -144,8 +144,27 @@ def _made_of_tensors(rank: int, world: int) -> None:
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def _one_of_two_names(rank: int, world: int) -> None:
+    """The other module with the tied weight goes on to give it gradients."""
+    for replaced in ("embedding", "head"):
+        model = nn.ModuleDict({"embedding": nn.Embedding(4, 8), "head": nn.Linear(8, 4, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        _, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=2)
+        model[replaced] = nn.Embedding(4, 8) if replaced == "embedding" else nn.Linear(8, 4, bias=False)
+        with pytest.raises(UsageError, match=rf"'{replaced}\.weight' was added or replaced"):
+            optimizer.step()
+
+
 def _checks(rank: int, world: int) -> None:
-    for check in (_no_tensor, _copies, _closed, _input_gradients, _gradients_of_parameters, _made_of_tensors):
+    for check in (
+        _one_of_two_names,
+        _no_tensor,
+        _copies,
+        _closed,
+        _input_gradients,
+        _gradients_of_parameters,
+        _made_of_tensors,
+    ):
         check(rank, world)
 
 

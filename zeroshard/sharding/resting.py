@@ -132,6 +132,8 @@ _FIRST_QUESTIONS: Mapping[tuple[object, str], str] = {
 }
 """Which function of torch asks what before it passes the guard by: `orthogonal_` does nothing where there are no
 elements, `vmap` wraps the memory. The question is refused as the read would be."""
+_COUNTS = frozenset({("transformers.modeling_utils", "num_parameters"), ("transformers.trainer_pt_utils", "numel")})
+"""Functions that add up `numel()` where it means nothing else: they are told the elements of the whole parameter."""
 _PICKLES = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
 _HANDLES = frozenset({"detach", "detach_", "data"})
 """What hands the memory on without reading it: outside of a forward, a tensor that is guarded as the parameter is."""
@@ -192,7 +194,10 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return None  # as module.to(device) does where there is nothing to move
     alone = isinstance(first, Guard) and not sets
     if alone and name in _ANSWERS:
-        asked_by = sys._getframe(2).f_globals.get("__name__")  # past __torch_function__
+        frame = sys._getframe(2)  # past __torch_function__
+        asked_by = frame.f_globals.get("__name__")
+        if name == "numel" and (asked_by, frame.f_code.co_name) in _COUNTS:
+            return math.prod(_shape(cast("torch.Tensor", first)))
         reader = _FIRST_QUESTIONS.get((asked_by, name))
         if reader is None:
             arguments = () if name in _AS_ATTRIBUTES and getattr(func, "__name__", "") == "__get__" else args[1:]

@@ -85,16 +85,33 @@ class Handle:
             for index, parameter in enumerate(group.parameters)
         }
 
+    def tied(self) -> list[tuple[str, nn.Parameter]]:
+        """Every name of each parameter that has several, and the parameter."""
+        of_name = {
+            segment.name: parameter
+            for unit in self.runtime.units
+            for group in unit.groups
+            for segment, parameter in zip(group.plan.layout.segments, group.parameters, strict=True)
+        }
+        aliases = self.plan.aliases
+        names = dict.fromkeys((*aliases, *aliases.values()))
+        return [(name, of_name[aliases.get(name, name)]) for name in names]
+
+    def check_member(self, name: str, member: nn.Parameter) -> None:
+        """Raises UsageError where the model has another parameter than `member` under a name by now."""
+        try:
+            found = self.runtime.model.get_parameter(name)
+        except AttributeError:  # taken out of the model, which leaves nothing that isn't trained
+            return
+        if found is not member:
+            _refuse_replaced(name)
+
     def check_members(self) -> None:
         """Raises UsageError for parameters of the model that were added or replaced since it was sharded."""
         places = self.place_of
         for name, parameter in self.runtime.model.named_parameters():
             if id(parameter) not in places:
-                raise UsageError(
-                    f"parameter {name!r} was added or replaced after the model was sharded: it is neither trained nor "
-                    "saved; build the model as it is to be before shard(), and change values inside "
-                    "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
-                )
+                _refuse_replaced(name)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(
@@ -172,4 +189,12 @@ def _closed(model: nn.Module) -> UsageError:
     return UsageError(
         f"{type(model).__name__} was closed (zeroshard.close(), engine.destroy()) and is not sharded by a running "
         "engine any more: read, save and step before that, or shard it again to train on"
+    )
+
+
+def _refuse_replaced(name: str) -> NoReturn:
+    raise UsageError(
+        f"parameter {name!r} was added or replaced after the model was sharded: it is neither trained nor saved; build "
+        "the model as it is to be before shard(), and change values inside "
+        "zeroshard.GatheredParameters(parameters, modifier_rank=0)"
     )

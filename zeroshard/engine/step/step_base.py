@@ -8,6 +8,7 @@ unless the plan says so; then it is not clipped.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,9 @@ class StepperBase(ABC):
         self._clip_once: tuple[float, int] | None = None  # the norm, and which gradients it is for
         self._table = GroupTable(handle)
         self._silent = [0] * len(handle.runtime.units)
+        # What is tied gets gradients by its other name where one was replaced. Two names are looked at in each step.
+        tied = handle.tied()
+        self._tied = itertools.cycle(tied) if tied else None
         self.groups: Sequence[Mapping[str, Any]] = ()
 
     def check_open(self) -> None:
@@ -84,6 +88,9 @@ class StepperBase(ABC):
         if silent != self._silent:  # one that was replaced gets no gradient any more; looking at all takes a while
             self._silent = silent
             self.handle.check_members()
+        elif self._tied is not None:
+            for name, member in itertools.islice(self._tied, 2):
+                self.handle.check_member(name, member)
 
     @property
     def state_buffers(self) -> Sequence[torch.Tensor]:
