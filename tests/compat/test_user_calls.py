@@ -48,18 +48,17 @@ def _sharded(model: Any) -> Any:
 
 
 def _steps(model: Any, engine: Any) -> list[float]:
-    """Losses of two steps."""
+    """Losses of two steps; without an engine torch's own."""
     losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if engine is None else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if engine is None else engine
     for _ in range(2):
-        loss = (engine or model)(input_ids=TOKENS, labels=TOKENS).loss
-        if optimizer is None:
-            engine.backward(loss)
-            engine.step()
-        else:
+        loss = (model if engine is None else engine)(input_ids=TOKENS, labels=TOKENS).loss
+        if engine is None:
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+        optimizer.step()
+        model.zero_grad()
         losses.append(round(loss.item(), 5))
     return losses
 
