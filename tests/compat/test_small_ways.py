@@ -51,8 +51,10 @@ def test_at_stage_0_the_optimizer_is_of_the_class_that_was_asked_for() -> None:
 
 def test_at_other_stages_the_optimizer_is_the_engines_alone() -> None:
     model = nn.Linear(3, 2)
-    _, optimizer, *_ = _start(model, torch.optim.Adam(model.parameters()), zero_optimization={"stage": 1})
+    client = torch.optim.Adam(model.parameters())
+    engine, optimizer, *_ = _start(model, client, zero_optimization={"stage": 1})
     assert not isinstance(optimizer, torch.optim.Adam)
+    assert engine.basic_optimizer is optimizer.optimizer is client
 
 
 def _initialized_inside(rank: int, world_size: int) -> None:

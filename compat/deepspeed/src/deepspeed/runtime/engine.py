@@ -146,6 +146,11 @@ class DeepSpeedEngine(Engine):
         """The embeddings whose gradients are reduced sparsely: none, every gradient is dense."""
         return set()
 
+    @property
+    def basic_optimizer(self) -> Any:
+        """The optimizer that was passed to `initialize`; where the config names one, the engine's own."""
+        return None if self.optimizer is None else vars(self.optimizer)["optimizer"]
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether whole weights may be put together on rank 0 for saving."""
         section = self._section("zero_optimization")
