@@ -319,3 +319,27 @@ def _change_inside(weight: nn.Parameter, change: Callable[[nn.Parameter], object
 
 def test_changes_that_nobody_keeps_are_told_and_undone() -> None:
     run_ranks(2, _unkept)
+
+
+def _across_passes(rank: int, world: int) -> None:
+    for plan in (Setting(steps=1), Setting(steps=1, units=("blocks.0", "blocks.1", "blocks.2", "blocks.3"))):
+        reference = train_reference(TASK, plan, world).parameters
+        for held, evaluates in (("", False), ("blocks.1", False), ("", True), ("inner", True)):
+            model, optimizer = shard_task(TASK, plan)
+            loss = square_loss(model, Batch(0, 0, rank))
+            with zeroshard.GatheredParameters(model.get_submodule(held)):
+                if evaluates:
+                    with torch.no_grad():
+                        square_loss(model, Batch(1, 0, rank))
+                else:
+                    loss.backward()
+                assert all(parameter.numel() for parameter in model.get_submodule(held).parameters())
+            if evaluates:
+                loss.backward()
+            optimizer.step()
+            assert_same(full_parameters(model), reference, f"{held or 'all'} held, evaluated: {evaluates}")
+            zeroshard.close(model)
+
+
+def test_it_may_open_between_a_forward_and_its_backward_around_that_or_an_evaluation() -> None:
+    run_ranks(2, _across_passes)

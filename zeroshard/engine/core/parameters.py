@@ -17,6 +17,7 @@ import torch
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
+from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.pending_updates import PendingUpdates
@@ -378,9 +379,12 @@ class Parameters:
 
 
 def _lent(unit: Unit) -> bool:
-    """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather."""
+    """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather.
+
+    A backward gathers it all the same: its graph may have views of the slot, from a forward before that block.
+    """
     sent = [group for group in unit.groups if group.plan.travels]
-    return bool(sent) and all(len(group.lent) == len(group.parameters) for group in sent)
+    return bool(sent) and all(len(group.lent) == len(group.parameters) for group in sent) and not in_backward()
 
 
 def written_buffers(index: int) -> tuple[Hashable, ...]:

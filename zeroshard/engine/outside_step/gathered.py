@@ -125,12 +125,15 @@ class GatheredParameters:
         wholes: dict[int, torch.Tensor] = {}
         for parameter, (handle, unit, group, index) in self._places:
             segment = group.plan.layout.segments[index]
-            in_use = not is_resting(parameter)
-            if not group.plan.param.divided or (in_use and self._modifier is None):
-                continue  # whole already; what is in use is released before changes are kept
-            if id(group) not in wholes:
-                wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
-            wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
+            if not group.plan.param.divided:
+                continue  # whole already
+            if not is_resting(parameter) and self._modifier is None:
+                # What is in use is here, and other ranks need not come; but a pass inside the block may release it.
+                wake(parameter, parameter.detach().clone())
+            else:
+                if id(group) not in wholes:
+                    wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
+                wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
             self._gathered.append((unit, group, index))
             group.lent.add(index)
 
