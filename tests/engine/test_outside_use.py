@@ -14,8 +14,17 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import VOCABULARY, WIDTH, Batch, Task, language_loss, square_loss
-from tests.support.training import Setting, assert_close, assert_same, sgd, shard_task, train_reference, train_sharded
-from tests.support.zoo import Mlp, Stack
+from tests.support.training import (
+    Setting,
+    assert_close,
+    assert_same,
+    full_parameters,
+    sgd,
+    shard_task,
+    train_reference,
+    train_sharded,
+)
+from tests.support.zoo import Mlp, SharedAcrossBlocks, Stack
 from zeroshard.engine.core.handle import handle_of
 
 STAGES = (0, 1, 2, 3)
@@ -201,3 +210,33 @@ def test_whole_parameters_have_whole_stand_ins_for_gradients_as_torch_compile_wa
 
 def test_parts_called_by_themselves_train_as_they_do_unsharded() -> None:
     run_ranks(2, _parts)
+
+
+def _of_units(model: nn.Module, batch: Batch) -> torch.Tensor:
+    assert isinstance(model, SharedAcrossBlocks)
+    x = batch.normal(2, WIDTH)
+    return sum((model.blocks[index](x).square().mean() for index in (3, 0, 1)), torch.zeros(()))
+
+
+def _units(rank: int, world: int) -> None:
+    blocks = tuple(f"blocks.{index}" for index in range(4))
+    setting = Setting(steps=3, optimizer=sgd, units=blocks)
+    task = Task(SharedAcrossBlocks, _of_units)
+    reference = train_reference(task, setting, world, rank)
+    for stage in STAGES:
+        outcome = train_sharded(task, setting.at(stage), rank)
+        assert_close(outcome.parameters, reference.parameters, what=f"stage {stage}")
+    model, optimizer = shard_task(task, setting)
+    failing = task.loss(model, Batch(9, 0, rank))
+    model.blocks[1].register_full_backward_hook(lambda *_: pytest.fail("in the middle"))  # pyright: ignore
+    with pytest.raises(pytest.fail.Exception, match="in the middle"):
+        (failing + task.loss(model, Batch(9, 0, rank))).backward()
+    model.blocks[1]._backward_hooks.clear()  # pyright: ignore
+    for step in range(setting.steps):
+        task.loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+    assert_close(full_parameters(model), reference.parameters, what="after a backward that failed")
+
+
+def test_units_called_by_themselves_have_weights_of_the_root_and_drop_what_a_failed_backward_left() -> None:
+    run_ranks(2, _units)

@@ -30,6 +30,7 @@ class Forward:
 
     Args:
         begins, ends: what else happens at both ends of a pass.
+        recovers: drops what a backward that an exception ended has left.
 
     Attributes:
         inside: the module at which the running forward came in; None between forwards.
@@ -47,11 +48,12 @@ class Forward:
         backward: Backward,
         begins: Callable[[], None],
         ends: Callable[[], None],
+        recovers: Callable[[], None],
     ) -> None:
         self._units, self._root = units, root
         self._parameters, self._streams = parameters, streams
         self._tracker, self._reads, self._backward = tracker, reads, backward
-        self._begins, self._ends = begins, ends
+        self._begins, self._ends, self._recovers = begins, ends, recovers
         self.inside: int | None = None
         self._part: int | None = None
         self.seen_order: list[int] | None = []
@@ -83,6 +85,8 @@ class Forward:
         elif self._tracker.current is None and torch.is_grad_enabled():
             refuse_transform(self._units)
             self._streams.follow_caller()
+            if self._backward.running:
+                self._recovers()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
         in_pass = self._tracker.current is not None and index != self._root and self._part is None

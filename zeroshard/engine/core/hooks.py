@@ -171,7 +171,7 @@ def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
     names = [unit.plan.name for unit in runtime.units if unit.plan.name]
     found: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if any(path == name or path.startswith(f"{name}.") for name in names):
+        if any(path.startswith(f"{name}.") for name in names):
             faces.add(id(module))
         elif any(id(parameter) in needed for parameter in (*module.parameters(), *external_parameters(module))):
             found[id(module)] = module

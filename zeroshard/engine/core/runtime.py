@@ -94,8 +94,8 @@ class Runtime:
             self._begin_backward,
             self._inside,
         )
-        begins, ends = self._begin_pass, self._settle_resting
-        self.forward = Forward(units, root, parameters, streams, tracker, self.reads, self.backward, begins, ends)
+        at_passes = (self._begin_pass, self._settle_resting, self._recover)
+        self.forward = Forward(units, root, parameters, streams, tracker, self.reads, self.backward, *at_passes)
         self._set_plan(plan)
         if peers is not None:
             self.parameters.written(())  # a peer may gather before this rank has its first values
