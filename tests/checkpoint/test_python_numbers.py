@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ WIDTH = 6
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD whose step shrinks with a count, a float and a switch, all of them numbers of Python's."""
+    """SGD whose step shrinks with counts, a float and a switch: numbers of Python's, and one of NumPy's."""
 
     def __init__(self, params: Any, huge: int = 0) -> None:
         super().__init__(params, {"lr": 0.1, "huge": huge})
@@ -31,10 +32,11 @@ class Counting(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 state["steps"] = state.get("steps", 0) + 1 + group["huge"]
+                state["seen"] = np.int64(state.get("seen", 0) + 1)
                 state["decayed"] = state.get("decayed", 1.0) * 0.7
                 state["odd"] = not state.get("odd", False)
                 state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
-                rate = group["lr"] * state["decayed"] / state["steps"] * (2 if state["odd"] else 1)
+                rate = group["lr"] * state["decayed"] / float(state["seen"]) * (2 if state["odd"] else 1)
                 p.add_(state["sum"], alpha=-rate)
 
 
@@ -78,7 +80,7 @@ def _loaded(rank: int, world: int, folder: Path) -> None:
         engine.load_checkpoint(folder / str(saved))
         for part in stepper_of(engine.module).update.state_parts():
             kinds = {name: type(value) for name, value in part.scalars.items()}
-            assert kinds == {"steps": int, "decayed": float, "odd": bool}
+            assert kinds == {"steps": int, "seen": int, "decayed": float, "odd": bool}
             assert part.scalars["steps"] == 3
         _steps(engine, 3, 5)
         for name, value in _whole(engine).items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -284,8 +285,8 @@ class TorchUpdate(SavedState):
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     scalars[name] = value.detach().cpu()
-                elif isinstance(value, (bool, int, float)):
-                    scalars[name] = value
+                elif isinstance(value, Real):
+                    scalars[name] = _number(value)
                 elif isinstance(value, torch.Tensor) and value.shape == part.shape:
                     elements[name] = value
                 elif value is not None:
@@ -319,6 +320,13 @@ class TorchUpdate(SavedState):
                 self._inner.state[part] = {**{name: _copied(value) for name, value in scalars.items()}, **elements}
                 return {name: RowPart.of(values) for name, values in elements.items()}
         return {}
+
+
+def _number(value: Real) -> bool | int | float:
+    """A number of Python's, also where the optimizer keeps one of NumPy's."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _copied(value: Scalar) -> Scalar:
