@@ -16,6 +16,7 @@ from zeroshard.engine.outside_step.offload_states import reload_states
 from zeroshard.sharding.loose import hang, rest_loosely
 from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.resting import unguarded
+from zeroshard.tiers import loaded
 
 
 def close_handle(handle: Handle) -> None:
@@ -39,9 +40,10 @@ def _hang(group: Group, mesh: RankMesh) -> None:
     layout = group.plan.layout
     values, others = group.shard, mesh.world_size - layout.shards
     kept = mesh.rank < layout.shards  # ranks of the first subgroup have the first numbers
-    if group.plan.update_axes:  # master weights in host memory stay there
-        whole = group.master is not None and not group.split
-        values = group.update_master if whole else group.master_values()
+    if group.plan.update_axes:
+        # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
+        whole = None if group.split else group.master
+        values = group.master_values() if whole is None else loaded(whole, slice(None))
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
         starts = [min(max(layout.shard_range(rank)[0], segment.offset), segment.end) for rank in range(layout.shards)]
         bounds = [*(start - segment.offset for start in starts), *[segment.numel] * (others + 1)]

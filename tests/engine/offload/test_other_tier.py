@@ -152,3 +152,28 @@ def _refused(rank: int, world: int, folder: Path) -> None:
 
 def test_what_is_read_where_it_lies_is_refused_there(tmp_path: Path) -> None:
     run_ranks(1, _refused, tmp_path)
+
+
+def _closed(rank: int, world: int, folder: Path) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    setting = Setting(plan=offloaded(recipe(3, "bf16")))
+    for in_files in (False, True):
+        model, optimizer = _shard(folder / str(rank), setting)[:2] if in_files else shard_task(TASK, setting)
+        _step(model, optimizer, 0, rank)
+        trained = full_parameters(model)
+        zeroshard.close(model)
+        with zeroshard.GatheredParameters(model.parameters()):
+            assert_same({name: p.detach().float() for name, p in model.named_parameters()}, _rounded(trained), "closed")
+        again, optimizer = zeroshard.shard(model, adamw(model), plan=setting.plan)
+        assert_same(full_parameters(again), trained, "with the precision of master weights")
+        _step(again, optimizer, 1, rank)
+        found.append(full_parameters(again))
+    assert_same(found[1], found[0], "closed in files, and trained on in host memory")
+
+
+def _rounded(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.bfloat16().float() for name, value in values.items()}
+
+
+def test_a_closed_model_keeps_its_master_weights_in_memory(tmp_path: Path) -> None:
+    run_ranks(2, _closed, tmp_path)
