@@ -343,3 +343,19 @@ def _across_passes(rank: int, world: int) -> None:
 
 def test_it_may_open_between_a_forward_and_its_backward_around_that_or_an_evaluation() -> None:
     run_ranks(2, _across_passes)
+
+
+def _steps_inside(rank: int, world: int) -> None:
+    model, optimizer = shard_task(TASK, Setting(steps=1))
+    square_loss(model, Batch(0, 0, rank)).backward()
+    with (
+        zeroshard.GatheredParameters(model),
+        pytest.raises(UsageError, match=r"'inner.weight' is held by a zeroshard.GatheredParameters that is open"),
+    ):
+        optimizer.step()
+    optimizer.step()
+    assert_same(full_parameters(model), train_reference(TASK, Setting(steps=1), world).parameters)
+
+
+def test_a_step_inside_is_refused_by_what_holds_the_parameters() -> None:
+    run_ranks(2, _steps_inside)

@@ -34,6 +34,10 @@ _BETWEEN = (
     f"model's forward. Use parameters in modules only; {_CHANGE}"
 )
 _ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
+_HELD = (
+    "is held by a zeroshard.GatheredParameters that is open, whose values a step would leave behind; leave the block "
+    "before optimizer.step()"
+)
 _INSTEAD = (
     "which would be lost; change its values in place under torch.no_grad() where parameters rest whole (stages 0 to "
     "2), or between steps inside zeroshard.GatheredParameters(parameters, modifier_rank=0)"
@@ -128,7 +132,7 @@ class Inspection:
         for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
             elsewhere = parameter.data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
             if elsewhere and view.numel() and not unit.held:
-                _refuse(group, index, _ELSEWHERE)
+                _refuse(group, index, _HELD if index in group.lent else _ELSEWHERE)
             if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
                 continue
             if parameter.grad is not None:
