@@ -297,6 +297,7 @@ def test_what_can_not_be_offloaded_is_refused_by_name() -> None:
     assert "AdamW with amsgrad can't update state in host memory" in amsgrad
     assert "float32 master weights" in split
     assert "Lion has no kernel" in lion
+    assert "use Adam or AdamW, or Offload(update=HostUpdate.PROCESSOR) with this one" in lion
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,9 @@ def _streamed_stepper(
 ) -> StreamedStepper:
     """For state that passes through the device. Raises PlanError for an optimizer without a kernel for that."""
     if source.streamed is None:
+        other = ", or Offload(update=HostUpdate.PROCESSOR) with this one" if source.on_host is not None else ""
         raise PlanError(
-            f"offload: {source.name} has no kernel that streamed state could pass through; use Adam or AdamW"
+            f"offload: {source.name} has no kernel that streamed state could pass through; use Adam or AdamW{other}"
         )
     buffers = [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]
     update = source.streamed(site, buffers, handle.plan.policy.stream_numel)
