@@ -15,7 +15,7 @@ from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.attached import attach_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper
-from zeroshard.engine.step.sites import make_regions
+from zeroshard.engine.step.regions_of import make_regions
 from zeroshard.errors import NonFiniteError, UsageError
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.device_adam import DeviceAdam

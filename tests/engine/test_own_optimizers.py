@@ -38,7 +38,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.device_stepper import DeviceStepper
-from zeroshard.engine.step.sites import make_site
+from zeroshard.engine.step.regions_of import make_update_context
 from zeroshard.engine.step.step_base import StepperBase
 from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.errors import PlanError
@@ -240,9 +240,9 @@ def _planned(rank: int, world: int) -> list[int]:
 
 def _exchange(model: nn.Module, groups: list[dict[str, Any]]) -> MatrixUpdate:
     """A second update over the same regions, to look at its buffers."""
-    site = make_site(handle_of(model), groups)
-    matrices = [n for n, r in enumerate(site.regions) if any(g >= 0 and groups[g]["use_muon"] for g in r.hyper)]
-    return MatrixUpdate(context_of_part(site, matrices)[0])
+    context = make_update_context(handle_of(model), groups)
+    matrices = [n for n, r in enumerate(context.regions) if any(g >= 0 and groups[g]["use_muon"] for g in r.hyper)]
+    return MatrixUpdate(context_of_part(context, matrices)[0])
 
 
 def _matrix_bytes(plan: Plan) -> list[int]:
@@ -270,12 +270,12 @@ def _on_device(rank: int, world: int) -> None:
                 cpu = torch.device("cpu")
                 handle = build_handle(model, make_plan(model, stage, source, cpu, clip_norm=0.5), device=cpu)
                 mark_parameters(handle)
-                site = make_site(handle, source.groups)
+                context = make_update_context(handle, source.groups)
                 if on_device:
-                    update = LambUpdate(site) if name == "Lamb" else device_update(site, source.groups)
+                    update = LambUpdate(context) if name == "Lamb" else device_update(context, source.groups)
                     stepper: StepperBase = DeviceStepper(handle, update, None)
                 else:
-                    stepper = HostStepper(handle, source.update(site), None)
+                    stepper = HostStepper(handle, source.update(context), None)
                 optimizer = ShardedOptimizer(source.groups, source.defaults, stepper, name)
                 for step in range(3):
                     _two_ranks(model, Batch(step, 0, rank)).backward()

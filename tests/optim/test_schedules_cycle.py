@@ -269,7 +269,7 @@ def test_the_table_of_the_gpu_step_takes_the_cycled_betas() -> None:
     engine, optimizer, *_ = zeroshard.initialize(model=model, config=CONFIG)
     assert optimizer is not None
     handle = stepper_of(model).handle
-    from zeroshard.engine.step.sites import make_regions
+    from zeroshard.engine.step.regions_of import make_regions
     from zeroshard.optim.rules import ADAMW
 
     table = DeviceAdam(ADAMW, make_regions(handle, optimizer.param_groups), torch.device("cpu"))

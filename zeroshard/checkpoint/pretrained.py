@@ -21,8 +21,8 @@ from torch import nn
 from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
-from zeroshard.sharding.loose import hang, rest_loosely, shard_loosely
-from zeroshard.sharding.loose_guard import guard_loose
+from zeroshard.sharding.unowned import hang, rest_unowned, shard_unowned
+from zeroshard.sharding.unowned_guard import guard_unowned
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -91,7 +91,7 @@ def from_pretrained(
                 return
             value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             fill_in_place(name, tensor, value.new_empty(0))
-            shard_loosely(tensor, value, name)
+            shard_unowned(tensor, value, name)
 
         materialize(model, None, keep, wanted=lambda name: stored.get(name) is None)
         target = torch.device(device) if device is not None else _default_device()
@@ -100,7 +100,7 @@ def from_pretrained(
             weight = stored[name]
             if weight is not None and first[id(tensor)] == name:
                 _fill(name, tensor, weight, files, dtype, target)
-        guard_loose(model)
+        guard_unowned(model)
         used = {weight.name for weight in stored.values() if weight is not None}
         return Pretrained(model, made, tuple(sorted(files.weights.keys() - used)))
 
@@ -175,7 +175,7 @@ def _fill(
     own = files.read(weight.name, bounds[rank], bounds[rank + 1])
     fill_in_place(name, tensor, torch.empty(0, dtype=kind, device=device))
     hang(tensor, weight.shape, bounds, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
-    rest_loosely(tensor, name)
+    rest_unowned(tensor, name)
 
 
 def _default_device() -> torch.device:

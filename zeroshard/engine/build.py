@@ -30,8 +30,8 @@ from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
-from zeroshard.sharding.loose import whole_shape
-from zeroshard.sharding.loose_guard import guard_loose
+from zeroshard.sharding.unowned import whole_shape
+from zeroshard.sharding.unowned_guard import guard_unowned
 
 
 def build_handle(
@@ -96,7 +96,7 @@ def _start_engine(
     storage = Storage(plan, parameters, comm.mesh.rank, device, open_tiers(plan, device, tiers), allocator)
     if is_deferred(model):
         _materialize(model, plan, storage, device)
-    guard_loose(model)
+    guard_unowned(model)
     unguard_closed_state(model)
     if streams is None:
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))

@@ -1,6 +1,6 @@
 """Closing a sharded model: hooks and communicators go, and its parameters stay usable.
 
-What rests whole stays whole. What is sharded becomes loose (see sharding.loose): GatheredParameters reads it and
+What rests whole stays whole. What is sharded becomes unowned (see sharding.unowned): GatheredParameters reads it and
 another `initialize` shards it again, with the precision of its master weights. Of what each subgroup of ranks has, the
 part of the first one is kept. No communication: a rank that closes alone, in an error say, does not wait for others.
 """
@@ -13,9 +13,9 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
-from zeroshard.sharding.loose import hang, rest_loosely
-from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.resting import unguarded
+from zeroshard.sharding.unowned import hang, rest_unowned
+from zeroshard.sharding.unowned_guard import guard_unowned
 from zeroshard.tiers import loaded
 
 
@@ -32,7 +32,7 @@ def close_handle(handle: Handle) -> None:
                     parameter.grad = None
             if group.plan.param.divided:
                 _hang(group, handle.comm.mesh)
-    guard_loose(handle.runtime.model)
+    guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
 
 
@@ -49,4 +49,4 @@ def _hang(group: Group, mesh: RankMesh) -> None:
         bounds = [*(start - segment.offset for start in starts), *[segment.numel] * (others + 1)]
         own, _ = group.own_part(index)
         hang(parameter, segment.shape, bounds, values[own] if kept else values.new_empty(0))
-        rest_loosely(parameter, segment.name)
+        rest_unowned(parameter, segment.name)

@@ -31,7 +31,7 @@ from zeroshard.engine.memory.tiers import TierFactory
 from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import check_update, make_plan
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
-from zeroshard.engine.step.choice import make_stepper
+from zeroshard.engine.step.make_stepper import make_stepper
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.mesh import Mesh
 from zeroshard.optim.clients import client_source

@@ -18,7 +18,7 @@ from zeroshard.optim.rules import ADAMW, check_common
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import DeviceUpdate, FlatUpdate, HostDriven, UpdateMethod
-from zeroshard.sharding.loose import whole_shape
+from zeroshard.sharding.unowned import whole_shape
 
 MATRIX_DEFAULTS: Mapping[str, Any] = {
     "lr": 0.02,

@@ -1,7 +1,7 @@
 """An `Init` after which every rank holds its share of each parameter: what `deepspeed.zero.Init` leaves behind.
 
     Init             parameters stay on the tape until the model is sharded; the master weights are exact
-    ShardedInit      parameters are made one by one when the context ends, and each rank keeps its part (see loose)
+    ShardedInit      parameters are made one by one when the context ends, and each rank keeps its part (see unowned)
 
 The second is for code that goes on to fill the parameters itself, inside GatheredParameters, before `initialize`: the
 loading of a pretrained model on one rank. Rejected for everybody: a tape is cheaper where nobody fills them.
@@ -28,10 +28,10 @@ from zeroshard.comm.together import gather_from_all
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred.calls import active_tape, active_watcher, suspended
 from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
-from zeroshard.sharding.loose import shard_loosely
-from zeroshard.sharding.loose_guard import guard_loose
 from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.resting import is_resting, name_resting
+from zeroshard.sharding.unowned import shard_unowned
+from zeroshard.sharding.unowned_guard import guard_unowned
 
 _TOGETHER = (
     "a model that is built under such an Init (deepspeed.zero.Init) is divided among all ranks, so all of them have to "
@@ -111,7 +111,7 @@ class ShardedInit(Init):
         materialize(built, None, self._keep)
         self._receive()
         for root in roots:
-            guard_loose(root)
+            guard_unowned(root)
             for name, parameter in root.named_parameters():
                 if is_resting(parameter):
                     name_resting(parameter, name)
@@ -128,10 +128,10 @@ class ShardedInit(Init):
         value = value.to(dtype)
         fill_in_place(name, tensor, value.new_empty(0))
         if not _several_ranks():
-            shard_loosely(tensor, value, name)
+            shard_unowned(tensor, value, name)
         elif dist.get_rank() == 0:
             _broadcast(torch.tensor([self._numbers[id(tensor)]], device=value.device))
-            shard_loosely(tensor, _broadcast(value), name)
+            shard_unowned(tensor, _broadcast(value), name)
 
     def _receive(self) -> None:
         """On other ranks than 0: its parameters in the order in which it makes them, which may be another than here."""
@@ -141,7 +141,7 @@ class ShardedInit(Init):
         for _ in members:
             number = int(_broadcast(torch.zeros(1, dtype=torch.int64, device=self.device)))
             shape, empty = self._shapes[number], members[number]
-            shard_loosely(empty, _broadcast(torch.empty(shape, dtype=empty.dtype, device=self.device)))
+            shard_unowned(empty, _broadcast(torch.empty(shape, dtype=empty.dtype, device=self.device)))
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
-from zeroshard.sharding.loose import whole_numel, whole_shape
 from zeroshard.sharding.marks import external_parameters, is_leaf
+from zeroshard.sharding.unowned import whole_numel, whole_shape
 from zeroshard.sharding.whole import can_be_unit, is_whole, takes_hooks
 
 OWN_UNIT_NUMEL = 16_384

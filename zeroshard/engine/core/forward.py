@@ -121,18 +121,18 @@ class Forward:
         elif not self._list.run_release(index):
             self._parameters.release(index)
 
-    def enter(self, face: int) -> None:
+    def enter(self, entry: int) -> None:
         """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
         if in_backward():
             self._parameters.use(self._root)
         elif self.inside is None:
-            self.inside = face
+            self.inside = entry
             self.pre_forward(self._root)
 
-    def leave(self, face: int, output: object, *, failed: bool) -> None:
+    def leave(self, entry: int, output: object, *, failed: bool) -> None:
         """Such a module has run, or ended in an exception."""
-        mine = in_backward() or self.inside == face
-        if self.inside == face:
+        mine = in_backward() or self.inside == entry
+        if self.inside == entry:
             self.inside = None
         if mine and not failed:
             self.post_forward(self._root, output)

@@ -36,12 +36,12 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         after = _outside_of_compiled_code(_after(runtime, unit.index))
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(after))
-    for face, module in enumerate(_faces(model, runtime)):
+    for entry, module in enumerate(_entries(model, runtime)):
         if dtype is not None:
             cast = partial(_cast_inputs, torch_dtype(dtype))
             handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        enter = _outside_of_compiled_code(_entering(runtime.forward.enter, face))
-        leave = _outside_of_compiled_code(_leaving(runtime.forward.leave, face))
+        enter = _outside_of_compiled_code(_entering(runtime.forward.enter, entry))
+        leave = _outside_of_compiled_code(_leaving(runtime.forward.leave, entry))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     for module in _parts(model, runtime):
@@ -142,7 +142,7 @@ def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
     return _Hook(eager)
 
 
-def _faces(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
+def _entries(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
     """The modules that may run as the model: itself, and those inside that hold all of its units.
 
     A wrapper that calls `inner.forward`, or a `generate` that calls the wrapped model, passes the outer hooks by.
@@ -167,7 +167,7 @@ def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
 
     `generate` calls an encoder so, losses of one's own call the backbone, the head or the embedding.
     """
-    needed, faces = _root_members(runtime), {id(face) for face in _faces(model, runtime)}
+    needed, faces = _root_members(runtime), {id(entry) for entry in _entries(model, runtime)}
     names = [unit.plan.name for unit in runtime.units if unit.plan.name]
     found: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):

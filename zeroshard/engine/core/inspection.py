@@ -92,7 +92,7 @@ class Inspection:
 
     def _changed(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
         sharded = group.plan.param.divided
-        if sharded and not is_resting(parameter) and (not unit.in_use or index in group.lent) and not unit.held:
+        if sharded and not is_resting(parameter) and (not unit.in_use or index in group.opened) and not unit.held:
             return  # inside a GatheredParameters, which looks itself
         self.accept(parameter)
         if sharded:
@@ -132,7 +132,7 @@ class Inspection:
         for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
             elsewhere = parameter.data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
             if elsewhere and view.numel() and not unit.held:
-                _refuse(group, index, _HELD if index in group.lent else _ELSEWHERE)
+                _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)
             if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
                 continue
             if parameter.grad is not None:

@@ -118,7 +118,7 @@ class Parameters:
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
         unit = self._storage.units[index]
-        if self._ledger.holds(index) or _lent(unit):
+        if self._ledger.holds(index) or _all_opened(unit):
             return
         evicted, slot = self._ledger.take(index), self._slots[index]
         if evicted is not None and slot is not None:
@@ -152,7 +152,7 @@ class Parameters:
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
         unit = self._storage.units[index]
-        if _lent(unit):
+        if _all_opened(unit):
             return
         if not self._ledger.holds(index):
             self.gather(index)
@@ -378,13 +378,13 @@ class Parameters:
         return ("whole", index) if slot is None else ("slot", slot)
 
 
-def _lent(unit: Unit) -> bool:
+def _all_opened(unit: Unit) -> bool:
     """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather.
 
     A backward gathers it all the same: its graph may have views of the slot, from a forward before that block.
     """
     sent = [group for group in unit.groups if group.plan.travels]
-    return bool(sent) and all(len(group.lent) == len(group.parameters) for group in sent) and not in_backward()
+    return bool(sent) and all(len(group.opened) == len(group.parameters) for group in sent) and not in_backward()
 
 
 def written_buffers(index: int) -> tuple[Hashable, ...]:

@@ -3,7 +3,7 @@
     in use    the parameter is a view into `whole` (or of `shard`, where it lies within), under its own class
     at rest   it holds no values, and guards against being read (see sharding.resting)
     held      as in use, in memory beside the slot (`take_apart`): something reads it outside of its unit's forward
-    lent      a GatheredParameters has given it memory; nothing here touches it meanwhile
+    opened    a GatheredParameters has given it memory; nothing here touches it meanwhile
 
 What the names of the tensors mean stands in storage, which allocates them. Rejected: parameters that stay views of the
 slot for good. They would show another unit's values as soon as the slot goes to its next owner.
@@ -49,7 +49,7 @@ class Group:
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
     in_shard: frozenset[int] = frozenset()
     """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
-    lent: set[int] = field(default_factory=set)
+    opened: set[int] = field(default_factory=set)
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _apart: list[torch.Tensor] | None = None
     _addresses: list[int] = field(default_factory=list)
@@ -129,14 +129,14 @@ class Group:
         """Give the parameters their values; those that a GatheredParameters holds keep what it gave them."""
         values = self.views if self._apart is None else self._apart
         for index, (parameter, own, value) in enumerate(zip(self.parameters, self.classes, values, strict=True)):
-            if index not in self.lent:
+            if index not in self.opened:
                 parameter.__class__ = own
                 parameter.data = value
 
     def hide(self) -> None:
         """Let the parameters rest, but for those that a GatheredParameters holds."""
         for index, (parameter, own, empty) in enumerate(zip(self.parameters, self.classes, self.empties, strict=True)):
-            if index not in self.lent:
+            if index not in self.opened:
                 parameter.__class__ = own
                 parameter.data = empty
                 parameter.__class__ = resting_class(own)  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +168,7 @@ class Group:
         if self._apart is not None or list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
             return None
         for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
-            if index not in self.lent and parameter.data_ptr() != address:
+            if index not in self.opened and parameter.data_ptr() != address:
                 return index
         return None
 

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from zeroshard.engine.memory.group import Group
-from zeroshard.engine.memory.loose_values import take_whole
 from zeroshard.engine.memory.tiers import Tiers
 from zeroshard.engine.memory.unit import Unit, UnitState
+from zeroshard.engine.memory.unowned_values import take_whole
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.offload import lands_beside, returns_beside, window_nbytes

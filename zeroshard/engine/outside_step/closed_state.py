@@ -12,8 +12,8 @@ from torch import nn
 
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError
-from zeroshard.sharding.loose import loose_of
 from zeroshard.sharding.resting import is_resting
+from zeroshard.sharding.unowned import unowned_shard_of
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
@@ -30,8 +30,8 @@ class _ClosedState:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         """Raises UsageError, or puts a stand-in, where a parameter of the module itself is empty."""
         for name, parameter in reachable_parameters(module):
-            loose = loose_of(parameter)
-            if loose is None or not is_resting(parameter) or f"{prefix}{name}" not in state:
+            unowned = unowned_shard_of(parameter)
+            if unowned is None or not is_resting(parameter) or f"{prefix}{name}" not in state:
                 continue
             if not self.names:
                 raise UsageError(
@@ -39,14 +39,14 @@ class _ClosedState:
                     "(engine.destroy(), zeroshard.close()). Call it on all ranks inside "
                     "zeroshard.GatheredParameters(model.parameters()), or save before closing"
                 )
-            state[f"{prefix}{name}"] = sharded_value(parameter.dtype, loose.shape)
+            state[f"{prefix}{name}"] = sharded_value(parameter.dtype, unowned.shape)
 
 
 def guard_closed_state(model: nn.Module, *, names: bool) -> None:
     """Put the hook on modules that have sharded parameters of their own."""
     unguard_closed_state(model)
     for module in model.modules():
-        if takes_hooks(module) and any(loose_of(parameter) for _, parameter in reachable_parameters(module)):
+        if takes_hooks(module) and any(unowned_shard_of(parameter) for _, parameter in reachable_parameters(module)):
             module.register_state_dict_post_hook(_ClosedState(names))
 
 

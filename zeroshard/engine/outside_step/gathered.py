@@ -17,14 +17,14 @@ from torch import nn
 from zeroshard.arguments import need_kind
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
-from zeroshard.engine.memory.loose_values import gather_loose
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.unowned_values import gather_unowned
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.fingerprint import Fingerprints
-from zeroshard.sharding.loose import LooseShard, loose_of, rest_loosely
 from zeroshard.sharding.marks import PARAMETER_OF
 from zeroshard.sharding.resting import is_resting, name_at_rest, wake
+from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of
 
 _HELD = "_zeroshard_gathered"
 """On a parameter while a GatheredParameters has it."""
@@ -92,7 +92,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._held: list[torch.Tensor] = []
         self._places: list[tuple[torch.Tensor, Place]] = []
-        self._loose: list[tuple[torch.Tensor, LooseShard]] = []
+        self._unowned: list[tuple[torch.Tensor, UnownedShard]] = []
         self._gathered: list[tuple[Unit, Group, int]] = []
         self._versions: dict[int, int] = {}
         self._fingerprints: list[tuple[list[torch.Tensor], Fingerprints, torch.Tensor]] = []
@@ -102,18 +102,18 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         free = [member for member in self._members if _HELD not in vars(member)]
         self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
-        self._loose = [(member, loose) for member in free if (loose := loose_of(member)) is not None]
+        self._unowned = [(member, unowned) for member in free if (unowned := unowned_shard_of(member)) is not None]
         handles = {id(place[0]): place[0] for _, place in self._places}
-        sizes = {handle.comm.control.size for handle in handles.values()} | {loose.ranks for _, loose in self._loose}
+        sizes = {handle.comm.control.size for handle in handles.values()} | {one.ranks for _, one in self._unowned}
         for ranks in sizes:
             if self._modifier is not None and not 0 <= self._modifier < ranks:
                 raise UsageError(f"GatheredParameters: modifier_rank {self._modifier} is not one of the {ranks} ranks")
         for handle in handles.values():
             handle.runtime.drain()
         self._gather()
-        for parameter, loose in self._loose:
-            wake(parameter, gather_loose(loose, parameter.device).to(parameter.dtype))
-        self._held = [member for member, _ in (*self._places, *self._loose)]
+        for parameter, unowned in self._unowned:
+            wake(parameter, gather_unowned(unowned, parameter.device).to(parameter.dtype))
+        self._held = [member for member, _ in (*self._places, *self._unowned)]
         for member in self._held:
             vars(member)[_HELD] = True
         self._versions = {id(member): member._version for member in self._held}
@@ -135,7 +135,7 @@ class GatheredParameters:
                     wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
                 wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
             self._gathered.append((unit, group, index))
-            group.lent.add(index)
+            group.opened.add(index)
 
     def _take_fingerprints(self) -> None:
         """Where changes are not kept: what is written through `parameter.data` has no version counter."""
@@ -155,7 +155,7 @@ class GatheredParameters:
     def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
         """A change of what this block has not gathered overwrites what its master weights, or the old values, are."""
         _, _, group, index = place
-        if index in group.lent:
+        if index in group.opened:
             return None
         return parameter.detach().clone() if self._modifier is None or group.master is not None else None
 
@@ -180,10 +180,10 @@ class GatheredParameters:
                 )
         finally:
             for unit, group, index in self._gathered:
-                group.lent.discard(index)
+                group.opened.discard(index)
                 group.show_one(index) if unit.in_use or unit.held else group.hide_one(index)
-            for parameter, _ in self._loose:
-                rest_loosely(parameter)
+            for parameter, _ in self._unowned:
+                rest_unowned(parameter)
             for parameter, (handle, *_) in self._places:
                 handle.runtime.inspection.accept(parameter)
             for member in self._held:
@@ -210,11 +210,11 @@ class GatheredParameters:
             group.write_changed(index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.written(())
-        for parameter, loose in self._loose:
+        for parameter, unowned in self._unowned:
             value = parameter.detach().contiguous()
-            if loose.ranks > 1:
+            if unowned.ranks > 1:
                 dist.broadcast(value, source)
-            loose.write(value)
+            unowned.write(value)
 
 
 def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from zeroshard.optim.updates import StatefulUpdate
 from zeroshard.plan.policy import OnNonFinite
 
 _LOGGER = logging.getLogger("zeroshard")
-LOUD_SKIPS = 20
+SKIPS_BEFORE_A_WARNING = 20
 """Skipped steps in a row after which the log says that nothing is being learned."""
 
 
@@ -221,7 +221,7 @@ class StepperBase(ABC):
             )
         scale = "" if scales is None else f"; loss scale {scales[0]:g} -> {scales[1]:g}"
         _LOGGER.warning("step skipped: gradients not finite, %s%s", where, scale)
-        if self._skipped_in_a_row % LOUD_SKIPS == 0:
+        if self._skipped_in_a_row % SKIPS_BEFORE_A_WARNING == 0:
             _LOGGER.error(
                 "%d steps in a row were skipped, %s: nothing is being learned. "
                 "A NaN does not come from the loss scale; look at the loss and the input",

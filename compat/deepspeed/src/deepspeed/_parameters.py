@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.engine.outside_step.gathered import GatheredParameters, place_of
-from zeroshard.sharding.loose import loose_of
+from zeroshard.sharding.unowned import unowned_shard_of
 
 _IDS = itertools.count()
 
@@ -66,7 +66,7 @@ def is_checked(parameter: torch.Tensor) -> bool:
 
 
 def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False, checked: bool = False) -> None:
-    """Put the attributes on parameters that are sharded, loosely or by an engine; others are left as they are.
+    """Put the attributes on parameters that are sharded, without an owner or by an engine; others are left as they are.
 
     Args:
         resident: and on those of an engine that stay whole.
@@ -106,9 +106,9 @@ def announce(parameters: Iterable[nn.Parameter]) -> None:
 
 def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int, bool] | None:
     """Shape and number of shards of a parameter that is sharded, and whether it stays whole all the same."""
-    loose, place = loose_of(parameter), place_of(parameter)
-    if loose is not None:
-        return torch.Size(loose.shape), loose.ranks, False
+    unowned, place = unowned_shard_of(parameter), place_of(parameter)
+    if unowned is not None:
+        return torch.Size(unowned.shape), unowned.ranks, False
     if place is None or not (resident or place[2].plan.param.divided):
         return None
     plan = place[2].plan
@@ -117,9 +117,9 @@ def _sharded(parameter: torch.Tensor, resident: bool) -> tuple[torch.Size, int, 
 
 def _part(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank keeps of a sharded parameter, flat: the memory itself, in the dtype in which it rests."""
-    loose, place = loose_of(parameter), place_of(parameter)
-    if loose is not None:
-        return loose.values
+    unowned, place = unowned_shard_of(parameter), place_of(parameter)
+    if unowned is not None:
+        return unowned.values
     assert place is not None
     _, _, group, index = place
     segment = group.plan.layout.segments[index]

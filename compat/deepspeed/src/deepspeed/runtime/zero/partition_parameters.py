@@ -23,7 +23,7 @@ from zeroshard.engine.build import default_device
 from zeroshard.engine.outside_step.gathered import GatheredParameters as _Gathered
 from zeroshard.engine.outside_step.gathered import Unkept
 from zeroshard.sharding.early import ShardedInit
-from zeroshard.sharding.loose import shard_loosely
+from zeroshard.sharding.unowned import shard_unowned
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "zero_wrapper_for_fp_tensor_constructor"]
 
@@ -103,7 +103,7 @@ class Init(ShardedInit):
                 value = value.to(self._param_dtype)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(value, 0)
-            shard_loosely(parameter, value, name)
+            shard_unowned(parameter, value, name)
         describe(module.parameters(), checked=self._checked)
 
 

@@ -8,7 +8,7 @@ from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.step.compressed_stepper import CompressedStepper
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.host_state_stepper import HostStateStepper
-from zeroshard.engine.step.sites import make_site
+from zeroshard.engine.step.regions_of import make_update_context
 from zeroshard.engine.step.step_base import StepperBase
 from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.engine.step.streamed_stepper import StreamedStepper
@@ -25,48 +25,48 @@ from zeroshard.plan.policy import HostUpdate
 def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
     """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
     updates = handle.plan.updates
-    site = make_site(handle, source.groups)
-    _check_blocks(site, source)
+    context = make_update_context(handle, source.groups)
+    _check_blocks(context, source)
     if len(updates) > 1:
         raise PlanError("offload: state is updated either by the processor or while it passes the device, in one plan")
     if updates:
-        _refuse_low(site, "state in host memory")
+        _refuse_low(context, "state in host memory")
     if HostUpdate.PROCESSOR in updates:
         if source.on_host is None:
             raise PlanError(
                 f"offload: {_in_full(source)} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, "
                 "RMSprop or SGD without any of torch's special options, or keep the state on the device"
             )
-        return HostStateStepper(handle, source.on_host(site), scaler)
+        return HostStateStepper(handle, source.on_host(context), scaler)
     if HostUpdate.STREAMED in updates:
-        return _streamed_stepper(handle, source, site, scaler)
+        return _streamed_stepper(handle, source, context, scaler)
     # The kernels of the device compute in float32.
-    other = any(region.low or region.master.dtype == torch.float64 for region in site.regions)
+    other = any(region.low or region.master.dtype == torch.float64 for region in context.regions)
     on_device = handle.device.type == "cuda" and source.on_device is not None and not other
     if not (on_device and source.split_master):
-        refuse_split(site.regions, source.name)
+        refuse_split(context.regions, source.name)
     if on_device:
         assert source.on_device is not None
-        return DeviceStepper(handle, source.on_device(site), scaler)
+        return DeviceStepper(handle, source.on_device(context), scaler)
     if source.compressed is not None:
-        _refuse_low(site, _in_full(source))
-        return CompressedStepper(handle, source.compressed(site), scaler)
-    made = source.update(site)
-    _check_low(site, source, made)
+        _refuse_low(context, _in_full(source))
+        return CompressedStepper(handle, source.compressed(context), scaler)
+    made = source.update(context)
+    _check_low(context, source, made)
     return HostStepper(handle, made, scaler)
 
 
-def _check_low(site: UpdateContext, source: Source, made: UpdateMethod) -> None:
+def _check_low(context: UpdateContext, source: Source, made: UpdateMethod) -> None:
     """Raises PlanError where 16-bit parameters without master weights have an update that needs these."""
-    if isinstance(made, TorchUpdate) and all(region.state_dtype != torch.float32 for region in site.regions):
+    if isinstance(made, TorchUpdate) and all(region.state_dtype != torch.float32 for region in context.regions):
         return  # torch keeps the state in the dtype of the parameters
     if not isinstance(made, FlatUpdate):
-        _refuse_low(site, _in_full(source))
+        _refuse_low(context, _in_full(source))
 
 
-def _refuse_low(site: UpdateContext, what: str) -> None:
+def _refuse_low(context: UpdateContext, what: str) -> None:
     """Raises PlanError where there are 16-bit parameters without master weights, which `what` needs."""
-    for region in site.regions:
+    for region in context.regions:
         if region.low:
             raise PlanError(
                 f"{region.label} has no master weights, which {what} needs: keep the state on the device and use Adam, "
@@ -82,9 +82,9 @@ def _in_full(source: Source) -> str:
     return source.name + (f" with {' and '.join(options)}" if options else "")
 
 
-def _check_blocks(site: UpdateContext, source: Source) -> None:
+def _check_blocks(context: UpdateContext, source: Source) -> None:
     """Raises PlanError for a plan in whose memory the optimizer's moments don't lie; `low_bit` checks the contrary."""
-    for region in site.regions:
+    for region in context.regions:
         if region.blocks is not None and source.blocks is None:
             raise PlanError(
                 f"the plan keeps moments of {region.label} in {region.blocks.bits} bits, but {source.name} has them in "
@@ -93,7 +93,7 @@ def _check_blocks(site: UpdateContext, source: Source) -> None:
 
 
 def _streamed_stepper(
-    handle: Handle, source: Source, site: UpdateContext, scaler: LossScaler | None
+    handle: Handle, source: Source, context: UpdateContext, scaler: LossScaler | None
 ) -> StreamedStepper:
     """For state that passes through the device. Raises PlanError for an optimizer without a kernel for that."""
     if source.streamed is None:
@@ -102,5 +102,5 @@ def _streamed_stepper(
             f"offload: {source.name} has no kernel that streamed state could pass through; use Adam or AdamW{other}"
         )
     buffers = [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]
-    update = source.streamed(site, buffers, handle.plan.policy.stream_numel)
+    update = source.streamed(context, buffers, handle.plan.policy.stream_numel)
     return StreamedStepper(handle, update, scaler)

@@ -18,7 +18,7 @@ from zeroshard.plan.offload import is_moved
 from zeroshard.tiers import Row
 
 
-def make_site(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> UpdateContext:
+def make_update_context(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> UpdateContext:
     """What this rank's update works on."""
     comm = handle.comm
     axes = {**comm.reduces, handle.plan.mesh.names: comm.control}

@@ -1,6 +1,6 @@
 """A forward on parameters that are sharded and owned by no sharded model is refused by name.
 
-The hook is on modules only while parameters of their own hang loose (see loose): in training there is none.
+The hook is on modules only while parameters of their own have no owner (see unowned): in training there is none.
 Rejected: explaining torch's error about an empty tensor afterwards, which some operations don't raise.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UsageError
-from zeroshard.sharding.loose import loose_of
 from zeroshard.sharding.resting import is_resting
+from zeroshard.sharding.unowned import unowned_shard_of
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
@@ -32,8 +32,8 @@ class _LooseGuard:
         if torch.compiler.is_compiling():
             return  # a hook in compiled code would cut it in two
         for name, parameter in reachable_parameters(module):
-            loose = loose_of(parameter)
-            if loose is not None and is_resting(parameter):
+            unowned = unowned_shard_of(parameter)
+            if unowned is not None and is_resting(parameter):
                 where = f"{self.path!r} ({type(module).__name__})" if self.path else f"the {type(module).__name__}"
                 raise UsageError(
                     f"forward of {where}: its parameter {name!r} is sharded, and this rank holds only a part of it. "
@@ -43,11 +43,11 @@ class _LooseGuard:
                 )
 
 
-def guard_loose(model: nn.Module) -> None:
-    """Put the hook on modules of `model` that have loose parameters of their own, and take it off all others."""
+def guard_unowned(model: nn.Module) -> None:
+    """Put the hook on modules of `model` that have unowned parameters of their own, and take it off all others."""
     for path, module in model.named_modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _LooseGuard)]:
             del hooks[key]
-        if takes_hooks(module) and any(loose_of(parameter) for _, parameter in reachable_parameters(module)):
+        if takes_hooks(module) and any(unowned_shard_of(parameter) for _, parameter in reachable_parameters(module)):
             module.register_forward_pre_hook(_LooseGuard(path), prepend=True)

@@ -23,7 +23,7 @@ from torch import nn
 from zeroshard.errors import UsageError
 from zeroshard.sharding.resting import Resting, is_resting, name_at_rest, rest, stretched
 
-_LOOSE = "_zeroshard_loose"
+_UNOWNED = "_zeroshard_unowned"
 _WHY = (
     "this rank holds only a part of it, and no engine has it: the model was built under an Init that shards, or its "
     "engine was closed (engine.destroy(), zeroshard.close())"
@@ -37,7 +37,7 @@ _COPY = "__deepcopy__"
 
 
 @dataclass
-class LooseShard:
+class UnownedShard:
     """This rank's part of a parameter.
 
     Attributes:
@@ -63,28 +63,28 @@ class LooseShard:
         self.values.copy_(torch.where(self.values.to(new.dtype) == new, self.values, new.to(self.values.dtype)))
 
 
-def shard_loosely(parameter: torch.Tensor, value: torch.Tensor, name: str = "") -> None:
+def shard_unowned(parameter: torch.Tensor, value: torch.Tensor, name: str = "") -> None:
     """Hang an even share of `value` on `parameter`, which rests from here. No communication."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
     share = -(-value.numel() // ranks)
     bounds = tuple(min(share * number, value.numel()) for number in range(ranks + 1))
     own = value.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]].clone()
     hang(parameter, tuple(value.shape), bounds, own)
-    rest_loosely(parameter, name)
+    rest_unowned(parameter, name)
 
 
 def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], values: torch.Tensor) -> None:
-    """Hang this rank's part on `parameter`; `rest_loosely` is to follow."""
-    vars(parameter)[_LOOSE] = LooseShard(tuple(shape), tuple(bounds), values)
+    """Hang this rank's part on `parameter`; `rest_unowned` is to follow."""
+    vars(parameter)[_UNOWNED] = UnownedShard(tuple(shape), tuple(bounds), values)
     vars(parameter)[_COPY] = _Copier(parameter)
 
 
-def rest_loosely(parameter: torch.Tensor, name: str = "") -> None:
-    """Let a loose parameter rest."""
-    loose = loose_of(parameter)
-    assert loose is not None
+def rest_unowned(parameter: torch.Tensor, name: str = "") -> None:
+    """Let an unowned parameter rest."""
+    unowned = unowned_shard_of(parameter)
+    assert unowned is not None
     record = Resting(name or name_at_rest(parameter), None, _WHY, _CURE)
-    rest(parameter, record, stretched(loose.shape, parameter.dtype, parameter.device))
+    rest(parameter, record, stretched(unowned.shape, parameter.dtype, parameter.device))
 
 
 class _Copier:
@@ -97,13 +97,13 @@ class _Copier:
         """A parameter with a shard of its own; of one that is whole just now, an ordinary copy."""
         parameter = self._of()
         assert parameter is not None
-        loose = loose_of(parameter)
-        if loose is None or not is_resting(parameter):
+        unowned = unowned_shard_of(parameter)
+        if unowned is None or not is_resting(parameter):
             return type(parameter).__deepcopy__(parameter, memo)
         nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         copied = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
-        hang(copied, loose.shape, loose.bounds, loose.values.clone())
-        rest_loosely(copied)
+        hang(copied, unowned.shape, unowned.bounds, unowned.values.clone())
+        rest_unowned(copied)
         memo[id(parameter)] = copied
         return copied
 
@@ -115,22 +115,22 @@ class _Copier:
         )
 
 
-def loose_of(parameter: torch.Tensor) -> LooseShard | None:
-    """The parameter's loose shard, None for a parameter that is whole or that a sharded model owns."""
-    found: LooseShard | None = vars(parameter).get(_LOOSE)
+def unowned_shard_of(parameter: torch.Tensor) -> UnownedShard | None:
+    """The parameter's unowned shard, None for a parameter that is whole or that a sharded model owns."""
+    found: UnownedShard | None = vars(parameter).get(_UNOWNED)
     return found
 
 
-def forget_loose(parameter: torch.Tensor) -> None:
-    """Give the loose shard up."""
-    vars(parameter).pop(_LOOSE, None)
+def forget_unowned(parameter: torch.Tensor) -> None:
+    """Give the unowned shard up."""
+    vars(parameter).pop(_UNOWNED, None)
     vars(parameter).pop(_COPY, None)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The parameter's shape when it is whole, sharded or not."""
-    loose = loose_of(parameter)
-    return tuple(parameter.shape) if loose is None else loose.shape
+    unowned = unowned_shard_of(parameter)
+    return tuple(parameter.shape) if unowned is None else unowned.shape
 
 
 def whole_numel(parameter: torch.Tensor) -> int:

@@ -39,7 +39,7 @@ def _refused(model: nn.Module, rank: int) -> None:
 
 
 def _trains_unhindered(model: nn.Module, rank: int) -> zeroshard.Engine:
-    """Hooks on the parts of the model are those of a model that never was loose."""
+    """Hooks on the parts of the model are those of a model that never was unowned."""
     engine = zeroshard.initialize(model=model, config=CONFIG)[0]
     never = zeroshard.initialize(model=Stack(), config=CONFIG)[0]
     assert _hooks(model) == _hooks(never.module)

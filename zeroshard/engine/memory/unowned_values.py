@@ -1,0 +1,35 @@
+"""The values of parameters that are sharded though no sharded model owns them (see sharding.unowned)."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.comm.collectives import gather_over_default
+from zeroshard.sharding.unowned import UnownedShard, forget_unowned, unowned_shard_of
+
+
+def gather_unowned(unowned: UnownedShard, device: torch.device) -> torch.Tensor:
+    """The whole parameter on `device`, in the dtype of `unowned.values`; called by all ranks of the default group."""
+    own = unowned.values.to(device)
+    if unowned.ranks == 1:
+        return own.clone().view(unowned.shape)
+    numel = unowned.bounds[-1]
+    sizes = [end - start for start, end in zip(unowned.bounds, unowned.bounds[1:], strict=False)]
+    widest = max(sizes)
+    if own.numel() < widest:
+        own = torch.cat([own, own.new_empty(widest - own.numel())])
+    rows = own.new_empty(unowned.ranks * widest)
+    gather_over_default(rows, own.contiguous())
+    if all(size == widest or end == numel for size, end in zip(sizes, unowned.bounds[1:], strict=True)):
+        return rows[:numel].view(unowned.shape)  # only what lies behind the last element is padding
+    parts = [row[:size] for row, size in zip(rows.view(unowned.ranks, widest), sizes, strict=True)]
+    return torch.cat(parts).view(unowned.shape)
+
+
+def take_whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's values; those of an unowned one are gathered (called by all ranks) and its shard is given up."""
+    unowned = unowned_shard_of(parameter)
+    if unowned is None:
+        return parameter.data
+    forget_unowned(parameter)
+    return gather_unowned(unowned, parameter.device)
