@@ -359,3 +359,20 @@ def _steps_inside(rank: int, world: int) -> None:
 
 def test_a_step_inside_is_refused_by_what_holds_the_parameters() -> None:
     run_ranks(2, _steps_inside)
+
+
+def _closes_inside(rank: int, world: int) -> None:
+    model, optimizer = shard_task(TASK, Setting(steps=1))
+    with torch.no_grad(), zeroshard.GatheredParameters(model, modifier_rank=0):
+        with pytest.raises(UsageError, match=r"close: parameter 'inner.weight' is held by a"):
+            zeroshard.close(model)
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(not value.any() for value in full_parameters(model).values()), "the block has kept its changes"
+    square_loss(model, Batch(0, 0, rank)).backward()
+    optimizer.step()
+    zeroshard.close(model)
+
+
+def test_a_model_is_not_closed_inside() -> None:
+    run_ranks(2, _closes_inside)

@@ -13,6 +13,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
+from zeroshard.errors import UsageError
 from zeroshard.sharding.resting import unguarded
 from zeroshard.sharding.unowned import hang, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
@@ -20,7 +21,8 @@ from zeroshard.tiers import loaded
 
 
 def close_handle(handle: Handle) -> None:
-    """Close the model of `handle`."""
+    """Close the model of `handle`. Raises UsageError inside of an open GatheredParameters of its parameters."""
+    _refuse_open(handle)
     reload_states(handle.runtime.model)
     handle.close()
     handle.runtime.reads.forget()
@@ -34,6 +36,16 @@ def close_handle(handle: Handle) -> None:
                 _hang(group, handle.comm.mesh)
     guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
+
+
+def _refuse_open(handle: Handle) -> None:
+    for unit in handle.runtime.units:
+        for group in unit.groups:
+            for index in sorted(group.opened):
+                raise UsageError(
+                    f"close: parameter {group.plan.layout.segments[index].name!r} is held by a "
+                    "zeroshard.GatheredParameters that is open, whose end needs the model; leave the block before"
+                )
 
 
 def _hang(group: Group, mesh: RankMesh) -> None:
