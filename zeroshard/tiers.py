@@ -49,12 +49,10 @@ class TierMemory(Protocol):
     """The memory of a tier on one rank.
 
     Attributes:
-        in_place: whether the rows that it gives have `values`.
         used: bytes of the rows given so far.
         pinned: bytes of host memory that are locked for it.
     """
 
-    in_place: bool
     used: int
     pinned: int
 

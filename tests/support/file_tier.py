@@ -47,7 +47,6 @@ class FileRow:
 class FileMemory:
     """A TierMemory that makes a file for each row."""
 
-    in_place = False
     pinned = 0
 
     def __init__(self, folder: Path) -> None:

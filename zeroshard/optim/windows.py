@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from zeroshard.optim.regions import Region
-from zeroshard.plan.offload import WINDOW_ALIGNMENT
+from zeroshard.plan.offload import aligned
 from zeroshard.tiers import Row, finish, in_place
 
 
@@ -39,7 +39,7 @@ class Windows:
         for row in [*rows, *([] if region.row is None else [region.row])]:
             nbytes = row.numel * row.dtype.itemsize
             place = region.window[used : used + nbytes].view(row.dtype)
-            used += -(-nbytes // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
+            used += aligned(nbytes)
             moved.append((row, place))
             places.append(place)
         self._moved[number] = moved

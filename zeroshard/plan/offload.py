@@ -33,8 +33,8 @@ STREAM_NUMEL = 1 << 24
 STREAM_BUFFERS = 3
 """One that comes up, one that is updated, one that goes down."""
 
-WINDOW_ALIGNMENT = 64
-"""Bytes: what lies side by side in the window begins at multiples of this."""
+ALIGNMENT = 64
+"""Bytes: what lies side by side in host memory begins at multiples of a cache line, which the widest vectors like."""
 ENOUGH_THREADS = 12
 """Threads of a rank from which native code updates state sooner than a link carries it to a GPU and back: one moves
 about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/0015)."""
@@ -185,6 +185,11 @@ def group_host_nbytes(group: GroupPlan) -> int:
     return group.layout.shard_numel * resting + buffer_host_nbytes(group)
 
 
+def aligned(nbytes: int) -> int:
+    """The bytes after which the next tensor begins in host memory."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def is_moved(group: GroupPlan) -> bool:
     """Whether the processor updates state that does not lie in memory: it passes through the window in host memory."""
     held = (group.master, group.moments)
@@ -200,7 +205,7 @@ def window_nbytes(plan: Plan) -> int:
 def _window_nbytes(group: GroupPlan) -> int:
     held = (one for one in (group.master, group.moments) if one is not None)
     rows = (group.layout.shard_numel * itemsize(one.dtype) for one in held for _ in range(one.copies))
-    return sum(-(-row // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for row in rows)
+    return sum(map(aligned, rows))
 
 
 def host_nbytes(plan: Plan) -> int:

@@ -19,12 +19,10 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError, ZeroShardError
-from zeroshard.plan.offload import host_nbytes
+from zeroshard.plan.offload import ALIGNMENT, aligned, host_nbytes
 from zeroshard.plan.plan import Plan
 from zeroshard.tiers import RowInPlace
 
-ALIGNMENT = 64
-"""Bytes: a cache line, and what the widest vector instructions like."""
 _KEPT_FREE = 1 << 30
 """Bytes that are left to everything else on the machine."""
 _LARGEST_PIECES = 6
@@ -40,8 +38,6 @@ class HostMemory:
 
     A TierMemory (see zeroshard.tiers), whose rows lie in place.
     """
-
-    in_place = True
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self._locks = pinned
@@ -68,7 +64,7 @@ class HostMemory:
         """A tensor of (numel,) zeros; it lives as long as this memory."""
         start, nbytes = self._next, numel * dtype.itemsize
         assert start + nbytes <= self._bytes.numel(), "the plan counted less host memory than its state takes"
-        self._next = min(self._bytes.numel(), start + _aligned(nbytes))
+        self._next = min(self._bytes.numel(), start + aligned(nbytes))
         self.used += nbytes
         return self._bytes[start : start + nbytes].view(dtype)
 
@@ -106,10 +102,6 @@ def check_host_memory(nbytes: int, ranks: int, available: int | None) -> None:
         f"{nbytes * ranks / 2**30:.2f} GiB for the {ranks} on this machine, which has {available / 2**30:.2f} GiB "
         "available; use more ranks or machines, or lower offload_optimizer.ratio (Offload.ratio) if devices have room"
     )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def available_bytes() -> int | None:

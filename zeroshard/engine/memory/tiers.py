@@ -27,7 +27,6 @@ TierFactory = Callable[[Plan, torch.device], TierMemory]
 class DeviceMemory:
     """Memory from torch's allocator. A TierMemory, whose rows lie in place."""
 
-    in_place = True
     pinned = 0
 
     def __init__(self, device: torch.device) -> None:
