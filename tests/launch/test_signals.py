@@ -164,6 +164,23 @@ def test_a_signal_while_the_launcher_is_starting_is_named(tmp_path: Path, number
     assert said.splitlines()[-1] == f"zeroshard: {number.name} received, all ranks ended"
 
 
+_SIGNAL_AMID_THE_FORK = """
+import os, signal, sys, time
+from zeroshard.launch import guard
+os.register_at_fork(**{sys.argv[1]: lambda: os.kill(os.getpid(), int(sys.argv[2]))})
+killed = lambda number: print(number.name, flush=True)
+sys.exit(guard.guarded(lambda directory: time.sleep(1000), killed))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("process", ["after_in_child", "after_in_parent"])
+def test_a_signal_amid_the_fork_of_the_agent_is_not_lost(tmp_path: Path, process: str, number: signal.Signals) -> None:
+    launcher = start(tmp_path, "-c", _SIGNAL_AMID_THE_FORK, process, str(int(number)), stderr=subprocess.PIPE)
+    out, said = launcher.communicate(timeout=30)
+    assert (launcher.returncode, out) == (128 + number, f"{number.name}\n"), said
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the kernel ends orphaned ranks on Linux only")
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     text = """

@@ -57,6 +57,8 @@ def guarded(work: Work, killed: Tell, control: Control | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
         _adopt_orphans()
         parent = os.getpid()
+        # Until both processes have said what a signal does to them: one that came amid the fork would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         child = os.fork()
         if child == 0:
             os._exit(_in_child(work, directory, parent, job))
@@ -70,6 +72,7 @@ def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     # an exception amid an import comes out as whatever the import makes of it.
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -103,6 +106,7 @@ def _wait(child: int, killed: Tell, job: str, control: Callable[[Tell], None] | 
     reaping = threading.RLock()  # a handler may run while this thread holds it
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     if control is not None:
         threading.Thread(target=control, args=(tell,), daemon=True).start()
     while True:
