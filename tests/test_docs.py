@@ -58,12 +58,13 @@ def on_two_ranks(script: str, tmp_path: Path) -> str:
 
 def _script(rank: int, world_size: int, path: str) -> str:
     _leave(world_size)
-    printed = io.StringIO()
+    printed, status = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
-        assert not end.code, printed.getvalue()
+        status = end.code
+    assert not status, printed.getvalue()
     return printed.getvalue()
 
 
