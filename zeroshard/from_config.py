@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -27,15 +28,18 @@ from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.config.resolve import resolve
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, close
+from zeroshard.engine.observing import Observer
 from zeroshard.engine.planning import make_plan
 from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
+from zeroshard.observe.build import build_observer, check_packages
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
 from zeroshard.optim.loss_scale import LossScaler
@@ -177,6 +181,7 @@ def _build_engine(
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     if resolved.log_level is not None:
         logging.getLogger("zeroshard").setLevel(resolved.log_level.upper())
+    check_packages(resolved.observe)
     device = default_device()
     refuse_uninitialized(model)
     refuse_shared_memory(model)
@@ -195,7 +200,10 @@ def _build_engine(
     try:
         _cast_buffers(model, resolved.precision.buffer)
         scheduler = _scheduler(resolved, sharded, lr_scheduler)
-        engine = kind(model, sharded, scheduler, _batch_sizes(resolved), _engine_options(resolved))
+        observer = build_observer(resolved.observe, handle_of(model))
+        engine = kind(model, sharded, scheduler, _batch_sizes(resolved), _engine_options(resolved, observer))
+        if observer is not None:
+            weakref.finalize(engine, observer.close)
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
         if resolved.checkpoint.directory is not None:
             engine.save_on_sigterm(resolved.checkpoint.directory)
@@ -352,7 +360,7 @@ def _batch_sizes(config: Config) -> BatchSizes:
     return BatchSizes(config.batch.train, config.batch.micro, config.batch.accumulation)
 
 
-def _engine_options(config: Config) -> EngineOptions:
+def _engine_options(config: Config, observer: Observer | None) -> EngineOptions:
     autocast = config.precision.autocast
     return EngineOptions(
         accumulate_dtype=config.precision.grad_accum,
@@ -367,7 +375,7 @@ def _engine_options(config: Config) -> EngineOptions:
         steps_per_print=config.steps_per_print,
         clip_value=config.gradient_clip_value,
         ignore_unused=config.zero.ignore_unused,
-        breakdown=config.breakdown,
+        observer=observer,
         counts_micro_batches=config.batch.managed,
         settings=Settings(0 if config.zero.stage == "auto" else config.zero.stage, config.precision.compute),
     )

@@ -195,3 +195,16 @@ def test_a_processor_counts_as_many_devices_as_its_launcher_starts_ranks(monkeyp
     assert accelerator.device_count() == 2
     monkeypatch.setenv("LOCAL_SIZE", "4")
     assert accelerator.device_count() == 4
+
+
+def test_scripts_write_events_of_their_own_to_the_monitors_of_a_config(tmp_path: Path) -> None:
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section})
+    monitor = MonitorMaster(config.monitor_config)
+    assert monitor.enabled
+    monitor.write_events([("Eval/loss", 1.5, 3)])
+    assert (tmp_path / "job" / "Eval_loss.csv").read_text().split() == ["step,loss", "3,1.5"]
+    assert not MonitorMaster(DeepSpeedConfig({"train_batch_size": 1}).monitor_config).enabled

@@ -24,6 +24,10 @@ SECTIONS: dict[type, tuple[str, ...]] = {
     resolved.SchedulerConfig: ("scheduler",),
     resolved.ActivationConfig: ("activations", "wanted", "config"),
     resolved.CheckpointConfig: ("checkpoint",),
+    resolved.ObserveConfig: ("observe",),
+    resolved.FilesConfig: ("files",),
+    resolved.WandbConfig: ("wandb",),
+    resolved.CometConfig: ("comet",),
 }
 """The names under which the package holds each section."""
 OWN = {"origins", "world_size"}

@@ -172,6 +172,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _any_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise refuse("a string", value)
+    return value
+
+
 def _counts(value: Any) -> Any:
     wanted = "a list of whole numbers of at least 1"
     if not isinstance(value, list | tuple) or not value:
@@ -199,6 +205,7 @@ LogLevel = Annotated[
 ]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, BeforeValidator(_text)]
+AnyText = Annotated[str, BeforeValidator(_any_text)]
 Size = Annotated[int, whole(0)]
 Count = Annotated[int, whole(1)]
 Counts = Annotated["tuple[int, ...]", BeforeValidator(_counts)]

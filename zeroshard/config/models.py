@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zeroshard.config.fields import (
     LARGEST,
+    AnyText,
     Count,
     Counts,
     DtypeName,
@@ -133,6 +134,45 @@ class CheckpointSection(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], one_of("Ignore", "Warn", "Fail")] = "Warn"
 
 
+class TensorboardSection(Section):
+    enabled: Flag = False
+    output_path: AnyText = ""
+    job_name: Text = "DeepSpeedJobName"
+
+
+class CsvMonitorSection(Section):
+    enabled: Flag = False
+    output_path: AnyText = ""
+    job_name: Text = "DeepSpeedJobName"
+
+
+class WandbSection(Section):
+    enabled: Flag = False
+    group: Text | None = None
+    team: Text | None = None
+    project: Text = "deepspeed"
+
+
+class CometSection(Section):
+    enabled: Flag = False
+    samples_log_interval: Count = 100
+    project: Text | None = None
+    workspace: Text | None = None
+    api_key: Text | None = None
+    experiment_name: Text | None = None
+    experiment_key: Text | None = None
+    online: Flag | None = None
+    mode: Text | None = None
+
+
+class ThroughputSection(Section):
+    enabled: Flag = True
+
+
+class TimersSection(Section):
+    throughput: ThroughputSection = Field(default_factory=ThroughputSection)
+
+
 class ElasticitySection(Section):
     enabled: Flag = False
     max_train_batch_size: Count = 2000
@@ -156,6 +196,11 @@ class ObeyedSections(Section):
     activation_checkpointing: ActivationSection = Field(default_factory=ActivationSection)
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
+    tensorboard: TensorboardSection = Field(default_factory=TensorboardSection)
+    csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection)
+    wandb: WandbSection = Field(default_factory=WandbSection)
+    comet: CometSection = Field(default_factory=CometSection)
+    timers: TimersSection = Field(default_factory=TimersSection)
     communication_data_type: DtypeName | None = None
     gradient_clip_value: NonNegative = 0.0
     gradient_clipping: NonNegative = 1.0

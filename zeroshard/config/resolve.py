@@ -43,7 +43,7 @@ from zeroshard.config.resolved import (
     SchedulerConfig,
     ZeroConfig,
 )
-from zeroshard.config.sections import activations, loss_scale
+from zeroshard.config.sections import activations, loss_scale, observing
 from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
 from zeroshard.errors import UsageError, ZeroShardWarning
 
@@ -188,7 +188,7 @@ class _Resolver:
             activations=activations(sections),
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
-            breakdown=sections.wall_clock_breakdown,
+            observe=observing(sections),
             allow_untested_optimizer=sections.zero_allow_untested_optimizer,
             log_level=sections.log_level,
             origins=FrozenMap(self._all_origins()),

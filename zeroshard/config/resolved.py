@@ -180,6 +180,56 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class FilesConfig:
+    """A monitor that writes files; an empty path is a folder of its own beside the script."""
+
+    output_path: str
+    job_name: str
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Where Weights & Biases logs to."""
+
+    project: str
+    group: str | None
+    team: str | None
+
+
+@dataclass(frozen=True)
+class CometConfig:
+    """Where Comet logs to, and after how many samples again."""
+
+    samples_log_interval: int
+    project: str | None
+    workspace: str | None
+    api_key: str | None
+    experiment_name: str | None
+    experiment_key: str | None
+    online: bool | None
+    mode: str | None
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What is to be seen of a run; None is what is not asked for.
+
+    Attributes:
+        every: optimizer steps between two lines of progress.
+        breakdown: whether the times of forward, backward and step are printed.
+        throughput: whether lines of progress tell how fast the steps are.
+    """
+
+    every: int | None
+    breakdown: bool
+    throughput: bool
+    tensorboard: FilesConfig | None
+    csv: FilesConfig | None
+    wandb: WandbConfig | None
+    comet: CometConfig | None
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole config. `origins` says for each JSON path where its value comes from."""
 
@@ -197,7 +247,7 @@ class Config:
     activations: ActivationConfig
     drop_last: bool
     steps_per_print: int | None
-    breakdown: bool
+    observe: ObserveConfig
     allow_untested_optimizer: bool
     log_level: str | None
     origins: Mapping[str, str]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from zeroshard.config.models import ObeyedSections
-from zeroshard.config.resolved import ActivationConfig, LossScaleConfig
+from zeroshard.config.models import CometSection, CsvMonitorSection, ObeyedSections, TensorboardSection, WandbSection
+from zeroshard.config.resolved import (
+    ActivationConfig,
+    CometConfig,
+    FilesConfig,
+    LossScaleConfig,
+    ObserveConfig,
+    WandbConfig,
+)
 
 
 def activations(sections: ObeyedSections) -> ActivationConfig:
@@ -32,4 +39,40 @@ def loss_scale(sections: ObeyedSections) -> LossScaleConfig | None:
         hysteresis=fp16.hysteresis,
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         minimum=fp16.min_loss_scale,
+    )
+
+
+def observing(sections: ObeyedSections) -> ObserveConfig:
+    """What is to be seen of the run."""
+    return ObserveConfig(
+        every=sections.steps_per_print,
+        breakdown=sections.wall_clock_breakdown,
+        throughput=sections.timers.throughput.enabled,
+        tensorboard=_files(sections.tensorboard),
+        csv=_files(sections.csv_monitor),
+        wandb=_wandb(sections.wandb),
+        comet=_comet(sections.comet),
+    )
+
+
+def _files(asked: TensorboardSection | CsvMonitorSection) -> FilesConfig | None:
+    return FilesConfig(asked.output_path, asked.job_name) if asked.enabled else None
+
+
+def _wandb(asked: WandbSection) -> WandbConfig | None:
+    return WandbConfig(asked.project, asked.group, asked.team) if asked.enabled else None
+
+
+def _comet(asked: CometSection) -> CometConfig | None:
+    if not asked.enabled:
+        return None
+    return CometConfig(
+        asked.samples_log_interval,
+        asked.project,
+        asked.workspace,
+        asked.api_key,
+        asked.experiment_name,
+        asked.experiment_key,
+        asked.online,
+        asked.mode,
     )

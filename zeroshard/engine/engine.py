@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from zeroshard.engine.native import close
+from zeroshard.engine.observing import Disk
 from zeroshard.engine.saving import checkpoints
 from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
 from zeroshard.engine.saving.tags import agreed_tag
@@ -71,6 +73,19 @@ class Engine(TrainingEngine):
                 background, the error comes from the next save, load or `wait_for_checkpoint`.
         """
         self._settle("save_checkpoint")
+        with self._seen_disk("save"):
+            self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background)
+        return True
+
+    def _save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None,
+        client_state: checkpoints.ClientState,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+        background: bool | None,
+    ) -> None:
         checkpoints.save(
             self.module,
             save_dir,
@@ -91,7 +106,9 @@ class Engine(TrainingEngine):
                 "data": self._data.saved(),
             },
         )
-        return True
+
+    def _seen_disk(self, what: Disk) -> AbstractContextManager[None]:
+        return nullcontext() if self._observer is None else self._observer.disk(what)
 
     def _agreed_tag(self, tag: str) -> str:
         barrier = checkpoints.saver_of(self._handle).barrier()
@@ -139,7 +156,8 @@ class Engine(TrainingEngine):
             progress=not load_module_only,
             strict=load_module_strict,
         )
-        loaded = checkpoints.load(self.module, load_dir, tag, scheduler=self.lr_scheduler, selection=selection)
+        with self._seen_disk("load"):
+            loaded = checkpoints.load(self.module, load_dir, tag, scheduler=self.lr_scheduler, selection=selection)
         if selection.progress and loaded.counters:
             self._count_from(loaded.counters)
         return str(loaded.folder), loaded.client_state
@@ -218,4 +236,6 @@ class Engine(TrainingEngine):
         if self._on_sigterm is not None:
             self._on_sigterm.preemption.close()
             self._on_sigterm = None
+        if self._observer is not None:
+            self._observer.close()
         close(self.module)

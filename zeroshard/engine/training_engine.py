@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine.backwards import Backwards
 from zeroshard.engine.batching import Batching, BatchSizes
-from zeroshard.engine.breakdown import Breakdown, Part
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
+from zeroshard.engine.observing import Monitor, Observer, SilentMonitor, StepFacts, Throughput
 from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.outside_step.unused import refuse_unused
@@ -35,7 +35,8 @@ from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
 
-_UNTIMED = nullcontext()
+_UNSEEN = nullcontext()
+_NOWHERE = SilentMonitor()
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class EngineOptions:
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
         clip_value: what each element of the gradients is held within; 0 is no limit.
         ignore_unused: whether parameters may stay without a gradient in a step; else that is an error.
-        breakdown: whether forward, backward and step are timed, and printed with the progress or after each step.
+        observer: what watches the steps, if anything does.
         counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
         settings: what is answered to those who ask for it.
     """
@@ -75,7 +76,7 @@ class EngineOptions:
     steps_per_print: int | None = None
     clip_value: float = 0.0
     ignore_unused: bool = True
-    breakdown: bool = False
+    observer: Observer | None = None
     counts_micro_batches: bool = True
     settings: Settings = field(default_factory=Settings)
 
@@ -115,7 +116,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         self._inside_no_sync = False
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
-        self._breakdown = Breakdown(handle_of(model).device) if self._options.breakdown else None
+        self._observer = self._options.observer
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -138,11 +139,9 @@ class TrainingEngine(nn.Module, AsksSettings):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, under torch.autocast where the config says so."""
         dtype = self._options.autocast
-        with self._timed("forward"), nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+        seen = _UNSEEN if self._observer is None else self._observer.forward(args, kwargs)
+        with seen, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             return self.module(*args, **kwargs)
-
-    def _timed(self, part: Part) -> AbstractContextManager[None]:
-        return _UNTIMED if self._breakdown is None else self._breakdown.of(part)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch.
@@ -158,7 +157,8 @@ class TrainingEngine(nn.Module, AsksSettings):
         self._handle.check_open()
         assert self._backwards is not None
         divided, scaled = self._backwards.prepared(loss, divide=scale_wrt_gas)
-        with self._timed("backward"), self._backwards.of_engine():
+        seen = _UNSEEN if self._observer is None else self._observer.backward(divided)
+        with seen, self._backwards.of_engine():
             scaled.backward(retain_graph=retain_graph)
         return divided
 
@@ -187,10 +187,11 @@ class TrainingEngine(nn.Module, AsksSettings):
             return
         self._close_outcome(stepper)
         self.global_steps += 1
-        self.global_samples += self._samples()
+        batch = self._samples()
+        self.global_samples += batch
         self._data.mark()
         self._uncounted = arguments
-        with self._timed("step"):
+        with _UNSEEN if self._observer is None else self._seen_update(self._observer, stepper, batch):
             self._update(self.optimizer)
         if self._batching.manual:
             self._take_accumulators()
@@ -200,10 +201,15 @@ class TrainingEngine(nn.Module, AsksSettings):
             self._close_outcome(stepper)
         if due:
             self._print_progress(stepper)
-        if self._breakdown is not None:
-            self._breakdown.end_step()
-            if due or every is None:
-                self._print_breakdown(self._breakdown)
+        if self._observer is not None:
+            self._observer.report(self.global_steps, due=due)
+
+    def _seen_update(self, observer: Observer, stepper: StepperBase, batch: int) -> AbstractContextManager[None]:
+        assert self.optimizer is not None
+        scale = None if stepper.scaler is None else stepper.scaler.scale
+        rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
+        on_host = [float(rate) for rate in rates if not (isinstance(rate, torch.Tensor) and rate.is_cuda)]
+        return observer.update(StepFacts(self.global_steps, self.global_samples, batch, on_host, scale))
 
     def _update(self, optimizer: ShardedOptimizer) -> None:
         """Update the parameters from the gradients, as the config says, and forget these."""
@@ -230,12 +236,8 @@ class TrainingEngine(nn.Module, AsksSettings):
         norm = stepper.report.norm
         told = [f"rate {rates}"] if rates else []
         told += [] if norm is None else [f"gradient norm {norm:g}"]
-        print(f"step {self.global_steps}: {', '.join([*told, f'{self.skipped_steps} skipped'])}", flush=True)
-
-    def _print_breakdown(self, breakdown: Breakdown) -> None:
-        """One line on rank 0 on the steps that the device has done by now, without waiting for it."""
-        if self._handle.comm.mesh.rank == 0 and (line := breakdown.line()) is not None:
-            print(f"step {self.global_steps}: {line}", flush=True)
+        told += [f"{self.skipped_steps} skipped", *(() if self._observer is None else self._observer.progress())]
+        print(f"step {self.global_steps}: {', '.join(told)}", flush=True)
 
     def _close_outcome(self, stepper: StepperBase) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
@@ -246,6 +248,9 @@ class TrainingEngine(nn.Module, AsksSettings):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler, arguments)
+        if self._observer is not None:
+            report = stepper.report
+            self._observer.concluded(applied=report.applied, norm=report.norm, skipped=self.skipped_steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or running) micro-batch is the last before the update."""
@@ -328,7 +333,22 @@ class TrainingEngine(nn.Module, AsksSettings):
         """See `zeroshard.reload_states`."""
         reload_states(self.module, non_blocking=non_blocking)
 
-    # What the last step did.
+    # What is seen of a run, and what the last step did.
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where `tensorboard`, `csv_monitor`, `wandb` and `comet` of the config write: `enabled`, `write_events`."""
+        return _NOWHERE if self._observer is None else self._observer.monitor
+
+    @property
+    def tput_timer(self) -> Throughput:
+        """How fast the steps are: `avg_samples_per_sec()` and more, see docs/observability.md."""
+        if self._observer is None:
+            raise UsageError(
+                "engine.tput_timer: nothing is timed, because the config asks for nothing that shows it; set "
+                '"steps_per_print", "wall_clock_breakdown" or a monitor'
+            )
+        return self._observer.throughput
 
     def get_global_grad_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; None before the first step."""

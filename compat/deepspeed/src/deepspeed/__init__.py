@@ -43,6 +43,7 @@ __getattr__, __dir__ = lazy(
         "log_dist": "deepspeed.utils:log_dist",
         "logger": "deepspeed.utils:logger",
         "moe": "deepspeed.moe",
+        "monitor": "deepspeed.monitor",
         "ops": "deepspeed.ops",
         "runtime": "deepspeed.runtime",
         "utils": "deepspeed.utils",

@@ -39,6 +39,7 @@ class DeepSpeedConfig:
 
     Attributes:
         zero_config: the section zero_optimization.
+        monitor_config: what `deepspeed.monitor.monitor.MonitorMaster` takes.
         zero_enabled, zero_optimization_stage: what of it is asked for most.
         optimizer_name, optimizer_params, scheduler_name, scheduler_params: None where the section is not there.
 
@@ -58,6 +59,8 @@ class DeepSpeedConfig:
         self.gradient_allreduce_op = resolved.reduction.op
         self.prescale_gradients = resolved.reduction.prescale
         self.gradient_predivide_factor = resolved.reduction.predivide_factor
+        self.monitor_config = resolved.observe
+        self.wall_clock_breakdown = resolved.observe.breakdown
         self.steps_per_print = resolved.steps_per_print
         self.bfloat16_enabled = resolved.precision.compute == "bf16"
         self.float16_enabled = self.fp16_enabled = resolved.precision.compute == "fp16"

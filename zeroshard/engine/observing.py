@@ -1,0 +1,101 @@
+"""What an engine tells whoever watches its steps: the one seam between training and `zeroshard.observe`.
+
+    forward(...)     around each forward
+    backward(loss)   around each backward that the engine starts
+    update(facts)    around the update of a step
+    concluded(...)   once, when the outcome of that step has reached the host
+
+An engine has one observer or none, decided when it is built; without one a step costs what it did before there was
+anything to see. An observer never waits for the device and never sends: what lies on the device it reads when it has
+arrived. Rejected: callbacks that users register, each of which would have to promise that by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+Event = tuple[str, Any, int]
+"""A name, a value (a number, or a tensor of one element), and the place on the x-axis, in samples."""
+Disk = Literal["save", "load"]
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known when the update of a step begins.
+
+    Attributes:
+        step: its number, from 1.
+        samples: of all steps over all ranks, this one included.
+        batch: samples of this step over all ranks.
+        rates: learning rate of each parameter group.
+        scale: the loss scale, on the device; None without one.
+    """
+
+    step: int
+    samples: int
+    batch: int
+    rates: Sequence[float]
+    scale: torch.Tensor | None
+
+
+class Monitor(Protocol):
+    """Where events are written, as DeepSpeed's `engine.monitor`."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    def write_events(self, event_list: Iterable[Event]) -> None: ...
+
+
+class Throughput(Protocol):
+    """How fast the steps are."""
+
+    def avg_samples_per_sec(self) -> float: ...
+
+
+class Observer(Protocol):
+    """Watches the steps of one engine."""
+
+    @property
+    def monitor(self) -> Monitor: ...
+
+    @property
+    def throughput(self) -> Throughput: ...
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]: ...
+
+    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]: ...
+
+    def update(self, facts: StepFacts) -> AbstractContextManager[None]: ...
+
+    def concluded(self, *, applied: bool, norm: float | None, skipped: int) -> None: ...
+
+    def progress(self) -> list[str]:
+        """What a line of progress says beside rate, norm and skipped steps."""
+        ...
+
+    def report(self, step: int, *, due: bool) -> None:
+        """After each step: print what is to be printed then; `due` where a line of progress was."""
+        ...
+
+    def disk(self, what: Disk) -> AbstractContextManager[None]:
+        """Around a checkpoint that is saved or loaded."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends: write what is left."""
+        ...
+
+
+class SilentMonitor:
+    """The monitor of an engine whose config asks for none."""
+
+    enabled = False
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """Nothing."""

@@ -1,0 +1,65 @@
+"""From the config to an observer, or to none where the config asks for nothing that has to be watched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeroshard.config.resolved import FilesConfig, ObserveConfig
+from zeroshard.engine.core.handle import Handle
+from zeroshard.observe.listeners import BreakdownLine, ToMonitor
+from zeroshard.observe.monitor import EventMonitor, Writer
+from zeroshard.observe.observer import Listener, StepObserver
+from zeroshard.observe.throughput import StepRates
+from zeroshard.observe.writers import comet, csv_files, tensorboard, wandb
+from zeroshard.observe.writers.optional import optional_package
+
+
+def check_packages(observe: ObserveConfig) -> None:
+    """Raises ConfigError for a package that the config needs and that is not installed; equal on all ranks."""
+    asked = (
+        (observe.tensorboard, tensorboard.PACKAGE),
+        (observe.wandb, wandb.PACKAGE),
+        (observe.comet, comet.PACKAGE),
+    )
+    for section, package in asked:
+        if section is not None:
+            optional_package(*package)
+
+
+def make_monitor(observe: ObserveConfig, *, first: bool) -> EventMonitor:
+    """The monitor that the config asks for; it writes where `first` is true, which is so on one rank."""
+    wanted = (observe.tensorboard, observe.csv, observe.wandb, observe.comet)
+    return EventMonitor(_writers(observe) if first else (), enabled=any(section is not None for section in wanted))
+
+
+def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | None:
+    """The observer of an engine on the model of `handle`; None where there is nothing to watch."""
+    first = handle.comm.mesh.rank == 0
+    monitor = make_monitor(observe, first=first)
+    prints = observe.every is not None and observe.throughput
+    if not (monitor.enabled or prints or observe.breakdown):
+        return None
+    listeners: list[Listener] = []
+    if monitor.enabled and first:
+        listeners.append(ToMonitor(monitor, breakdown=observe.breakdown))
+    if observe.breakdown and first:
+        listeners.append(BreakdownLine(every_step=observe.every is None))
+    rates = StepRates(handle.plan.dp)
+    return StepObserver(handle.device, monitor, rates, listeners, tells_rates=observe.throughput)
+
+
+def _writers(observe: ObserveConfig) -> list[Writer]:
+    found: list[Writer] = []
+    if observe.tensorboard is not None:
+        found.append(tensorboard.TensorBoard(_folder(observe.tensorboard, "tensorboard")))
+    if observe.csv is not None:
+        found.append(csv_files.CsvFiles(_folder(observe.csv, "csv_monitor")))
+    if observe.wandb is not None:
+        found.append(wandb.WeightsAndBiases(observe.wandb.project, observe.wandb.group, observe.wandb.team))
+    if observe.comet is not None:
+        found.append(comet.Comet(observe.comet))
+    return found
+
+
+def _folder(files: FilesConfig, default: str) -> Path:
+    return Path(files.output_path or default) / files.job_name

@@ -1,0 +1,192 @@
+"""Watches the steps of one engine, and hands what each was to whoever is to hear of it.
+
+    forward, backward, update    two marks in time each; the loss is added up where it lies
+    update                       loss and loss scale start for the host, behind the backwards and before the update
+    concluded                    the outcome is known: the step waits in line until its numbers have arrived
+    record                       to the listeners, in the order of the steps
+
+Nothing here waits for the device: a step whose numbers have not arrived is handed on at a later one. Rejected: to read
+all at every n-th step, which needs the device to stand still and hides what happens between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.engine.observing import Disk, StepFacts
+from zeroshard.observe.late import LateNumber
+from zeroshard.observe.monitor import EventMonitor
+from zeroshard.observe.record import StepRecord
+from zeroshard.observe.throughput import StepRates
+from zeroshard.observe.times import StepTimes, Times
+
+
+class Listener(Protocol):
+    """Hears of each step, once all of it is known."""
+
+    def heard(self, record: StepRecord) -> None: ...
+
+    def report(self, step: int, *, due: bool) -> None:
+        """After each step: print what is to be printed then."""
+        ...
+
+    def disk(self, what: Disk, seconds: float) -> None:
+        """A checkpoint was saved or loaded."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Step:
+    facts: StepFacts
+    loss: LateNumber | None
+    scale: LateNumber | None
+    tokens: int | None
+    times: StepTimes
+    outcome: tuple[bool, float | None, int] | None = None
+
+    @property
+    def ready(self) -> bool:
+        numbers = [number for number in (self.loss, self.scale) if number is not None]
+        return self.outcome is not None and self.times.passed and all(number.arrived for number in numbers)
+
+    def record(self) -> StepRecord:
+        assert self.outcome is not None
+        facts, (applied, norm, skipped) = self.facts, self.outcome
+        return StepRecord(
+            step=facts.step,
+            samples=facts.samples,
+            batch=facts.batch,
+            tokens=self.tokens,
+            loss=None if self.loss is None else self.loss.read(),
+            norm=norm,
+            applied=applied,
+            skipped=skipped,
+            rates=facts.rates,
+            scale=None if self.scale is None else self.scale.read(),
+            seconds={str(part): seconds for part, seconds in self.times.seconds().items()},
+            whole=self.times.whole(),
+            ended=time.time(),
+        )
+
+
+class StepObserver:
+    """The observer of an engine.
+
+    Args:
+        rates: how fast the steps are; told with the lines of progress where `tells_rates`.
+        listeners: who hears of each step, in this order.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        monitor: EventMonitor,
+        rates: StepRates,
+        listeners: Sequence[Listener],
+        *,
+        tells_rates: bool,
+    ) -> None:
+        self.monitor = monitor
+        self.throughput = rates
+        self._listeners = listeners
+        self._tells_rates = tells_rates
+        self._times = Times(device)
+        self._loss: torch.Tensor | None = None
+        self._tokens: int | None = None
+        self._steps: deque[_Step] = deque()
+        self._closed = False
+
+    @contextmanager
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Around a forward; one without gradients is an evaluation, which no step's time holds."""
+        if not torch.is_grad_enabled():
+            self._times.interrupt()
+            yield
+            return
+        tokens = _tokens_of(args, kwargs)
+        if tokens is not None:
+            self._tokens = (self._tokens or 0) + tokens
+        with self._times.of("forward"):
+            yield
+
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around a backward; `loss` is divided by the accumulation steps, so the sum over a step is its mean."""
+        with self._times.of("backward"):
+            yield
+        part = loss.detach()
+        self._loss = part if self._loss is None else self._loss + part
+
+    @contextmanager
+    def update(self, facts: StepFacts) -> Iterator[None]:
+        """Around the update of a step."""
+        while self._steps and self._steps[-1].outcome is None:
+            self._steps.pop()  # its outcome was an error, and nobody will tell more of it
+        loss, self._loss = self._loss, None
+        tokens, self._tokens = self._tokens, None
+        scale = None if facts.scale is None else LateNumber(facts.scale)
+        late = None if loss is None else LateNumber(loss)
+        with self._times.of("step"):
+            yield
+        self._steps.append(_Step(facts, late, scale, tokens, self._times.take()))
+
+    def concluded(self, *, applied: bool, norm: float | None, skipped: int) -> None:
+        """The outcome of the last step is known."""
+        if self._steps and self._steps[-1].outcome is None:
+            self._steps[-1].outcome = applied, norm, skipped
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._steps and self._steps[0].ready:
+            record = self._steps.popleft().record()
+            self.throughput.add(record)
+            for listener in self._listeners:
+                listener.heard(record)
+        self.monitor.flush()
+
+    def progress(self) -> list[str]:
+        """How fast the steps were since the last line of progress."""
+        return self.throughput.tell() if self._tells_rates else []
+
+    def report(self, step: int, *, due: bool) -> None:
+        """After each step."""
+        for listener in self._listeners:
+            listener.report(step, due=due)
+
+    @contextmanager
+    def disk(self, what: Disk) -> Iterator[None]:
+        """Around a checkpoint that is saved or loaded."""
+        self._times.interrupt()
+        begin = time.perf_counter()
+        yield
+        self._times.interrupt()
+        for listener in self._listeners:
+            listener.disk(what, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Hand on what has arrived; what has not is lost, for the device may never come to it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hand_on()
+        for listener in self._listeners:
+            listener.close()
+        self.monitor.close()
+
+
+def _tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Elements of `input_ids`, or of the first input of whole numbers and at least two dimensions."""
+    named = kwargs.get("input_ids")
+    for value in (named, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() >= 2:
+            return value.numel()
+    return None

@@ -1,0 +1,1 @@
+"""Where a monitor writes: files, TensorBoard, Weights & Biases, Comet."""
