@@ -69,10 +69,7 @@ def test_the_rate_is_that_of_the_step_and_a_skipped_one_shows_in_scale_and_count
         **CONFIG,
         "wall_clock_breakdown": True,
         "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"},
-        },
+        "scheduler": {"type": "WarmupLR", "params": warmup},
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path)},
     }
     engine, _ = start(config)

@@ -34,7 +34,7 @@ _REPLACED = {
     "deepspeed.compression": "compression was removed upstream and is not built here",
     "deepspeed.autotuning": "use zeroshard plan, which chooses stage and batch from the model",
     "deepspeed.profiling": "use zeroshard plan for the operations of a step, torch.profiler for the time of each",
-    "deepspeed.monitor": "engine.monitor, or deepspeed.monitor.monitor.MonitorMaster, writes to all that the config names",
+    "deepspeed.monitor": "engine.monitor, or monitor.MonitorMaster, writes to all that the config names",
     "deepspeed.ops.op_builder": "zeroshard compiles nothing at run time",
     "deepspeed.ops.transformer": "use the model's own attention",
     "deepspeed.ops.sparse_attention": "sparse attention was removed upstream and is not built here",
