@@ -20,6 +20,7 @@ from zeroshard.engine.core.hooks import install_hooks
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.streams import CudaStreams, QueuedStreams, Streams
 from zeroshard.engine.memory.peer_memory import PeerAllocator, open_peers
+from zeroshard.engine.memory.rank_values import write_parameter
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
@@ -237,7 +238,7 @@ def _materialize(model: nn.Module, plan: Plan, storage: Storage, device: torch.d
     def sink(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if name in places:
             group, index = places[name]
-            group.write(index, value)
+            write_parameter(group, index, value)
             value = group.empties[index]
         fill_in_place(name, tensor, value)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.rank_values import is_split, rank_part, read_values
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
@@ -54,11 +55,11 @@ def _hang(group: Group, mesh: RankMesh) -> None:
     kept = mesh.rank < layout.shards  # ranks of the first subgroup have the first numbers
     if group.plan.update_axes:
         # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
-        whole = None if group.split else group.master
-        values = group.master_values() if whole is None else loaded(whole, slice(None))
+        whole = None if is_split(group) else group.master
+        values = read_values(group, device=group.device) if whole is None else loaded(whole, slice(None))
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
         starts = [min(max(layout.shard_range(rank)[0], segment.offset), segment.end) for rank in range(layout.shards)]
         bounds = [*(start - segment.offset for start in starts), *[segment.numel] * (others + 1)]
-        own, _ = group.own_part(index)
+        own, _ = rank_part(group, index)
         hang(parameter, segment.shape, bounds, values[own] if kept else values.new_empty(0))
         rest_unowned(parameter, segment.name)

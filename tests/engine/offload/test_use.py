@@ -23,6 +23,7 @@ from tests.support.training import Setting, adamw, assert_same, build, full_para
 from tests.support.zoo import Stack
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.memory.host_memory import check_host_memory
+from zeroshard.engine.memory.rank_values import read_values
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.host_state_stepper import HostStateStepper
 from zeroshard.engine.step.stepper import HostStepper
@@ -89,7 +90,7 @@ def _by_checkpoint(model: nn.Module, folder: Path) -> torch.Tensor:
 
 def _by_drain(model: nn.Module, folder: Path) -> torch.Tensor:
     zeroshard.drain(model)
-    masters = [g.master_values() for unit in handle_of(model).runtime.units for g in unit.trainable]
+    masters = [read_values(g, device=g.device) for unit in handle_of(model).runtime.units for g in unit.trainable]
     return torch.cat([master.float().reshape(-1).clone() for master in masters])
 
 

@@ -26,7 +26,9 @@ from zeroshard.engine.core.autograd import transforming
 from zeroshard.engine.core.inspection import refuse_written
 from zeroshard.engine.core.late_answers import LATE, LateAnswers, on_host
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.rank_values import follow, is_split, read_values
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.update_view import update_param
 from zeroshard.errors import ZeroShardWarning
 from zeroshard.sharding.fingerprint import Fingerprints
 
@@ -153,15 +155,15 @@ class WholeChanges:
             else:
                 continue
             for index, parameter in enumerate(group.parameters):
-                group.follow(index, parameter.detach())
+                follow(group, index, parameter.detach())
 
 
 def _can_differ(group: Group) -> bool:
-    return not group.plan.param.divided and group.master is not None and not group.split
+    return not group.plan.param.divided and group.master is not None and not is_split(group)
 
 
 @torch.no_grad()
 def _differs(group: Group) -> torch.Tensor:
-    values = group.update_param.to(group.device)
-    rounded = group.master_values().to(values.dtype)
+    values = update_param(group).to(group.device)
+    rounded = read_values(group, device=group.device).to(values.dtype)
     return ((values != rounded) & ~(values.isnan() & rounded.isnan())).any()

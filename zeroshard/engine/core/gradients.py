@@ -29,6 +29,7 @@ from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import GradientState, Unit
+from zeroshard.engine.memory.update_view import update_grad
 from zeroshard.errors import UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import torch_dtype
@@ -204,7 +205,7 @@ class Gradients:
         if group.plan.grad_away:
             self._streams.drain()
             self._streams.settle_host()
-        target = group.update_grad
+        target = update_grad(group)
         target.add_(memory[legs[-1].target].to(target.device, target.dtype))
         self._streams.touch(writes=(("grad", unit.index),))
         self.squares.changed(group)

@@ -20,6 +20,7 @@ from torch import nn
 
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import ShardedGradient
+from zeroshard.engine.memory.rank_values import follow
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 from zeroshard.sharding.resting import is_resting, unguarded
@@ -102,7 +103,7 @@ class Inspection:
             _refuse(group, index, _BETWEEN)
         if group.master is not None and parameter.shape == group.views[index].shape:
             with torch.no_grad():
-                group.follow(index, parameter.detach())
+                follow(group, index, parameter.detach())
 
     def before_pass(self) -> None:
         """Raises UsageError when parameters are not what was sharded."""

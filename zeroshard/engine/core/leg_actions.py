@@ -27,6 +27,7 @@ from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Buffers, Event, Streams
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.update_view import own_grad
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
 
@@ -143,7 +144,8 @@ class LegActions:
         if buffer is Buffer.LOCAL:
             return self._collector.local(group)
         if buffer is Buffer.GRAD:
-            return group.take_grad()
+            group.take_grad()
+            return own_grad(group)
         if buffer in others:
             return others[buffer]
         found = group.wire if buffer is Buffer.WIRE else group.staging

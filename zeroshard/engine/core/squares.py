@@ -14,6 +14,7 @@ import torch
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.update_view import own_grad, own_pieces
 from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.plan.legs import Stream
 
@@ -60,14 +61,14 @@ class Squares:
         assert self._norm is not None
         for number, group in enumerate(groups):
             if id(group) not in self._done:
-                self._norm.square(number, group.own_grad)
+                self._norm.square(number, own_grad(group))
 
     def after_reduce(self, unit: Unit, group: Group) -> None:
         """Square a group whose reduce was the last one before the step."""
         norm, number = self._norm, self._number.get(id(group))
         if norm is None or number is None or not self._final or id(group) in self._done:
             return
-        gradient = group.own_grad
+        gradient = own_grad(group)
         self._streams.follow(Stream.REDUCE, lambda: norm.square(number, gradient), (("grad", unit.index),))
         self._done.add(id(group))
 
@@ -84,7 +85,7 @@ class Squares:
         self._done.discard(id(group))
         squares = self._on_host.get(id(group))
         if squares is not None:
-            squares.norm.square(0, group.own_grad.to(squares.total.device))
+            squares.norm.square(0, own_grad(group).to(squares.total.device))
             squares.norm.into(squares.total)
 
     def of(self, group: Group) -> HostSquares:
@@ -107,5 +108,5 @@ class Squares:
 def _squares_of(group: Group) -> HostSquares:
     assert group.staging is not None
     device = group.staging.device
-    norm = SquaredNorm([group.own_pieces()], device)
+    norm = SquaredNorm([own_pieces(group)], device)
     return HostSquares(norm, torch.zeros((), dtype=torch.float64, device=device))

@@ -17,6 +17,7 @@ import torch
 from zeroshard.comm.collectives import Collectives
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.update_view import own_grad, own_pieces
 from zeroshard.optim.kernels.norm import KERNEL_DTYPES, SquaredNorm
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
@@ -87,7 +88,7 @@ def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
     Of what lies between parameters nothing is read: copies between peers leave there what the memory held before.
     """
     values = _judged(group, whole=whole)
-    pieces = [(0, values.numel())] if whole else group.own_pieces()
+    pieces = [(0, values.numel())] if whole else own_pieces(group)
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
         # Chunks would be a hundred thousand launches for a rank's part of a model of 7e9 parameters.
@@ -106,7 +107,7 @@ def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
 
 def _judged(group: Group, *, whole: bool) -> torch.Tensor:
     if not whole:
-        return group.own_grad
+        return own_grad(group)
     assert group.grad is not None
     return group.grad
 

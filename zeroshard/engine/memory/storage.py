@@ -24,9 +24,11 @@ import torch
 from torch import nn
 
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.rank_values import write_parameter
 from zeroshard.engine.memory.tiers import Tiers
 from zeroshard.engine.memory.unit import Unit, UnitState
 from zeroshard.engine.memory.unowned_values import take_whole
+from zeroshard.engine.memory.update_view import update_range
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.offload import lands_beside, returns_beside, window_nbytes
@@ -73,7 +75,7 @@ class Storage:
         tiers: where the state comes from that is this rank's alone.
 
     Allocates unit by unit and takes over each parameter's values on the way, so that starting up holds at most one
-    unit twice. Parameters on the meta device have no values; they are written later through `Group.write`.
+    unit twice. Parameters on the meta device have no values; they are written later (rank_values).
     """
 
     def __init__(
@@ -123,13 +125,13 @@ class Storage:
         classes = [whole_class(member) for member in members]
         group = Group(plan, rank, members, whole, shard, [], empties, records, classes)
         if plan.master is not None:
-            start, end = group.update_range
+            start, end = update_range(group)
             group.master = self._row(end - start, plan.master)
         group.grad = self._resident_grad(plan)
         self._place_on_host(group)
         for index, parameter in enumerate(members):
             if not parameter.is_meta:
-                group.write(index, take_whole(parameter))
+                write_parameter(group, index, take_whole(parameter))
                 group.hide_one(index)
             parameter.grad = None
         return group

@@ -20,15 +20,16 @@ import torch.distributed as dist
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.rank_values import is_divided, rank_part, read_values, write_parameter, write_values
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.update_view import update_grad
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
 from zeroshard.optim.saved_state import PackedState, StatePart
-from zeroshard.optim.split import join
 from zeroshard.plan.legs import replica_axes
 from zeroshard.sharding.layout import Segment
-from zeroshard.tiers import RowPart, loaded
+from zeroshard.tiers import RowPart
 
 _NONE, _HERE, _UNKNOWN = 0, 1, 2
 """What a rank knows of an optimizer state: there is none (yet), it has it, the optimizer has no state of the name."""
@@ -68,7 +69,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     whole = spot.from_rank_0(value, "safe_set_full_fp32_param")
     spot.handle.runtime.parameters.before_write()
     with torch.no_grad():
-        spot.group.write(spot.index, whole)
+        write_parameter(spot.group, spot.index, whole)
     spot.handle.runtime.parameters.written(())
 
 
@@ -84,7 +85,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     runtime = spot.handle.runtime
     runtime.parameters.before_write()
     with torch.no_grad():
-        spot.group.write_part(spot.own, part)
+        write_values(spot.group, spot.own, part)
     in_parts = not spot.group.plan.param.divided and spot.divided
     runtime.parameters.written((spot.unit.index,) if in_parts else ())
     if in_parts:
@@ -289,9 +290,8 @@ def _spot(param: torch.Tensor) -> _Spot:
         )
     handle, unit, group, index = place
     handle.runtime.drain()
-    own, of_whole = group.own_part(index)
-    divided = group.held_range != (0, group.plan.layout.numel)
-    return _Spot(handle, unit, group, index, param, own, of_whole, divided)
+    own, of_whole = rank_part(group, index)
+    return _Spot(handle, unit, group, index, param, own, of_whole, is_divided(group))
 
 
 def _problem(value: object, numel: int, shape: str) -> str | None:
@@ -307,12 +307,8 @@ def _problem(value: object, numel: int, shape: str) -> str | None:
 
 
 def _fp32_part(spot: _Spot) -> torch.Tensor:
-    group, own = spot.group, spot.own
-    if group.master is None:
-        return group.held_param[own].to(spot.dtype)
-    device = spot.handle.device
-    part = loaded(group.master, own).to(device)
-    return join(group.update_param[own].to(device), part) if group.split else part
+    values = read_values(spot.group, spot.own, None if spot.group.master is None else spot.handle.device)
+    return values.to(spot.dtype)
 
 
 def _grad(spot: _Spot) -> torch.Tensor | None:
@@ -324,7 +320,7 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
         return None
     part = torch.zeros(spot.own.stop - spot.own.start, dtype=spot.dtype, device=spot.handle.device)
     if spot.unit.gradients.reduced:
-        part += spot.group.update_grad[spot.own].to(part.device, spot.dtype)
+        part += update_grad(spot.group)[spot.own].to(part.device, spot.dtype)
     if spot.unit.gradients.local:
         part += _sum_of_pending(spot)[spot.of_whole]
     return part * stepper_of(spot.handle.runtime.model).unscale()
@@ -360,7 +356,7 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
         local.copy_(summed * spot.handle.plan.policy.predivide if first else torch.zeros_like(summed))
         summed = torch.zeros_like(summed)
     if spot.unit.gradients.reduced:
-        group.update_grad[spot.own].copy_(summed[spot.of_whole])
+        update_grad(group)[spot.own].copy_(summed[spot.of_whole])
         gradients.squares.changed(group)
     gradients.fired(spot.unit)[spot.number][spot.index] = True
     stepper.gradients_changed()

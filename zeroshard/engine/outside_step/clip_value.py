@@ -13,6 +13,7 @@ from torch import nn
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.update_view import update_grad
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
 
@@ -51,6 +52,6 @@ def _clip(handle: Handle, group: Group, limit: float) -> None:
     if group.plan.grad_away:
         handle.runtime.streams.drain()
         handle.runtime.streams.settle_host()
-    gradient = group.update_grad
+    gradient = update_grad(group)
     gradient.copy_(torch.where(gradient.isfinite(), gradient.clamp(-limit, limit), gradient))
     handle.runtime.gradients.squares.changed(group)

@@ -17,6 +17,7 @@ from torch import nn
 from zeroshard.arguments import need_kind
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.rank_values import is_divided, rank_param, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.unowned_values import gather_unowned
 from zeroshard.errors import UsageError
@@ -207,7 +208,7 @@ class GatheredParameters:
         for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
             value = parameter.detach().contiguous()
             handle.comm.control.wait(handle.comm.control.broadcast(value, source, name_of(parameter)))
-            group.write_changed(index, value, before)
+            write_changed(group, index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.written(())
         for parameter, unowned in self._unowned:
@@ -267,14 +268,8 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
     handle.check_members()
     for unit in handle.runtime.units:
         for group in unit.groups:
-            part = group.master_values() if master else group.update_param
-            whole = part
-            if group.plan.trainable and group.plan.update_axes:
-                whole = gather_whole(handle, unit, group, part)
-            elif group.plan.param.divided:
-                whole = gather_whole(handle, unit, group, group.shard)
-            elif not group.plan.trainable:
-                whole = group.whole
+            part = read_values(group, device=group.device) if master else rank_param(group)
+            whole = gather_whole(handle, unit, group, part) if is_divided(group) else part
             for segment in group.plan.layout.segments:
                 yield segment.name, whole[segment.offset : segment.end].view(segment.shape).cpu()
 

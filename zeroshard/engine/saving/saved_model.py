@@ -26,13 +26,14 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.rank_values import rank_range, read_values, write_values
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.update_view import update_range
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePart
-from zeroshard.optim.split import join, split
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.layout import Segment
-from zeroshard.tiers import RowPart, loaded, store
+from zeroshard.tiers import RowPart
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -106,28 +107,8 @@ def _parameter_info(group: Group, index: int) -> TensorInfo:
 
 def _parameter_values(group: Group, offset: int, low: int, high: int) -> torch.Tensor:
     """Elements [low, high) of the parameter that begins at `offset` of the group."""
-    start = offset + low - held_range(group)[0]
-    cut = slice(start, start + high - low)
-    if not group.plan.trainable:
-        return _frozen(group)[cut]
-    if group.master is None:
-        return group.update_param[cut]
-    if group.split:
-        return join(group.update_param[cut], loaded(group.master, cut).to(group.update_param.device))
-    return loaded(group.master, cut)
-
-
-def _frozen(group: Group) -> torch.Tensor:
-    return group.whole if not group.plan.param.divided else group.shard
-
-
-def held_range(group: Group) -> tuple[int, int]:
-    """The elements of a group that this rank holds the truth of: what it updates, or of a frozen group what rests."""
-    if group.plan.trainable:
-        return group.update_range
-    if not group.plan.param.divided:
-        return 0, group.plan.layout.numel
-    return group.plan.layout.shard_range(group.rank)
+    start = offset + low - rank_range(group)[0]
+    return read_values(group, slice(start, start + high - low))
 
 
 def _buffer_pieces(handle: Handle, differing: Container[str]) -> Iterator[Piece]:
@@ -184,7 +165,7 @@ def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
     for part in update.state_parts():
         unit, group = regions[part.region]
         segment = group.plan.layout.segments[part.index]
-        begin = group.update_range[0] + part.low - segment.offset
+        begin = update_range(group)[0] + part.low - segment.offset
         start, end = (position - segment.offset for position in _saved_range(handle, unit, group))
         start, end = max(start, begin), min(end, begin + part.high - part.low)
         if start >= end:
@@ -272,27 +253,14 @@ def parameter_targets(handle: Handle) -> list[Target]:
 
 def _overlap(group: Group, index: int) -> tuple[int, int]:
     """The elements of a parameter that this rank holds; (0, 0) where it holds none."""
-    segment, (start, end) = group.plan.layout.segments[index], held_range(group)
+    segment, (start, end) = group.plan.layout.segments[index], rank_range(group)
     low, high = max(0, start - segment.offset), min(segment.numel, end - segment.offset)
     return (low, high) if low < high else (0, 0)
 
 
 def _write_parameter(group: Group, offset: int, low: int, values: torch.Tensor) -> None:
-    start = offset + low - held_range(group)[0]
-    cut = slice(start, start + values.numel())
-    if not group.plan.trainable:
-        _frozen(group)[cut].copy_(values)
-        return
-    values = values.to(group.update_param.device)
-    if group.master is None:
-        group.update_param[cut].copy_(values)
-    elif group.split:
-        upper, remainder = split(values.float())
-        group.update_param[cut].copy_(upper)
-        store(group.master, cut, remainder)
-    else:
-        store(group.master, cut, values)
-        group.update_param[cut].copy_(values.to(group.master.dtype))
+    start = offset + low - rank_range(group)[0]
+    write_values(group, slice(start, start + values.numel()), values)
 
 
 def buffer_targets(handle: Handle, reader: CheckpointReader) -> list[Target]:
@@ -341,7 +309,7 @@ class StateLoad:
         self._parts: list[_PartLoad] = []
         saved = _saved_state(reader)
         for number, (_, group) in enumerate(_regions(handle)):
-            start, end = group.update_range
+            start, end = update_range(group)
             for index, low, high in group.plan.layout.pieces(start, end):
                 segment = group.plan.layout.segments[index]
                 infos = saved.get(reader.aliases.get(segment.name, segment.name), {})

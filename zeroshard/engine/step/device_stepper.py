@@ -21,6 +21,7 @@ import torch
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.statistics import digest_terms
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.update_view import own_pieces
 from zeroshard.engine.step.step_base import StepperBase, regions_of_units
 from zeroshard.errors import UsageError
 from zeroshard.optim.kernels.norm import FINITE, SquaredNorm
@@ -147,7 +148,7 @@ class DeviceStepper(StepperBase):
         self._record_groups()
         owned = [group for group in self._counted_groups() if not group.plan.grad_away]
         if self._norm_of is None:
-            self._norm_of = SquaredNorm([group.own_pieces() for group in owned], self.handle.device)
+            self._norm_of = SquaredNorm([own_pieces(group) for group in owned], self.handle.device)
             runtime.gradients.squares.square_into(self._norm_of, owned)
         runtime.gradients.squares.square_rest(owned)
         self._norm_of.into(self._stats[0])

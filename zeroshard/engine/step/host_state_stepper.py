@@ -22,6 +22,7 @@ from zeroshard.engine.core.parameters import written_buffers
 from zeroshard.engine.core.streams import Event
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.memory.update_view import update_grad, update_param
 from zeroshard.engine.step.step_base import regions_of_units
 from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.optim.loss_scale import LossScaler
@@ -84,7 +85,7 @@ class HostStateStepper(HostStepper):
 
     def _bring_down(self, unit: Unit, group: Group) -> _Arrival | None:
         """Copy gradients that rest on the device to where the processor reads them."""
-        landed, grad = group.landed, group.update_grad
+        landed, grad = group.landed, update_grad(group)
         if landed is None or group.plan.grad_away:
             return None
         streams = self.handle.runtime.streams
@@ -108,7 +109,7 @@ class HostStateStepper(HostStepper):
         return event
 
     def _copy_up(self, unit: Unit, group: Group) -> None:
-        source, target = group.returning, group.update_param
+        source, target = group.returning, update_param(group)
 
         def copy() -> None:
             if source is not None:  # else the parameters rest where the worker wrote them

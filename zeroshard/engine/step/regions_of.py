@@ -11,6 +11,7 @@ import torch
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.tiers import Tiers
+from zeroshard.engine.memory.update_view import step_grad, step_param, update_master, update_range
 from zeroshard.optim.regions import Region
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.plan.dtypes import state_dtype, torch_dtype
@@ -37,10 +38,10 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                 Region(
                     label=f"{unit.label} ({group.plan.param.dtype})",
                     layout=group.plan.layout,
-                    start=group.update_range[0],
-                    master=group.update_master,
-                    param=group.step_param,
-                    grad=partial(_step_grad, group),
+                    start=update_range(group)[0],
+                    master=update_master(group),
+                    param=step_param(group),
+                    grad=partial(step_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
                     axes=unit.plan.axes,
@@ -64,10 +65,6 @@ def _state_dtype(group: Group) -> torch.dtype:
     """Of an update's state, also where the plan counts none."""
     moments = group.plan.moments
     return torch_dtype(state_dtype(group.plan.param.dtype) if moments is None else moments.dtype)
-
-
-def _step_grad(group: Group) -> torch.Tensor:
-    return group.step_grad
 
 
 def _allocate(group: Group, tiers: Tiers) -> Callable[[int, torch.dtype], Row] | None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.engine.memory.rank_values import rank_param, rank_part
 from zeroshard.engine.outside_step.gathered import GatheredParameters, place_of
 from zeroshard.sharding.unowned import unowned_shard_of
 
@@ -125,7 +126,7 @@ def _part(parameter: torch.Tensor) -> torch.Tensor:
     segment = group.plan.layout.segments[index]
     if not group.plan.param.divided:
         return group.whole[segment.offset : segment.end]
-    return group.held_param[group.own_part(index)[0]]
+    return rank_param(group)[rank_part(group, index)[0]]
 
 
 def _item_of(parameter: torch.Tensor) -> Any:
