@@ -1,10 +1,12 @@
-"""Builds the native host kernels (csrc/) beside the package, if a C++ compiler is there; else installs without them.
+"""Builds the native libraries (csrc/) beside the package, if a C++ compiler is there; else installs without them.
 
-    csrc/*.cpp --one object each, with flags of its own--> zeroshard/optim/host/libzeroshard_host.so
+    csrc/*.cpp      --one object each, with flags of its own--> zeroshard/optim/host/libzeroshard_host.so
+    csrc/disk/*.cpp --one object each--> zeroshard/nvme/libzeroshard_disk.so
 
 All else about the package is in pyproject.toml. setuptools would give every file of an extension the same flags, but
 each instruction set needs its own; and the library is plain C, so that its name and content know nothing of a version
-of Python. Rejected: scikit-build-core with CMake, which refuses to install where no compiler is.
+of Python. Two libraries, so that the kernels are there where the system calls of the other are not. Rejected:
+scikit-build-core with CMake, which refuses to install where no compiler is.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NAME = "zeroshard.optim.host.libzeroshard_host"
+HOST, DISK = "zeroshard.optim.host.libzeroshard_host", "zeroshard.nvme.libzeroshard_disk"
 # No contraction to fused multiply-add: all instruction sets must give the same bits.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 FLAGS += ["-fvisibility=hidden", "-pthread", "-g0"]
@@ -24,20 +26,26 @@ AVX2 = ["-mavx2", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 # gcc 12 takes its own intrinsics for uses of uninitialized values.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-SOURCES: dict[str, list[str]] = {
+KERNELS: dict[str, list[str]] = {
     "csrc/library.cpp": [],
     "csrc/pool.cpp": [],
     "csrc/kernels_plain.cpp": [],
 }
 if platform.machine() in ("x86_64", "AMD64"):
-    SOURCES["csrc/kernels_avx2.cpp"] = AVX2
-    SOURCES["csrc/kernels_avx512.cpp"] = [*AVX2, *AVX512, *QUIET]
+    KERNELS["csrc/kernels_avx2.cpp"] = AVX2
+    KERNELS["csrc/kernels_avx512.cpp"] = [*AVX2, *AVX512, *QUIET]
 elif platform.machine() in ("aarch64", "arm64"):
-    SOURCES["csrc/kernels_neon.cpp"] = []
+    KERNELS["csrc/kernels_neon.cpp"] = []
+
+
+SOURCES: dict[str, dict[str, list[str]]] = {
+    HOST: KERNELS,
+    DISK: {f"csrc/disk/{name}.cpp": [] for name in ("library", "ring", "threads", "transfer")},
+}
 
 
 class BuildLibrary(build_ext):
-    """Compiles each source with its own flags, several at once."""
+    """Compiles each source of a library with its own flags, several at once."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """The library's path in the package, without the tag of a Python version."""
@@ -46,22 +54,23 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
+        sources = SOURCES[ext.name]
 
         def compiled(source: str) -> list[str]:
             return self.compiler.compile(
-                [source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *SOURCES[source]], depends=ext.depends
+                [source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *sources[source]], depends=ext.depends
             )
 
         with ThreadPoolExecutor() as pool:
-            objects = [name for names in pool.map(compiled, SOURCES) for name in names]
+            objects = [name for names in pool.map(compiled, sources) for name in names]
         self.compiler.link_shared_object(
             objects, str(target), extra_postargs=["-pthread"], target_lang="c++", build_temp=self.build_temp
         )
 
 
-HEADERS = [str(path) for path in Path("csrc").glob("*.hpp")]
+HEADERS = [str(path) for path in Path("csrc").rglob("*.hpp")]
 setup(
-    # optional: a machine without a compiler gets the package without the library, and pip says so.
-    ext_modules=[Extension(NAME, sorted(SOURCES), depends=HEADERS, optional=True)],
+    # optional: a machine without a compiler gets the package without the libraries, and pip says so.
+    ext_modules=[Extension(name, sorted(sources), depends=HEADERS, optional=True) for name, sources in SOURCES.items()],
     cmdclass={"build_ext": BuildLibrary},
 )

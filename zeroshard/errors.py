@@ -54,3 +54,7 @@ class ZeroShardWarning(UserWarning):
 
 class NonFiniteError(ZeroShardError, ArithmeticError):
     """Gradients hold inf or NaN; the step was not applied. The message names the first parameter."""
+
+
+class SpillError(ZeroShardError, RuntimeError):
+    """State on disk could not be read or written in mid-run; the message names folder and rank."""

@@ -113,6 +113,16 @@ def _dump(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
         raise AssertionError(f"run_ranks needs a module-level function and picklable arguments: {error}") from error
 
 
+def start_process(target: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
+    """A process of its own that runs `target(*args, connection)`, to be killed say; and the other end of that."""
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=target, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 def _start(job: _Job) -> _Rank:
     _CONTEXT.set_forkserver_preload(_PRELOAD)
     ours, theirs = _CONTEXT.Pipe()

@@ -1,0 +1,80 @@
+"""A folder on a disk for tests of state there, and readers and writers that fail when they are told to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zeroshard.errors import PlanError
+from zeroshard.nvme.choose import best_transfers
+from zeroshard.nvme.memory import NvmeMemory
+from zeroshard.nvme.places import Spill
+from zeroshard.nvme.spill import SpillFile
+from zeroshard.nvme.transfers import Transfer
+
+
+@contextmanager
+def disk_folder(preferred: Path) -> Iterator[Path]:
+    """A folder that takes direct I/O: `preferred`, or one beside the tests where that is in memory."""
+    try:
+        SpillFile(str(preferred), 0, 0).close()
+        yield preferred
+    except PlanError:
+        with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as other:
+            yield Path(other)
+
+
+def memory_in(*folders: Path, nbytes: int = 1 << 22, rank: int = 0, encrypt: bool = False) -> NvmeMemory:
+    """Memory on disk in some folders."""
+    return NvmeMemory(Spill(tuple(map(str, folders)), encrypt), rank, nbytes)
+
+
+def spill_descriptors(folder: Path) -> list[int]:
+    """The open files of this process in `folder` that have no name."""
+    found: list[int] = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # that of the listing itself
+            continue
+        if target.startswith(f"{folder}/") and target.endswith(" (deleted)"):
+            found.append(int(name))
+    return found
+
+
+class FailingTransfer:
+    """A transfer that ends with an error."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def wait(self, seconds: float) -> None:
+        raise self._error
+
+
+class FailingTransfers:
+    """A Transfers that hands on to a real one, and fails from a given transfer on.
+
+    Args:
+        error: what the failing ones end with.
+        after: so many of the kind succeed first.
+        write: whether writes fail, or reads.
+    """
+
+    name = "failing"
+
+    def __init__(self, error: OSError, after: int, *, write: bool) -> None:
+        self._inner, self._error, self._left, self._write = best_transfers(), error, after, write
+
+    def start(self, *, write: bool, file: int, offset: int, address: int, nbytes: int) -> Transfer:
+        if write == self._write:
+            self._left -= 1
+            if self._left < 0:
+                return FailingTransfer(self._error)
+        return self._inner.start(write=write, file=file, offset=offset, address=address, nbytes=nbytes)
+
+    def close(self) -> None:
+        self._inner.close()
