@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.mesh import Mesh, MeshAxis
-    from zeroshard.optim.cpu_adam import CPUAdam
+    from zeroshard.optim.adam.host_adam import CPUAdam
     from zeroshard.optim.named import (
         Adam4bit,
         Adam8bit,
@@ -87,7 +87,7 @@ _HOME = {
     "AdamW8bit": "zeroshard.optim.named",
     "Blocks": "zeroshard.plan.placement",
     "AutoPlan": "zeroshard.engine.automatic",
-    "CPUAdam": "zeroshard.optim.cpu_adam",
+    "CPUAdam": "zeroshard.optim.adam.host_adam",
     "ExecutionPolicy": "zeroshard.plan.policy",
     "GatheredParameters": "zeroshard.engine.outside_step.gathered",
     "GraphedStep": "zeroshard.engine.graphed",

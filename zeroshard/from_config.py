@@ -44,7 +44,7 @@ from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.optim.schedules import build_scheduler
+from zeroshard.optim.schedules.named import build_scheduler
 from zeroshard.optim.sources import Source
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import recipe_of

@@ -17,7 +17,7 @@ from tests.config.test_published_configs import FINE_TUNE_8B, FINE_TUNE_70B, FP1
 from tests.support.edits import put, sections_of
 from zeroshard.config.components import OPTIMIZERS, SCHEDULERS
 from zeroshard.config.keys import Key, Status, key_table
-from zeroshard.optim.schedules import TORCH_SCHEDULES
+from zeroshard.optim.schedules.named import TORCH_SCHEDULES
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}}

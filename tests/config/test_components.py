@@ -12,7 +12,7 @@ from zeroshard.config import Config, load_config
 from zeroshard.config.components import SCHEDULERS, UNBUILT_OPTIMIZERS
 from zeroshard.config.torch_schedules import TORCH_SCHEDULERS
 from zeroshard.errors import ConfigError, ZeroShardWarning
-from zeroshard.optim.schedules import SCHEDULES, TORCH_SCHEDULES
+from zeroshard.optim.schedules.named import SCHEDULES, TORCH_SCHEDULES
 
 
 def load(**config: Any) -> Config:

@@ -17,8 +17,8 @@ from zeroshard.engine.step.attached import attach_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.regions_of import make_regions
 from zeroshard.errors import NonFiniteError, UsageError
+from zeroshard.optim.adam.device_adam import DeviceAdam
 from zeroshard.optim.clients import torch_source
-from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.kernels.norm import SquaredNorm
 from zeroshard.optim.kernels.tiles import GRADIENT_TILE
 from zeroshard.optim.loss_scale import LossScaler

@@ -18,8 +18,8 @@ from zeroshard.engine.planning import make_plan
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.engine.step.regions_of import make_regions
 from zeroshard.errors import DivergenceError
+from zeroshard.optim.adam.device_adam import DeviceAdam
 from zeroshard.optim.clients import torch_source
-from zeroshard.optim.device_adam import DeviceAdam
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.rules import ADAMW
 

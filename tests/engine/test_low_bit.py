@@ -38,7 +38,7 @@ from zeroshard.config.optimizers import LOW_BIT, ONE_BIT, OPTIMIZERS
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.planning import make_plan
 from zeroshard.errors import CheckpointError, PlanError
-from zeroshard.optim.blocks import require_torchao
+from zeroshard.optim.adam.blocks import require_torchao
 from zeroshard.optim.configured import configured_source
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes

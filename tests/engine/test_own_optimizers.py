@@ -46,9 +46,9 @@ from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
 from zeroshard.optim.lamb import LambUpdate
 from zeroshard.optim.loss_scale import LossScaler
-from zeroshard.optim.muon import MatrixUpdate
-from zeroshard.optim.muon_source import device_update
-from zeroshard.optim.newton_schulz import orthogonalize
+from zeroshard.optim.muon.newton_schulz import orthogonalize
+from zeroshard.optim.muon.source import device_update
+from zeroshard.optim.muon.update import MatrixUpdate
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.parts import context_of_part
 from zeroshard.plan.builder import Precision, Recipe

@@ -11,8 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
-from zeroshard.optim.schedules import build_scheduler
-from zeroshard.optim.schedules_warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zeroshard.optim.schedules.named import build_scheduler
+from zeroshard.optim.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def sgd(*rates: float) -> torch.optim.Optimizer:

@@ -13,9 +13,9 @@ import torch
 import zeroshard
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
-from zeroshard.optim.device_adam import DeviceAdam
-from zeroshard.optim.schedules import build_scheduler
-from zeroshard.optim.schedules_cycle import LRRangeTest, OneCycle
+from zeroshard.optim.adam.device_adam import DeviceAdam
+from zeroshard.optim.schedules.cycle import LRRangeTest, OneCycle
+from zeroshard.optim.schedules.named import build_scheduler
 
 Row = tuple[float, float]
 

@@ -35,7 +35,7 @@ from zeroshard.engine.core.streams import CudaStreams
 from zeroshard.engine.step.attached import find_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
-from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.adam.device_adam import DeviceAdam
 
 _LOGGER = logging.getLogger("zeroshard")
 FIRST_EAGER = 3

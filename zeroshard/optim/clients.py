@@ -15,8 +15,8 @@ import torch
 
 from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError, UsageError
-from zeroshard.optim.low_bit import KINDS, low_bit_source
-from zeroshard.optim.muon_source import muon_source
+from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
+from zeroshard.optim.muon.source import muon_source
 from zeroshard.optim.named import SourcedOptimizer
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, PLAIN_SGD, SGD, Rule, rmsprop_rule
 from zeroshard.optim.sources import Source, rule_source

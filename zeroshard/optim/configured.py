@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
 from zeroshard.optim.lamb import lamb_source
-from zeroshard.optim.low_bit import KINDS, low_bit_source
-from zeroshard.optim.muon_source import muon_source, split_groups
+from zeroshard.optim.muon.source import muon_source, split_groups
 from zeroshard.optim.onebit.source import onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, PLAIN_SGD, SGD, Rule, rmsprop_rule

@@ -16,9 +16,9 @@ import torch
 
 from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
+from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
 from zeroshard.optim.lamb import lamb_source
-from zeroshard.optim.low_bit import KINDS, low_bit_source
-from zeroshard.optim.muon_source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
+from zeroshard.optim.muon.source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
 from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import LION, Rule
@@ -72,7 +72,7 @@ class Lion(_RuleOptimizer):
 
 
 class _LowBitAdam(SourcedOptimizer):
-    """Adam with moments in few bits, by torchao; see `zeroshard.optim.low_bit`.
+    """Adam with moments in few bits, by torchao; see `zeroshard.optim.adam.low_bit`.
 
     Args:
         params: parameters or parameter groups.
@@ -170,7 +170,7 @@ class MuonAdamW(SourcedOptimizer):
         lr: rate of the matrices; `adam_lr` that of the rest. A group may have its own.
         adjust_lr_fn: 'original' (None) multiplies the rate by sqrt(max(1, rows/columns)), 'match_rms_adamw' by
             0.2 sqrt(max(rows, columns)) (arXiv:2502.16982).
-        ns_method: 'standard' or 'gram', see `zeroshard.optim.newton_schulz`.
+        ns_method: 'standard' or 'gram', see `zeroshard.optim.muon.newton_schulz`.
     """
 
     def __init__(

@@ -16,10 +16,10 @@ from torch import nn
 
 from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
-from zeroshard.optim.device_adam import DeviceAdam
-from zeroshard.optim.kernel_update import KernelUpdate
+from zeroshard.optim.adam.device_adam import DeviceAdam
+from zeroshard.optim.adam.kernel_update import KernelUpdate
+from zeroshard.optim.adam.streamed_adam import StreamedAdam
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
-from zeroshard.optim.streamed_adam import StreamedAdam
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import CompressedUpdate, DeviceUpdate, FlatUpdate, PiecewiseUpdate, UpdateMethod
 from zeroshard.plan.placement import Blocks

@@ -19,8 +19,8 @@ from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.core.parameters import written_buffers
 from zeroshard.engine.core.streams import Event
 from zeroshard.engine.step.device_stepper import DeviceStepper
+from zeroshard.optim.adam.streamed_adam import StatePiece, StreamedAdam
 from zeroshard.optim.loss_scale import LossScaler
-from zeroshard.optim.streamed_adam import StatePiece, StreamedAdam
 from zeroshard.plan.legs import Stream
 
 

@@ -10,8 +10,8 @@ import torch
 
 from deepspeed._exports import lazy
 from zeroshard.errors import PlanError
+from zeroshard.optim.adam.host_adam import CPUAdam
 from zeroshard.optim.clients import torch_source
-from zeroshard.optim.cpu_adam import CPUAdam
 from zeroshard.optim.named import SourcedOptimizer
 from zeroshard.optim.sources import Source
 

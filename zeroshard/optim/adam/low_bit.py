@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
-from zeroshard.optim.blocks import BlockedState, require_torchao
+from zeroshard.optim.adam.blocks import BlockedState, require_torchao
 from zeroshard.optim.parts import HostParts, Part, context_of_part
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW, Rule

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from zeroshard.errors import ZeroShardWarning
-from zeroshard.optim.schedules_base import IndexedSchedule, per_group, whole_number
+from zeroshard.optim.schedules.base import IndexedSchedule, per_group, whole_number
 
 WARMUP_TYPES = ("log", "linear")
 

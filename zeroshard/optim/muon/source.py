@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
-from zeroshard.optim.device_adam import DeviceAdam
-from zeroshard.optim.muon import MatrixUpdate
-from zeroshard.optim.newton_schulz import COEFFICIENTS, check_method
+from zeroshard.optim.adam.device_adam import DeviceAdam
+from zeroshard.optim.muon.newton_schulz import COEFFICIENTS, check_method
+from zeroshard.optim.muon.update import MatrixUpdate
 from zeroshard.optim.parts import DeviceParts, HostParts, Part, context_of_part
 from zeroshard.optim.rules import ADAMW, check_common
 from zeroshard.optim.sources import ParamGroups, Source, fill_group

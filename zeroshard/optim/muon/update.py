@@ -20,8 +20,8 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.mesh import Axes
-from zeroshard.optim.exchange import WIRE, MatrixExchange
-from zeroshard.optim.newton_schulz import orthogonalize
+from zeroshard.optim.muon.exchange import WIRE, MatrixExchange
+from zeroshard.optim.muon.newton_schulz import orthogonalize
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.optim.device_adam import DeviceAdam
+from zeroshard.optim.adam.device_adam import DeviceAdam
 from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule

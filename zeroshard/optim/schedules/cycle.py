@@ -21,7 +21,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.optim.schedules_base import IndexedSchedule, per_group, whole_number
+from zeroshard.optim.schedules.base import IndexedSchedule, per_group, whole_number
 
 BETA2 = 0.99
 """What beta2 becomes where OneCycle cycles the momentum of an Adam."""

@@ -11,8 +11,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroshard.errors import ConfigError
-from zeroshard.optim.schedules_cycle import LRRangeTest, OneCycle
-from zeroshard.optim.schedules_warmup import WARMUP_TYPES, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zeroshard.optim.schedules.cycle import LRRangeTest, OneCycle
+from zeroshard.optim.schedules.warmup import WARMUP_TYPES, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 SCHEDULES: Mapping[str, type[LRScheduler]] = {
     "WarmupLR": WarmupLR,

@@ -1,0 +1,1 @@
+"""Muon: whole matrices at their owners, made orthogonal."""
