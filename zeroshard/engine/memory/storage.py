@@ -51,19 +51,6 @@ class Allocator(Protocol):
         ...
 
 
-class OwnMemory:
-    """Memory of this rank alone, from torch's allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def shard(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
-
-    def slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
-        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in nbytes]
-
-
 class Storage:
     """All tensors of a plan on one rank.
 
@@ -90,9 +77,8 @@ class Storage:
         self.plan = plan
         self.device = device
         self.tiers = tiers
-        self._own = OwnMemory(device)
         self._at_rest: dict[torch.dtype, torch.Tensor] = {}
-        self._shared = self._own if allocator is None else allocator
+        self._shared = allocator
         self.units: list[Unit] = []
         nbytes = window_nbytes(plan)
         self.window = in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
@@ -106,8 +92,12 @@ class Storage:
         self.place_slots(plan)
 
     def _allocate_slots(self, plan: Plan) -> None:
-        self.gather_slots = self._own.slots(plan.gather_slots.nbytes)
-        self.reduce_slots = self._shared.slots(plan.reduce_slots.nbytes)
+        self.gather_slots = self._slots(plan.gather_slots.nbytes)
+        shared, nbytes = self._shared, plan.reduce_slots.nbytes
+        self.reduce_slots = self._slots(nbytes) if shared is None else shared.slots(nbytes)
+
+    def _slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in nbytes]
 
     def _allocate(self, plan: GroupPlan, parameters: Mapping[str, nn.Parameter], rank: int) -> Group:
         layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
@@ -137,9 +127,9 @@ class Storage:
         return group
 
     def _shard(self, plan: GroupPlan, numel: int) -> torch.Tensor:
-        if plan.param.away:
+        if self._shared is None or plan.param.away or not plan.travels:
             return in_place(self._row(numel, plan.param))
-        return (self._shared if plan.travels else self._own).shard(numel, torch_dtype(plan.param.dtype))
+        return self._shared.shard(numel, torch_dtype(plan.param.dtype))
 
     def place_slots(self, plan: Plan) -> None:
         """Point every group at its part of its unit's slots, and every parameter at its resting data."""
@@ -201,7 +191,7 @@ class Storage:
                 dtype = torch_dtype(group.plan.param.dtype)
                 group.whole = self.gather_slots[slot][offset : offset + nbytes].view(dtype)
                 offset += nbytes
-            peers = self._shared is not self._own and slot is not None and group.plan.travels
+            peers = self._shared is not None and slot is not None and group.plan.travels
             own = group.plan.layout.shard_range(group.rank)
             group.in_shard = frozenset(group.plan.layout.within(*own) if peers else ())
             group.place_views()
