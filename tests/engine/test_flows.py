@@ -140,6 +140,36 @@ def detached_in_the_middle(model: nn.Module, batch: Batch) -> torch.Tensor:
     return functional.mse_loss(model(hidden), hidden)
 
 
+def _within_itself(model: nn.Module, batch: Batch, *, under_grad: bool, before: bool) -> torch.Tensor:
+    """A hook of a block calls the whole model, before or after the block has run."""
+    assert isinstance(model, Stack)
+    running: list[bool] = []
+
+    def call(module: nn.Module, inputs: tuple[torch.Tensor], *output: torch.Tensor) -> object:
+        if running:
+            return None
+        running.append(True)
+        with torch.set_grad_enabled(under_grad):
+            found = model(inputs[0]).mean()
+        running.clear()
+        return (output[0] + found) if output else (inputs[0] + found,)
+
+    block = model.blocks[1]
+    handle = block.register_forward_pre_hook(call) if before else block.register_forward_hook(call)
+    try:
+        return _output_loss(model, batch)
+    finally:
+        handle.remove()
+
+
+def model_called_before_a_block(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return _within_itself(model, batch, under_grad=False, before=True)
+
+
+def model_called_after_a_block(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return _within_itself(model, batch, under_grad=True, before=False)
+
+
 FLOWS: tuple[Callable[[nn.Module, Batch], torch.Tensor], ...] = (
     two_forwards,
     discarded_forward,
@@ -154,6 +184,8 @@ FLOWS: tuple[Callable[[nn.Module, Batch], torch.Tensor], ...] = (
     no_block_at_all,
     parts_of_outputs,
     detached_in_the_middle,
+    model_called_before_a_block,
+    model_called_after_a_block,
 )
 
 

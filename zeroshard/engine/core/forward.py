@@ -56,6 +56,7 @@ class Forward:
         self._begins, self._ends, self._recovers = begins, ends, recovers
         self.inside: int | None = None
         self._part: int | None = None
+        self._nested = 0  # forwards of the same module that began within the running one and have not ended
         self.seen_order: list[int] | None = []
         self._saw_whole = False
 
@@ -126,12 +127,15 @@ class Forward:
         if in_backward():
             self._parameters.use(self._root)
         elif self.inside is None:
-            self.inside = entry
-            self.pre_forward(self._root)
+            self._come_in(entry)
+        elif self.inside == entry:  # a hook of a module inside calls the model, say
+            self._nested += 1
 
     def leave(self, entry: int, output: object, *, failed: bool) -> None:
         """Such a module has run, or ended in an exception."""
         mine = in_backward() or self.inside == entry
+        if self._ends_nested(entry):
+            return
         if self.inside == entry:
             self.inside = None
         if mine and not failed:
@@ -139,16 +143,31 @@ class Forward:
 
     def enter_part(self, part: int) -> None:
         """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
-        if not in_backward() and self.inside is None:
-            self.inside = self._part = part
-            self.pre_forward(self._root)
+        if in_backward():
+            return
+        if self.inside is None:
+            self._part = part
+            self._come_in(part)
+        elif self._part == part:
+            self._nested += 1
 
     def leave_part(self, part: int, output: object, *, failed: bool) -> None:
         """Such a module has run, or ended in an exception."""
-        if self._part == part:
+        if self._part == part and not self._ends_nested(part):
             if not failed:
                 self.post_forward(self._root, output)
             self.inside = self._part = None
+
+    def _come_in(self, module: int) -> None:
+        self.inside, self._nested = module, 0
+        self.pre_forward(self._root)
+
+    def _ends_nested(self, module: int) -> bool:
+        """Whether a forward within the running one of the same module has ended, and so the pass has not."""
+        if in_backward() or self.inside != module or not self._nested:
+            return False
+        self._nested -= 1
+        return True
 
     def _end_pass(self) -> None:
         if self._part is None:
