@@ -110,6 +110,15 @@ def _parts(rank: int, world: int) -> list[list[float]]:
     engine, *_ = deepspeed.initialize(model=model, config=config)
     assert model.weight.ds_persist is False
     kept = [model.weight.ds_tensor.flatten().tolist()]
+    status = deepspeed.zero.ZeroParamStatus
+    assert model.weight.ds_status in {status.NOT_AVAILABLE, status.INFLIGHT}
+    assert model.weight.ds_summary()["shape"] == (3, 4)
+    model.weight.ds_tensor.data = torch.full_like(model.weight.ds_tensor.data, 1.0 + rank)
+    with deepspeed.zero.GatheredParameters(model.weight):
+        assert model.weight.flatten().tolist().count(1.0 + rank) == len(kept[0])
+        assert model.weight.ds_status in {status.AVAILABLE}
+    with pytest.raises(ValueError, match="elements of the parameter, not 50"):
+        model.weight.ds_tensor.data = torch.zeros(50)
     engine.destroy()
     with deepspeed.zero.Init(config_dict_or_path=config):
         loose = nn.Linear(4, 3)
@@ -118,7 +127,7 @@ def _parts(rank: int, world: int) -> list[list[float]]:
     return [*kept, loose.weight.ds_tensor.tolist()]
 
 
-def test_ds_tensor_is_what_this_rank_keeps() -> None:
+def test_ds_tensor_is_what_this_rank_keeps_and_takes_other_data() -> None:
     results = run_ranks(2, _parts)
     for kind in range(2):
         assert [value for result in results for value in result[kind]] == [1.0] + [2.0] * 11

@@ -247,6 +247,8 @@ def _unmanaged(rank: int, world: int) -> None:
             engine.step()
         with pytest.raises(UsageError, match="leave the outer block"), engine.coalesce_grad_reduction():
             pass
+        with pytest.raises(UsageError, match=r"no_sync\(\) inside of coalesce_grad_reduction"), engine.no_sync():
+            pass
     engine.step()
     engine.empty_partition_cache()
     loss = engine(_batch(0, 0, rank))

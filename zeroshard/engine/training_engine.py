@@ -113,7 +113,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         self._backwards = None
         if optimizer is not None:
             self._backwards = Backwards(handle_of(model).runtime, stepper_of(model).scaler, self._batching)
-        self._inside_no_sync = False
+        self._inside_no_sync = self._coalesces = False
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
         self._observer = self._options.observer
@@ -277,7 +277,9 @@ class TrainingEngine(nn.Module, AsksSettings):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate on this rank."""
+        """Backwards inside only accumulate on this rank. Not within coalesce_grad_reduction(), which reduces them."""
+        if self._coalesces:
+            raise UsageError("no_sync() inside of coalesce_grad_reduction(), which reduces at its end: leave it first")
         self._take_accumulators()
         with self._handle.runtime.reducing.no_sync():
             before, self._inside_no_sync = self._inside_no_sync, True
@@ -300,7 +302,11 @@ class TrainingEngine(nn.Module, AsksSettings):
                 "there; use no_sync() to reduce once"
             )
         with self.no_sync():
-            yield
+            self._coalesces = True
+            try:
+                yield
+            finally:
+                self._coalesces = False
         self._handle.runtime.finish_gradients()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.engine.memory.rank_values import rank_param, rank_part
+from zeroshard.engine.outside_step.access import safe_set_full_fp32_param, safe_set_local_fp32_param
 from zeroshard.engine.outside_step.gathered import GatheredParameters, place_of
+from zeroshard.errors import UsageError
 from zeroshard.sharding.unowned import unowned_shard_of
 
 _IDS = itertools.count()
@@ -45,10 +47,37 @@ class _Status:
     def __eq__(self, other: object) -> bool:
         return self.now() is (other.now() if isinstance(other, _Status) else other)
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        """As equality says, so that `parameter.ds_status in {...}` finds the status of now."""
+        return hash(self.now())
 
     def __repr__(self) -> str:
         return repr(self.now())
+
+
+class _Part(torch.Tensor):
+    """What `parameter.ds_tensor` is: the memory that this rank keeps. Other data that it is given is written on it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The memory, as a plain tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Called by all ranks, between steps; master weights follow. Raises UsageError for another size."""
+        parameter = vars(self)["parameter"]()
+        if parameter is None or value.numel() != self.numel():
+            raise UsageError(f"ds_tensor holds {self.numel()} elements of the parameter, not {value.numel()}")
+        if unowned_shard_of(parameter) is not None:
+            with torch.no_grad():
+                self.copy_(value.view(self.shape))
+        elif vars(parameter)["ds_persist"]:  # it rests whole
+            safe_set_full_fp32_param(parameter, value.reshape(parameter.shape))
+        else:
+            safe_set_local_fp32_param(parameter, value)
 
 
 _CHECKED = "_zeroshard_sanity_checks"
@@ -90,7 +119,8 @@ def describe(parameters: Iterable[nn.Parameter], *, resident: bool = False, chec
             ds_status=_Status(parameter),
             ds_active_sub_modules=set(),
             ds_process_group=dist.group.WORLD if dist.is_initialized() else None,
-            ds_tensor=_part(parameter),
+            ds_tensor=_kept(parameter),
+            ds_summary=_summary_of(parameter),
             ds_persist=persists,
             partition_numel=lambda share=-(-numel // ranks): share,
             item=_item_of(parameter),
@@ -127,6 +157,27 @@ def _part(parameter: torch.Tensor) -> torch.Tensor:
     if not group.plan.param.divided:
         return group.whole[segment.offset : segment.end]
     return rank_param(group)[rank_part(group, index)[0]]
+
+
+def _kept(parameter: torch.Tensor) -> torch.Tensor:
+    kept = _part(parameter).detach().as_subclass(_Part)
+    vars(kept)["parameter"] = weakref.ref(parameter)
+    return kept
+
+
+def _summary_of(parameter: torch.Tensor) -> Callable[[], dict[str, Any]]:
+    reference = weakref.ref(parameter)
+
+    def summary() -> dict[str, Any]:
+        """What is known of the parameter, for messages."""
+        member = reference()
+        assert member is not None
+        attributes = vars(member)
+        shape, status = tuple(attributes["ds_shape"]), attributes["ds_status"].now()
+        kept = attributes["ds_tensor"].numel()
+        return {"id": attributes["ds_id"], "status": status.name, "shape": shape, "elements_on_this_rank": kept}
+
+    return summary
 
 
 def _item_of(parameter: torch.Tensor) -> Any:
