@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -19,7 +20,7 @@ from deepspeed.runtime.zero.tiling import TiledLinear
 from torch import nn
 
 from tests.support.distributed import run_ranks
-from zeroshard.errors import UsageError
+from zeroshard.errors import CheckpointError, UsageError
 
 
 def _start(model: nn.Module, client: Any = None, **keys: Any) -> Any:
@@ -116,6 +117,42 @@ def test_the_parameters_of_an_engine_can_be_released_amid_an_accumulation(tmp_pa
     engine.backward(loss)
     engine.step()
     assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_without_an_optimizer_what_is_gathered_can_be_released_after_any_forward() -> None:
+    zero = {"stage": 3, "param_persistence_threshold": 0}
+    engine, *_ = _start(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), zero_optimization=zero)
+    expected = engine(torch.ones(1, 4))
+    engine.empty_partition_cache()
+    assert torch.equal(engine(torch.ones(1, 4)), expected)
+    engine.destroy()
+
+
+def test_the_universal_format_is_a_copy_that_loads_at_another_stage(tmp_path: Path) -> None:
+    from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    keys: dict[str, Any] = {"optimizer": {"type": "Adam"}, "checkpoint": {"load_universal": True}}
+    engine, *_ = _start(nn.Linear(4, 4), **keys, zero_optimization={"stage": 1})
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path, "it", client_state={UNIVERSAL_CHECKPOINT_INFO: {}, "iteration": 1})
+    expected = engine.module.weight.detach().clone()
+    engine.destroy()
+    arguments = SimpleNamespace(input_folder=tmp_path / "it", output_folder=tmp_path / "it_universal")
+    main(arguments)
+    with pytest.raises(CheckpointError, match="there already"):
+        main(arguments)
+    arguments.input_folder = tmp_path
+    with pytest.raises(CheckpointError, match="zeroshard checkpoint import"):
+        main(arguments)
+
+    engine, *_ = _start(nn.Linear(4, 4), **keys, zero_optimization={"stage": 3, "param_persistence_threshold": 0})
+    _, client = engine.load_checkpoint(tmp_path, "it_universal")
+    assert client == {UNIVERSAL_CHECKPOINT_INFO: {}, "iteration": 1}
+    with deepspeed.zero.GatheredParameters(engine.module.weight):
+        assert torch.equal(engine.module.weight, expected)
     engine.destroy()
 
 

@@ -61,6 +61,7 @@ USED = [
     "deepspeed.accelerator.get_accelerator",
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME",
     "deepspeed.checkpointing.configure",
+    "deepspeed.checkpoint.ds_to_universal.main",
     "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
     "deepspeed.add_config_arguments",
     "deepspeed.runtime.utils.see_memory_usage",
@@ -81,7 +82,7 @@ PLACEHOLDERS = {
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "no counterpart",
     "deepspeed.profiling.flops_profiler.FlopsProfiler": "torch.profiler",
     "deepspeed.monitor.tensorboard.TensorBoardMonitor": "MonitorMaster",
-    "deepspeed.checkpoint.ds_to_universal.main": "load at any number of ranks",
+    "deepspeed.checkpoint.DeepSpeedCheckpoint": "load at any number of ranks",
     "deepspeed.runtime.zero.MiCS_Init": "no counterpart",
     "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": "the plan gathers",
 }

@@ -320,7 +320,7 @@ class TrainingEngine(nn.Module, AsksSettings):
     def empty_partition_cache(self) -> None:
         """Release what is gathered, and the device memory that torch keeps for later; called by all ranks."""
         runtime = self._handle.runtime
-        if not runtime.between_passes:
+        if self.optimizer is not None and not runtime.between_passes:
             raise UsageError("empty_partition_cache() between a forward and its backward: call it after the backward")
         runtime.drain()
         runtime.parameters.release_all()

@@ -19,8 +19,7 @@ _PIPELINE = ("LayerSpec", "PipelineModule", "TiedLayerSpec")
 
 PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("PipelineEngine", "PipelineModule"),
-    "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "UNIVERSAL_CHECKPOINT_INFO"),
-    "deepspeed.checkpoint.ds_to_universal": ("main",),
+    "deepspeed.checkpoint": ("DeepSpeedCheckpoint",),
     "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
     "deepspeed.moe.layer": ("MoE",),
