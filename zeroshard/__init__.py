@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.mesh import Mesh, MeshAxis
+    from zeroshard.observe.comms import log_summary
     from zeroshard.optim.adam.host_adam import CPUAdam
     from zeroshard.optim.named import (
         Adam4bit,
@@ -121,6 +122,7 @@ _HOME = {
     "initialize": "zeroshard.from_config",
     "iterate_full_parameters": "zeroshard.engine.outside_step.gathered",
     "load": "zeroshard.engine.saving.checkpoints",
+    "log_summary": "zeroshard.observe.comms",
     "no_sync": "zeroshard.engine.native",
     "offload_states": "zeroshard.engine.outside_step.offload_states",
     "peer_memory_nbytes": "zeroshard.engine.native",
@@ -204,6 +206,7 @@ __all__ = [
     "initialize",
     "iterate_full_parameters",
     "load",
+    "log_summary",
     "memory_status",
     "no_sync",
     "offload_states",

@@ -27,6 +27,7 @@ USED = [
     "deepspeed.comm.is_initialized",
     "deepspeed.comm.init_distributed",
     "deepspeed.comm.get_rank",
+    "deepspeed.comm.log_summary",
     "deepspeed.comm.get_world_size",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES",
     "deepspeed.runtime.lr_schedules.WARMUP_LR",

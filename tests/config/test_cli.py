@@ -22,7 +22,7 @@ from zeroshard.config.cli import app
 GOOD = """{
   "train_batch_size": 16,
   "bf16": {"enabled": true},
-  "memory_breakdown": false,
+  "dump_state": false,
   "zero_optimization": {"stage": 3, "contiguous_gradients": true, "reduce_bucket_size": 5e8}
 }
 """
@@ -60,7 +60,7 @@ def test_explain_shows_value_origin_and_status_of_every_setting(good: Path) -> N
     assert "derived: 16 / (1 accumulation x 2 ranks) obeyed" in row(done.output, "train_micro_batch_size_per_gpu")
     assert "no effect here: gradients always land" in row(done.output, "zero_optimization.contiguous_gradients")
     assert "500000000 ds.json line 5 no effect here" in row(done.output, "zero_optimization.reduce_bucket_size")
-    assert "not built yet" in row(done.output, "memory_breakdown")
+    assert "not built yet" in row(done.output, "dump_state")
 
 
 def test_output_that_is_not_a_terminal_has_no_escape_codes_and_no_broken_lines(good: Path) -> None:

@@ -25,6 +25,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {
     resolved.ActivationConfig: ("activations", "wanted", "config"),
     resolved.CheckpointConfig: ("checkpoint",),
     resolved.ObserveConfig: ("observe",),
+    resolved.CommsConfig: ("comms",),
     resolved.FilesConfig: ("files",),
     resolved.WandbConfig: ("wandb",),
     resolved.CometConfig: ("comet",),

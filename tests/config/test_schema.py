@@ -78,7 +78,7 @@ def test_a_published_config_has_faults_only_where_zeroshard_refuses_it(config: d
         ({"zero_optimisation": {}}, ".zero_optimisation"),
         ({"zero_optimization": {"stge": 3}}, ".zero_optimization.stge"),
         ({"bf16": {"enabled": "true"}}, ".bf16.enabled"),
-        ({"memory_breakdown": True}, ".memory_breakdown"),
+        ({"dump_state": True}, ".dump_state"),
         ({"optimizer": {"type": "Adma"}}, ".optimizer.type"),
         ({"optimizer": {"type": "adamw", "params": {"learning_rate": 1}}}, ".optimizer.params.learning_rate"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}, ".scheduler.params.cycle_max_lr"),

@@ -164,6 +164,10 @@ class OperationLog:
         assert len(operations) == count - start, "the ring lost an operation"
         return LogTail(count, digest, start + 1, operations)
 
+    def counts(self) -> dict[Operation, int]:
+        """Calls of each distinct operation since the start or the last `reset_totals`."""
+        return {entry.operation: entry.calls for entry in list(self._entries.values()) if entry.calls}
+
     def totals(self) -> dict[str, tuple[int, int]]:
         """Calls and payload bytes per kind since the start or the last `reset_totals`; the traffic a plan predicts."""
         totals: dict[str, tuple[int, int]] = {}

@@ -166,6 +166,12 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
+def _text_list(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise refuse("a list of strings", value)
+    return tuple(value)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise refuse("a string that is not empty", value)
@@ -218,4 +224,5 @@ HalfName = Annotated[Dtype, BeforeValidator(_half)]
 Stage = Annotated["Literal['auto'] | int", BeforeValidator(_stage)]
 NamesOrAuto = Annotated["Literal['auto'] | tuple[str, ...]", BeforeValidator(_names_or_auto)]
 Names = Annotated["tuple[str, ...]", BeforeValidator(_names)]
+TextList = Annotated["tuple[str, ...]", BeforeValidator(_text_list)]
 PrintInterval = Annotated["int | None", BeforeValidator(_print_interval)]

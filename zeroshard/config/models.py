@@ -29,6 +29,7 @@ from zeroshard.config.fields import (
     Size,
     Stage,
     Text,
+    TextList,
     one_of,
     whole,
 )
@@ -165,6 +166,13 @@ class CometSection(Section):
     mode: Text | None = None
 
 
+class CommsLoggerSection(Section):
+    enabled: Flag = False
+    prof_all: Flag = True
+    prof_ops: TextList = ()
+    verbose: Flag = False
+
+
 class ThroughputSection(Section):
     enabled: Flag = True
 
@@ -200,6 +208,8 @@ class ObeyedSections(Section):
     csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection)
     wandb: WandbSection = Field(default_factory=WandbSection)
     comet: CometSection = Field(default_factory=CometSection)
+    comms_logger: CommsLoggerSection = Field(default_factory=CommsLoggerSection)
+    memory_breakdown: Flag = False
     timers: TimersSection = Field(default_factory=TimersSection)
     communication_data_type: DtypeName | None = None
     gradient_clip_value: NonNegative = 0.0

@@ -211,6 +211,14 @@ class CometConfig:
 
 
 @dataclass(frozen=True)
+class CommsConfig:
+    """The log of collectives: of which kinds (None is all), and whether each step prints its own."""
+
+    ops: tuple[str, ...] | None
+    verbose: bool
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What is to be seen of a run; None is what is not asked for.
 
@@ -218,11 +226,14 @@ class ObserveConfig:
         every: optimizer steps between two lines of progress.
         breakdown: whether the times of forward, backward and step are printed.
         throughput: whether lines of progress tell how fast the steps are.
+        memory: whether the memory in use is printed.
     """
 
     every: int | None
     breakdown: bool
     throughput: bool
+    memory: bool
+    comms: CommsConfig | None
     tensorboard: FilesConfig | None
     csv: FilesConfig | None
     wandb: WandbConfig | None

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from zeroshard.config.models import CometSection, CsvMonitorSection, ObeyedSections, TensorboardSection, WandbSection
+from zeroshard.config.models import (
+    CometSection,
+    CommsLoggerSection,
+    CsvMonitorSection,
+    ObeyedSections,
+    TensorboardSection,
+    WandbSection,
+)
 from zeroshard.config.resolved import (
     ActivationConfig,
     CometConfig,
+    CommsConfig,
     FilesConfig,
     LossScaleConfig,
     ObserveConfig,
@@ -48,6 +56,8 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
         every=sections.steps_per_print,
         breakdown=sections.wall_clock_breakdown,
         throughput=sections.timers.throughput.enabled,
+        memory=sections.memory_breakdown,
+        comms=_comms(sections.comms_logger),
         tensorboard=_files(sections.tensorboard),
         csv=_files(sections.csv_monitor),
         wandb=_wandb(sections.wandb),
@@ -57,6 +67,10 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
 
 def _files(asked: TensorboardSection | CsvMonitorSection) -> FilesConfig | None:
     return FilesConfig(asked.output_path, asked.job_name) if asked.enabled else None
+
+
+def _comms(asked: CommsLoggerSection) -> CommsConfig | None:
+    return CommsConfig(None if asked.prof_all else asked.prof_ops, asked.verbose) if asked.enabled else None
 
 
 def _wandb(asked: WandbSection) -> WandbConfig | None:

@@ -32,6 +32,7 @@ class StepFacts:
         step: its number, from 1.
         samples: of all steps over all ranks, this one included.
         batch: samples of this step over all ranks.
+        micro_batches: of this step, on each rank.
         rates: learning rate of each parameter group.
         scale: the loss scale, on the device; None without one.
     """
@@ -39,6 +40,7 @@ class StepFacts:
     step: int
     samples: int
     batch: int
+    micro_batches: int
     rates: Sequence[float]
     scale: torch.Tensor | None
 

@@ -187,11 +187,11 @@ class TrainingEngine(nn.Module, AsksSettings):
             return
         self._close_outcome(stepper)
         self.global_steps += 1
-        batch = self._samples()
+        micro_batches, batch = self._size_of_step()
         self.global_samples += batch
         self._data.mark()
         self._uncounted = arguments
-        with _UNSEEN if self._observer is None else self._seen_update(self._observer, stepper, batch):
+        with _UNSEEN if self._observer is None else self._seen_update(self._observer, stepper, batch, micro_batches):
             self._update(self.optimizer)
         if self._batching.manual:
             self._take_accumulators()
@@ -204,12 +204,14 @@ class TrainingEngine(nn.Module, AsksSettings):
         if self._observer is not None:
             self._observer.report(self.global_steps, due=due)
 
-    def _seen_update(self, observer: Observer, stepper: StepperBase, batch: int) -> AbstractContextManager[None]:
+    def _seen_update(
+        self, observer: Observer, stepper: StepperBase, batch: int, micro_batches: int
+    ) -> AbstractContextManager[None]:
         assert self.optimizer is not None
         scale = None if stepper.scaler is None else stepper.scaler.scale
         rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
         on_host = [float(rate) for rate in rates if not (isinstance(rate, torch.Tensor) and rate.is_cuda)]
-        return observer.update(StepFacts(self.global_steps, self.global_samples, batch, on_host, scale))
+        return observer.update(StepFacts(self.global_steps, self.global_samples, batch, micro_batches, on_host, scale))
 
     def _update(self, optimizer: ShardedOptimizer) -> None:
         """Update the parameters from the gradients, as the config says, and forget these."""
@@ -221,11 +223,12 @@ class TrainingEngine(nn.Module, AsksSettings):
         optimizer.step()
         optimizer.zero_grad()
 
-    def _samples(self) -> int:
-        """Samples of the step that is being made."""
+    def _size_of_step(self) -> tuple[int, int]:
+        """Micro-batches and samples of the step that is being made."""
         assert self._backwards is not None
         backwards, sizes = self._backwards.count_from_here(), self._batching.sizes
-        return sizes.train if self._options.counts_micro_batches else sizes.train // sizes.accumulation * backwards
+        counted = self._options.counts_micro_batches
+        return backwards, sizes.train if counted else sizes.train // sizes.accumulation * backwards
 
     def _print_progress(self, stepper: StepperBase) -> None:
         """One line on rank 0, for which the step waits for the device."""

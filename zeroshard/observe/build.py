@@ -6,7 +6,9 @@ from pathlib import Path
 
 from zeroshard.config.resolved import FilesConfig, ObserveConfig
 from zeroshard.engine.core.handle import Handle
+from zeroshard.observe.comms import CommsLog
 from zeroshard.observe.listeners import BreakdownLine, ToMonitor
+from zeroshard.observe.memory import MemoryLine
 from zeroshard.observe.monitor import EventMonitor, Writer
 from zeroshard.observe.observer import Listener, StepObserver
 from zeroshard.observe.throughput import StepRates
@@ -37,13 +39,18 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     first = handle.comm.mesh.rank == 0
     monitor = make_monitor(observe, first=first)
     prints = observe.every is not None and observe.throughput
-    if not (monitor.enabled or prints or observe.breakdown):
+    if not (monitor.enabled or prints or observe.breakdown or observe.memory or observe.comms):
         return None
+    every_step = observe.every is None
     listeners: list[Listener] = []
     if monitor.enabled and first:
         listeners.append(ToMonitor(monitor, breakdown=observe.breakdown))
     if observe.breakdown and first:
-        listeners.append(BreakdownLine(every_step=observe.every is None))
+        listeners.append(BreakdownLine(every_step=every_step))
+    if observe.memory and first:
+        listeners.append(MemoryLine(handle, every_step=every_step))
+    if observe.comms is not None:
+        listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
     rates = StepRates(handle.plan.dp)
     return StepObserver(handle.device, monitor, rates, listeners, tells_rates=observe.throughput)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.engine.observing import Disk
+from zeroshard.engine.observing import Disk, StepFacts
 from zeroshard.observe.monitor import EventMonitor, events_of
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.times import PARTS
@@ -14,7 +14,7 @@ class Silent:
     def heard(self, record: StepRecord) -> None:
         """Nothing."""
 
-    def report(self, step: int, *, due: bool) -> None:
+    def report(self, facts: StepFacts, *, due: bool) -> None:
         """Nothing."""
 
     def disk(self, what: Disk, seconds: float) -> None:
@@ -55,10 +55,10 @@ class BreakdownLine(Silent):
         for part in PARTS:
             self._totals[part] += record.seconds[part]
 
-    def report(self, step: int, *, due: bool) -> None:
+    def report(self, facts: StepFacts, *, due: bool) -> None:
         """Print the line where it is due and any step has passed."""
         if self._steps and (due or self._every_step):
             mean = ", ".join(f"{part} {total / self._steps * 1000:.2f} ms" for part, total in self._totals.items())
             many = "s" if self._steps > 1 else ""
-            print(f"step {step}: {mean} (mean of {self._steps} step{many})", flush=True)
+            print(f"step {facts.step}: {mean} (mean of {self._steps} step{many})", flush=True)
             self._totals, self._steps = dict.fromkeys(PARTS, 0.0), 0

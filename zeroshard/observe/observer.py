@@ -33,7 +33,7 @@ class Listener(Protocol):
 
     def heard(self, record: StepRecord) -> None: ...
 
-    def report(self, step: int, *, due: bool) -> None:
+    def report(self, facts: StepFacts, *, due: bool) -> None:
         """After each step: print what is to be printed then."""
         ...
 
@@ -102,6 +102,7 @@ class StepObserver:
         self._times = Times(device)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
+        self._facts: StepFacts | None = None
         self._steps: deque[_Step] = deque()
         self._closed = False
 
@@ -131,6 +132,7 @@ class StepObserver:
         """Around the update of a step."""
         while self._steps and self._steps[-1].outcome is None:
             self._steps.pop()  # its outcome was an error, and nobody will tell more of it
+        self._facts = facts
         loss, self._loss = self._loss, None
         tokens, self._tokens = self._tokens, None
         scale = None if facts.scale is None else LateNumber(facts.scale)
@@ -159,8 +161,9 @@ class StepObserver:
 
     def report(self, step: int, *, due: bool) -> None:
         """After each step."""
-        for listener in self._listeners:
-            listener.report(step, due=due)
+        if self._facts is not None:
+            for listener in self._listeners:
+                listener.report(self._facts, due=due)
 
     @contextmanager
     def disk(self, what: Disk) -> Iterator[None]:

@@ -22,6 +22,8 @@ from zeroshard.plan.plan import Plan
 
 WIRE_ITEMSIZE = 2
 """Matrices travel in bfloat16, in which they are worked on."""
+MATRICES = "(matrices)"
+"""What the log of operations calls an exchange of matrices."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:

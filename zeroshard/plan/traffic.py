@@ -11,15 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from zeroshard.mesh import DATA, Axes
 from zeroshard.plan.compression import compressed_nbytes
 from zeroshard.plan.legs import Legs
-from zeroshard.plan.matrices import exchange_nbytes
+from zeroshard.plan.matrices import MATRICES, exchange_nbytes
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import OpKind, Program, build_programs
 from zeroshard.sharding.slots import SlotLedger
 
 STATS_FIXED = 3
 """float64 values exchanged in each step besides one per trainable parameter: squared norm, and two for divergence."""
+
+
+Kind = tuple[str, Axes]
+"""A kind of collective and the axes over which it runs, those along which there is more than one rank."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,45 @@ def step_traffic(
         compressed: a 1-bit optimizer averages in compressed form, not gradients.
         local: it averages nothing in this step.
     """
+    count = _counted(plan, micro_batches, no_sync=no_sync, compressed=compressed, local=local)
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for (kind, _), (number, sent) in count.found.items():
+        calls[kind] += number
+        nbytes[kind] += sent
+    return Traffic(dict(calls), dict(nbytes))
+
+
+def traffic_by_axes(plan: Plan, *, micro_batches: int = 1) -> dict[Kind, tuple[int, int]]:
+    """Calls and payload bytes of one steady optimizer step, by kind and axes."""
+    return dict(_counted(plan, micro_batches).found)
+
+
+def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
+    """Over which axes an operation runs, by what is logged of it: kind, label and bytes; all others over all axes."""
+    found: dict[tuple[str, str, int], Axes] = {
+        ("all-to-all", MATRICES, nbytes): several(plan, axes) for axes, nbytes in exchange_nbytes(plan).items()
+    }
+    for unit, legs_of_unit in zip(plan.units, plan.legs, strict=True):
+        for legs in legs_of_unit:
+            for leg in (*legs.gather, *legs.pending, *legs.reduce, *legs.late):
+                if leg.axes:
+                    found.setdefault((leg.kind.value, unit.label, leg.nbytes), several(plan, leg.axes))
+    return found
+
+
+def several(plan: Plan, axes: Axes) -> Axes:
+    """Those of the axes along which there is more than one rank."""
+    return tuple(axis for axis in axes if plan.mesh.size((axis,)) > 1)
+
+
+def _counted(
+    plan: Plan, micro_batches: int, *, no_sync: bool = False, compressed: bool = False, local: bool = False
+) -> _Counter:
     programs = build_programs(plan)
     ledger = new_ledger(plan)
     count = _Counter(plan)
+    everyone = plan.mesh.among(DATA)
     for step in range(2):  # the second one is steady: it starts with what the first left in the slots
         if step:
             count.clear()
@@ -54,18 +95,18 @@ def step_traffic(
             last = micro == micro_batches - 1
             count.run(programs.forward, ledger, reduce=False, last=last)
             count.run(programs.backward, ledger, reduce=(last or not no_sync) and not (compressed or local), last=last)
-        count.add("all-reduce", stats_numel(plan) * 8, plan.dp)
-        count.add("all-reduce", sums_numel(plan) * 8, plan.dp)
+        count.add("all-reduce", stats_numel(plan) * 8, everyone)
+        count.add("all-reduce", sums_numel(plan) * 8, everyone)
         for axes, nbytes in exchange_nbytes(plan).items():
             for _ in range(2):  # there as what is to be made orthogonal, back as what has been
-                count.add("all-to-all", nbytes, plan.mesh.size(axes))
+                count.add("all-to-all", nbytes, axes)
         if compressed:
-            count.add("all-reduce", maxima_numel(plan) * 8, plan.dp)
-            count.add("all-to-all", compressed_nbytes(plan), plan.dp)
-            count.add("all-gather", compressed_nbytes(plan), plan.dp)
+            count.add("all-reduce", maxima_numel(plan) * 8, everyone)
+            count.add("all-to-all", compressed_nbytes(plan), everyone)
+            count.add("all-gather", compressed_nbytes(plan), everyone)
         ledger.invalidate()
         count.run(programs.after_step, ledger, reduce=False, last=True)
-    return Traffic(dict(count.calls), dict(count.nbytes))
+    return count
 
 
 def new_ledger(plan: Plan) -> SlotLedger:
@@ -102,17 +143,19 @@ class _Counter:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.calls: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
+        self.found: dict[Kind, tuple[int, int]] = {}
+        self._several: dict[Axes, Axes] = {}
 
     def clear(self) -> None:
-        self.calls.clear()
-        self.nbytes.clear()
+        self.found.clear()
 
-    def add(self, kind: str, nbytes: int, ranks: int) -> None:
-        if ranks > 1 and nbytes:
-            self.calls[kind] += 1
-            self.nbytes[kind] += nbytes
+    def add(self, kind: str, nbytes: int, axes: Axes) -> None:
+        over = self._several.get(axes)
+        if over is None:
+            over = self._several[axes] = several(self.plan, axes)
+        if over and nbytes:
+            calls, before = self.found.get((kind, over), (0, 0))
+            self.found[kind, over] = calls + 1, before + nbytes
 
     def run(self, program: Program, ledger: SlotLedger, *, reduce: bool, last: bool) -> None:
         for op in program:
@@ -130,4 +173,4 @@ class _Counter:
     def _legs(self, legs: Legs) -> None:
         for leg in legs:
             if leg.axes:
-                self.add(leg.kind.value, leg.nbytes, self.plan.mesh.size(leg.axes))
+                self.add(leg.kind.value, leg.nbytes, leg.axes)

@@ -18,6 +18,7 @@ import torch
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.optim.regions import Region
+from zeroshard.plan.matrices import MATRICES
 
 WIRE = torch.bfloat16
 
@@ -112,7 +113,7 @@ class MatrixExchange:
             data.view(torch.uint8),
             [count * width for count in out_splits],
             [count * width for count in in_splits],
-            "(matrices)",
+            MATRICES,
             self._nbytes,
         )
         self._peers.wait(pending)

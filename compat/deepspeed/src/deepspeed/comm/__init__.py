@@ -46,7 +46,9 @@ _SAME = (
     "send",
 )
 
-__getattr__, __dir__ = lazy(__name__, {name: f"torch.distributed:{name}" for name in _SAME})
+__getattr__, __dir__ = lazy(
+    __name__, {**{name: f"torch.distributed:{name}" for name in _SAME}, "log_summary": "zeroshard:log_summary"}
+)
 
 
 def init_distributed(
