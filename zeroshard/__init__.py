@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
     from zeroshard.from_config import initialize
     from zeroshard.mesh import Mesh, MeshAxis
+    from zeroshard.nvme.places import Spill
     from zeroshard.observe.comms import log_summary
     from zeroshard.optim.adam.host_adam import CPUAdam
     from zeroshard.optim.named import (
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     )
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.offload import Offload
-    from zeroshard.plan.placement import STAGES, Blocks, Sharding
+    from zeroshard.plan.placement import STAGES, Blocks, Sharding, Tier
     from zeroshard.plan.plan import Plan
     from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
     from zeroshard.sharding.activations import checkpoint_activations
@@ -106,6 +107,8 @@ _HOME = {
     "Recipe": "zeroshard.plan.builder",
     "Offload": "zeroshard.plan.offload",
     "HostUpdate": "zeroshard.plan.policy",
+    "Spill": "zeroshard.nvme.places",
+    "Tier": "zeroshard.plan.placement",
     "STAGES": "zeroshard.plan.placement",
     "Sharding": "zeroshard.plan.placement",
     "ZeroOneAdam": "zeroshard.optim.named",
@@ -190,6 +193,8 @@ __all__ = [
     "Pretrained",
     "Recipe",
     "Sharding",
+    "Spill",
+    "Tier",
     "TiledLinear",
     "ZeroOneAdam",
     "build_plan",

@@ -18,6 +18,7 @@ from rich.console import Console
 from tests.plan.specs import blocks, plan_of, relaxed
 from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, SHARD, Mesh, MeshAxis
+from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
 from zeroshard.plan.placement import STAGES, Sharding, StateKind
 from zeroshard.plan.plan import Plan
@@ -77,7 +78,7 @@ def test_every_field_of_the_policy_survives() -> None:
     changed = {"prefetch": 2, "spare_nbytes": 5, "accumulate": True, "overlap_step": True, "predivide": 4.0}
     changed |= {"mean": False, "clip_norm": 0.5, "on_nonfinite": OnNonFinite.SKIP, "cast_inputs": "bfloat16"}
     changed |= {"parameter_sums": 2, "parameter_maxima": 1}
-    changed |= {"stream_numel": 7, "pin_memory": False}
+    changed |= {"stream_numel": 7, "pin_memory": False, "window_numel": 9, "spill": Spill(("/a", "/b"), encrypt=True)}
     for changes in (changed, {"reuse": False, "peer_copies": True}):
         plan = SAMPLE.with_policy(**changes)
         assert plan.policy != ExecutionPolicy()

@@ -179,6 +179,13 @@ class Watchdog:
         self.error = DivergenceError(verdict.text)
         raise DivergenceError(verdict.text)
 
+    def announce(self, error: ZeroShardError) -> None:
+        """Tell all ranks why this one can't go on: they raise a ZeroShardError with its text at a long wait."""
+        first, self.error = self.error is None, self.error or error
+        self._picked_up.set()
+        if self._thread is not None and first:
+            Board(self._store, self._prefix, self._rank).decide(Verdict(str(error), False, self._world_size - 1))
+
     def close(self) -> None:
         """Stop the thread and tell the others that this rank issues nothing more. May be called twice."""
         atexit.unregister(self.close)

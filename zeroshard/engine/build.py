@@ -94,7 +94,8 @@ def _start_engine(
         _broadcast(model, comm, device)
     peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
-    storage = Storage(plan, parameters, comm.mesh.rank, device, open_tiers(plan, device, tiers), allocator)
+    opened = open_tiers(plan, device, tiers, comm.control)
+    storage = Storage(plan, parameters, comm.mesh.rank, device, opened, allocator)
     if is_deferred(model):
         _materialize(model, plan, storage, device)
     guard_unowned(model)

@@ -7,6 +7,10 @@ part of the first one is kept. No communication: a rank that closes alone, in an
 
 from __future__ import annotations
 
+import logging
+
+import torch
+
 from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
@@ -14,11 +18,14 @@ from zeroshard.engine.memory.rank_values import is_split, rank_part, read_values
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
-from zeroshard.errors import UsageError
+from zeroshard.errors import SpillError, UsageError
+from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.sharding.resting import unguarded
 from zeroshard.sharding.unowned import hang, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
-from zeroshard.tiers import loaded
+from zeroshard.tiers import Row, loaded
+
+_LOGGER = logging.getLogger("zeroshard")
 
 
 def close_handle(handle: Handle) -> None:
@@ -35,8 +42,20 @@ def close_handle(handle: Handle) -> None:
                     parameter.grad = None
             if group.plan.param.divided:
                 _hang(group, handle.comm.mesh)
+    for memory in handle.runtime.storage.tiers.values():
+        if isinstance(memory, NvmeMemory):
+            memory.close()
     guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
+
+
+def _values(group: Group, whole: Row | None) -> torch.Tensor:
+    """What this rank updates, in full precision; in that of compute where the disk that had more of it failed."""
+    try:
+        return read_values(group, device=group.device) if whole is None else loaded(whole, slice(None))
+    except SpillError as error:
+        _LOGGER.warning("closing, parameters keep the precision of compute: %s", error)
+        return group.shard
 
 
 def _refuse_open(handle: Handle) -> None:
@@ -56,7 +75,7 @@ def _hang(group: Group, mesh: RankMesh) -> None:
     if group.plan.update_axes:
         # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
         whole = None if is_split(group) else group.master
-        values = read_values(group, device=group.device) if whole is None else loaded(whole, slice(None))
+        values = _values(group, whole)
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
         starts = [min(max(layout.shard_range(rank)[0], segment.offset), segment.end) for rank in range(layout.shards)]
         bounds = [*(start - segment.offset for start in starts), *[segment.numel] * (others + 1)]

@@ -47,7 +47,8 @@ class Region:
         allocate: gives rows for the update's state where that does not rest on the device.
         away: which of 'master', 'param' and 'grad' rest off the device.
         row: where `master` rests that does not lie in place; `master` has its size and dtype then, and no elements.
-        window: host memory in which state that does not lie in place is updated; None where all of it does.
+        window: host memory in which state that does not lie in place is updated, `window_numel` elements at a time;
+            None where all of it does.
         whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
         blocks: how the plan keeps the moments in few bits; None where it does not.
         owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
@@ -72,6 +73,7 @@ class Region:
     away: frozenset[str] = frozenset()
     row: Row | None = None
     window: torch.Tensor | None = None
+    window_numel: int = 0
 
     def __post_init__(self) -> None:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())

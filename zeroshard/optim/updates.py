@@ -50,10 +50,18 @@ class PiecewiseUpdate(UpdateMethod, Protocol):
         """Raises UsageError for hyper-parameters that a step can't be made with."""
         ...
 
+    def begin(self, numbers: Sequence[int]) -> None:
+        """A step comes, which updates these regions in this order; others at any time. Raises SpillError."""
+        ...
+
     def apply_region(
         self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
     ) -> None:
-        """One step of region `number`; arguments as `apply`. Regions may be updated by several threads at once."""
+        """One step of region `number`; arguments as `apply`. Regions may be updated by several threads at once.
+
+        Raises:
+            SpillError: its state is on a disk that failed.
+        """
         ...
 
 
@@ -148,8 +156,13 @@ class FlatUpdate(FlatState):
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         self.check(hyper)
+        self.begin(range(len(self.regions)))
         for number in range(len(self.regions)):
             self.apply_region(number, coefficient, active, hyper)
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """See PiecewiseUpdate."""
+        self._windows.begin(numbers)
 
     def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
         """See PiecewiseUpdate."""
@@ -161,8 +174,8 @@ class FlatUpdate(FlatState):
         """See PiecewiseUpdate."""
         region, steps = self.regions[number], self._steps[number]
         on = active[region.first_flag : region.first_flag + len(steps)]
-        with self._windows.open(number) as (opened, state):
-            for run in region.runs(on, steps):
+        for opened, state in self._windows.open(number):
+            for run in opened.runs(on, steps):
                 self._update_run(opened, state, run, hyper[run.hyper], coefficient)
             if "master" in region.away:
                 opened.refresh_untouched(active)

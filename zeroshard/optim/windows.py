@@ -1,23 +1,40 @@
-"""Host memory through which state passes for its update where it does not lie in place: one region at a time.
+"""Host memory through which state on disk passes for its update: read ahead, update, write behind, piece by piece.
 
-    tier     master m v of region 0 | of region 1 | ...
-    window   [ master | m | v ]     brought, updated by the processor, put back
+    disk       region 0: m v master | region 1: ...       each region in pieces of as many elements as the plan says
+    windows    [ piece 3 arrives ] [ piece 2 is updated ] [ piece 1 goes back ]      three, in turns
 
-The largest region decides its size, which the plan counts (plan.offload.window_nbytes). Regions whose state lies in
-place are given as they are. Rejected: tensors mapped from files, of which the system decides what is in memory.
+    read     0   1   2   3   4                 piece k + 1 is read while piece k is updated, if piece k - 2, whose
+    update       0   1   2   3   4             window it takes, is on disk again
+    write            0   1   2   3   4         the last piece of a step waits until all of them are
+
+The order of a step's regions is known when it begins, so reading ahead goes on from one region to the next. A piece is
+a region of its own: updates are element-wise, so cutting changes no bits. Regions whose state lies in place are given
+as they are. Rejected: tensors mapped from files, of which the system decides what is in memory; a window as large as a
+unit, which grows with the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from zeroshard.optim.regions import Region
-from zeroshard.plan.offload import aligned
-from zeroshard.tiers import Row, finish, in_place
+from zeroshard.plan.offload import WINDOWS, in_blocks
+from zeroshard.tiers import Completion, Row, finish, in_place
+
+Opened = tuple[Region, Sequence[torch.Tensor]]
+"""A region and its state, as tensors that can be computed on."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [low, high) of a region."""
+
+    region: int
+    low: int
+    high: int
 
 
 class Windows:
@@ -25,35 +42,116 @@ class Windows:
 
     Args:
         states: the rows of each region's state.
+
+    Moved regions are opened by one thread, in the order that `begin` was told.
     """
 
     def __init__(self, regions: Sequence[Region], states: Sequence[Sequence[Row]]) -> None:
-        self._moved: dict[int, list[tuple[Row, torch.Tensor]]] = {}
-        self._open = [self._prepared(number, region, states[number]) for number, region in enumerate(regions)]
+        self._regions, self._rows = regions, states
+        self._in_place = {
+            number: (region, [in_place(row) for row in states[number]])
+            for number, region in enumerate(regions)
+            if region.window is None
+        }
+        self._pieces: list[_Piece] = []
+        self._read, self._done = 0, 0
+        self._arriving: dict[int, list[Completion | None]] = {}
+        self._leaving: dict[int, list[Completion | None]] = {}
+        self._failure: BaseException | None = None
 
-    def _prepared(self, number: int, region: Region, rows: Sequence[Row]) -> tuple[Region, list[torch.Tensor]]:
-        """The region with its tensors, or the places in the window in which these will be."""
+    def begin(self, numbers: Sequence[int]) -> None:
+        """A step opens these regions, in this order: the first state is read from here on."""
+        self._check()
+        assert self._done == len(self._pieces), "a step begins before the one before it has ended"
+        self._pieces = [piece for number in numbers for piece in self._cut(number)]
+        self._read = self._done = 0
+        try:
+            self._read_up_to(WINDOWS - 2)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def open(self, number: int) -> Iterator[Opened]:
+        """A region with its state, or one after the other its pieces; each is put back when the next is asked for.
+
+        Raises:
+            SpillError: the disk failed, now or before. State is lost then, so every later call raises it too.
+        """
+        whole = self._in_place.get(number)
+        if whole is not None:
+            yield whole
+            return
+        self._check()
+        try:
+            for piece in self._cut(number):
+                assert self._pieces[self._done] == piece, "regions are opened in the order that the step began with"
+                yield self._arrive(piece)
+                self._put_back()
+        except BaseException as error:  # also where the update failed: some of the state is a step ahead
+            self._failure = self._failure or error
+            raise
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _cut(self, number: int) -> list[_Piece]:
+        region = self._regions[number]
         if region.window is None:
-            return region, [in_place(row) for row in rows]
-        used, moved, places = 0, list[tuple[Row, torch.Tensor]](), list[torch.Tensor]()
-        for row in [*rows, *([] if region.row is None else [region.row])]:
-            nbytes = row.numel * row.dtype.itemsize
-            place = region.window[used : used + nbytes].view(row.dtype)
-            used += aligned(nbytes)
-            moved.append((row, place))
-            places.append(place)
-        self._moved[number] = moved
-        if region.row is None:
-            return region, places
-        *state, master = places
-        return replace(region, master=master), state
+            return []
+        numel, step = region.master.numel(), region.window_numel
+        return [_Piece(number, low, min(low + step, numel)) for low in range(0, numel, step)]
 
-    @contextmanager
-    def open(self, number: int) -> Iterator[tuple[Region, list[torch.Tensor]]]:
-        """A region and its state. What was moved for it is put back at the end, unless that is an exception."""
-        moved = self._moved.get(number, ())
-        for arrived in [row.read(0, place) for row, place in moved]:
+    def _arrive(self, piece: _Piece) -> Opened:
+        """The piece's state in its window, while the next one is read."""
+        self._read_up_to(self._done + WINDOWS - 2)
+        for arrived in self._arriving.pop(self._done):
             finish(arrived)
-        yield self._open[number]
-        for left in [row.write(0, place) for row, place in moved]:
+        places = [place for _, place in self._moves(self._done)]
+        region = self._regions[piece.region]
+        master, state = region.master[piece.low : piece.high], places
+        if region.row is not None:
+            *state, master = places
+        cut = slice(piece.low, piece.high)
+        opened = replace(
+            region,
+            master=master,
+            param=None if region.param is None else region.param[cut],
+            grad=lambda: region.grad()[cut],
+            start=region.start + piece.low,
+        )
+        return opened, state
+
+    def _put_back(self) -> None:
+        moves = self._moves(self._done)
+        cut = self._pieces[self._done]
+        self._leaving[self._done % WINDOWS] = [row.write(cut.low, place) for row, place in moves]
+        self._done += 1
+        if self._done == len(self._pieces):
+            for turn in range(WINDOWS):
+                self._wait_until_left(turn)
+
+    def _read_up_to(self, last: int) -> None:
+        """Begin to read the pieces up to number `last`, each as soon as its window is free."""
+        while self._read < min(last + 1, len(self._pieces)):
+            self._wait_until_left(self._read % WINDOWS)
+            low = self._pieces[self._read].low
+            self._arriving[self._read] = [row.read(low, place) for row, place in self._moves(self._read)]
+            self._read += 1
+
+    def _wait_until_left(self, turn: int) -> None:
+        for left in self._leaving.pop(turn, ()):
             finish(left)
+
+    def _moves(self, number: int) -> list[tuple[Row, torch.Tensor]]:
+        """The rows of a piece, master last, and their places in its window: whole blocks, so that nothing is copied."""
+        piece = self._pieces[number]
+        region, rows = self._regions[piece.region], self._rows[piece.region]
+        assert region.window is not None
+        size = region.window.numel() // WINDOWS
+        used, found = number % WINDOWS * size, list[tuple[Row, torch.Tensor]]()
+        for row in [*rows, *([] if region.row is None else [region.row])]:
+            nbytes = (piece.high - piece.low) * row.dtype.itemsize
+            found.append((row, region.window[used : used + nbytes].view(row.dtype)))
+            used += in_blocks(nbytes)
+        return found

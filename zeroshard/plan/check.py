@@ -137,6 +137,8 @@ def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
         raise PlanError(f"{path}: state off the device needs update_axes")
     if group.update is HostUpdate.STREAMED and policy.stream_numel < 1:
         raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
+    if group.passes_windows and policy.window_numel < 1:
+        raise PlanError(f"policy.window_numel must be above 0, is {policy.window_numel}")
     if group.grad_away and not (group.updated_away and group.staged and not policy.accumulate):
         raise PlanError(
             f"{path}.grad.tier is '{group.grad.tier.value if group.grad else None}', which needs state off the device, "

@@ -71,6 +71,12 @@ class GroupPlan:
         return self.nbytes(kind) if placement is not None and placement.tier is tier else 0
 
     @property
+    def passes_windows(self) -> bool:
+        """Whether the processor updates state on disk, which passes through windows in host memory."""
+        below = any(one is not None and one.tier is Tier.NVME for one in (self.master, self.moments))
+        return self.update is HostUpdate.PROCESSOR and below
+
+    @property
     def updated_away(self) -> bool:
         """Whether the optimizer's state rests off the device; where it has none, whether the parameters do."""
         return self.update is not None

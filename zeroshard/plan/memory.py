@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.matrices import exchange_buffers
-from zeroshard.plan.offload import host_nbytes, stream_buffer_nbytes
+from zeroshard.plan.offload import disk_nbytes, host_nbytes, stream_buffer_nbytes
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 
@@ -29,7 +29,9 @@ class StateBytes:
     state_buffers: int = 0
     """Buffers through which state that rests in host memory passes to be updated."""
     host: int = 0
-    """Host memory; everything else is the device's."""
+    """Host memory, with the windows through which state on disk passes."""
+    disk: int = 0
+    """Files; everything else is the device's."""
     at_rest: int = 0
     """One element of each dtype of parameters: what those stand on that are elsewhere."""
     step: int = 0
@@ -64,6 +66,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         no_sync=no_sync,
         state_buffers=sum(stream_buffer_nbytes(plan)),
         host=host_nbytes(plan),
+        disk=disk_nbytes(plan),
         at_rest=sum(itemsize(dtype) for dtype in {group.param.dtype for _, group in plan.groups()}),
         step=exchange_buffers(plan),
     )

@@ -1,4 +1,4 @@
-"""Offload: optimizer state that rests in host memory, because the device has no room for it.
+"""Offload: optimizer state that rests in host memory or on disk, because the device has no room for it.
 
     units in forward order     (root)   b0   b1   b2   b3   head
     ratio 0.6                  device ------|  host ------------     the last ones, until they hold 60 % of the elements
@@ -9,6 +9,7 @@ each unit separately; so the units that it needs first are those that stay.
     processor   host: master 4, moments 8, gradient 2, in whose place the parameter comes back     bytes with bf16
     streamed    host: master 4 or 2, moments 8, gradient 2; device: three buffers for pieces of them
     param       host: the shard of the parameters, 2; a gather copies it into its place in the slot first
+    on disk     disk: master 4, moments 8; host: gradient 2 and three windows, whatever the size of the model
 
 A gradient rests on the host where there is one micro-batch per step and gradients are divided; accumulators stay on the
 device. After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and its Twin-Flow ratio. Rejected: cutting units between
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 from numbers import Real
 
 from zeroshard.errors import PlanError
+from zeroshard.nvme.places import Spill
+from zeroshard.nvme.transfers import BLOCK
 from zeroshard.plan.dtypes import itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Placement, Residency, Tier
@@ -33,6 +36,11 @@ STREAM_NUMEL = 1 << 24
 STREAM_BUFFERS = 3
 """One that comes up, one that is updated, one that goes down."""
 
+WINDOW_NUMEL = 1 << 22
+"""Elements of a window: 48 MiB of Adam's state, so that a disk is at its full speed, and little beside a model."""
+WINDOWS = 3
+"""One that is read ahead, one that is updated, one that is written behind."""
+
 ALIGNMENT = 64
 """Bytes: what lies side by side in host memory begins at multiples of a cache line, which the widest vectors like."""
 ENOUGH_THREADS = 12
@@ -42,15 +50,17 @@ about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/00
 
 @dataclass(frozen=True)
 class Offload:
-    """What rests in host memory.
+    """What rests in host memory or on disk.
 
     Attributes:
         tier: where master weights and moments rest; gradients and parameters that go rest in host memory.
+        spill: the folders on disk, for Tier.NVME.
         ratio: share of the optimizer state, by elements and whole units, at least; 1 is all of it.
         param: sharded parameters rest there too; needs a ratio of 1.
         update: how it is updated; None lets the caller choose, and is PROCESSOR here.
         stream_numel: see ExecutionPolicy.
         pin_memory: see ExecutionPolicy.
+        window_numel: see ExecutionPolicy.
     """
 
     ratio: float = 1.0
@@ -59,6 +69,8 @@ class Offload:
     stream_numel: int = STREAM_NUMEL
     pin_memory: bool = True
     tier: Tier = Tier.HOST
+    spill: Spill | None = None
+    window_numel: int = WINDOW_NUMEL
 
     def __post_init__(self) -> None:
         if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
@@ -71,16 +83,21 @@ class Offload:
             raise PlanError(f"offload update {self.update!r} must be one of {known}, or None")
         if self.tier not in (Tier.HOST, Tier.NVME):
             raise PlanError(f"offload tier {self.tier!r} must be Tier.HOST or Tier.NVME")
-        if type(self.stream_numel) is not int:
-            raise PlanError(f"offload stream_numel {self.stream_numel!r} must be a whole number")
+        for name, numel in (("stream_numel", self.stream_numel), ("window_numel", self.window_numel)):
+            if type(numel) is not int:
+                raise PlanError(f"offload {name} {numel!r} must be a whole number")
+            if numel < 1:
+                raise PlanError(f"offload {name} {numel} must be above 0")
+        if self.spill is not None and not isinstance(self.spill, Spill):
+            raise PlanError(f"offload spill {self.spill!r} must be a Spill, with the folders on disk")
+        if self.spill is not None and self.tier is not Tier.NVME:
+            raise PlanError("offload spill names folders on disk, which needs tier=Tier.NVME")
         if not 0 <= self.ratio <= 1:
             raise PlanError(f"offload ratio {self.ratio} must be between 0 (none) and 1 (all)")
         if self.param and self.ratio != 1:
             raise PlanError(
                 f"offload of parameters needs all of the optimizer's state there, but its ratio is {self.ratio}"
             )
-        if self.stream_numel < 1:
-            raise PlanError(f"offload stream_numel {self.stream_numel} must be above 0")
 
 
 def with_host_state(
@@ -98,7 +115,14 @@ def with_host_state(
     units = [_with_param(unit) for unit in units] if offload.param else units
     moved = [_moved(unit, update, offload.tier) if index in chosen else unit for index, unit in enumerate(units)]
     streamed = offload.stream_numel if update is HostUpdate.STREAMED else 0
-    return moved, replace(policy, stream_numel=streamed, pin_memory=offload.pin_memory)
+    windowed = offload.window_numel if any(group.passes_windows for unit in moved for group in unit.groups) else 0
+    return moved, replace(
+        policy,
+        stream_numel=streamed,
+        pin_memory=offload.pin_memory,
+        window_numel=windowed,
+        spill=offload.spill if chosen else None,
+    )
 
 
 def _on_host(units: Sequence[UnitPlan], ratio: float) -> set[int]:
@@ -190,22 +214,33 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def is_moved(group: GroupPlan) -> bool:
-    """Whether the processor updates state that does not lie in memory: it passes through the window in host memory."""
-    held = (group.master, group.moments)
-    below = any(one is not None and one.tier is Tier.NVME for one in held)
-    return group.update is HostUpdate.PROCESSOR and below
-
-
 def window_nbytes(plan: Plan) -> int:
-    """Bytes of the host memory through which such state passes, one group at a time."""
-    return max((_window_nbytes(group) for _, group in plan.groups() if is_moved(group)), default=0)
+    """Bytes of the windows in host memory through which such state passes, piece by piece, all of them together."""
+    passing = [group for _, group in plan.groups() if group.passes_windows]
+    return WINDOWS * max((_window_nbytes(group, plan.policy.window_numel) for group in passing), default=0)
 
 
-def _window_nbytes(group: GroupPlan) -> int:
+def _window_nbytes(group: GroupPlan, numel: int) -> int:
+    """Bytes of a piece of a group's state, each row of it in whole blocks, so that it is moved where it lies."""
     held = (one for one in (group.master, group.moments) if one is not None)
-    rows = (group.layout.shard_numel * itemsize(one.dtype) for one in held for _ in range(one.copies))
-    return sum(map(aligned, rows))
+    numel = min(numel, group.layout.shard_numel)
+    rows = (numel * itemsize(one.dtype) for one in held if one.tier is Tier.NVME for _ in range(one.copies))
+    return sum(map(in_blocks, rows))
+
+
+def in_blocks(nbytes: int) -> int:
+    """The bytes that a row takes on disk, and in a window: whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def disk_nbytes(plan: Plan) -> int:
+    """Bytes of disk that one rank takes under `plan`."""
+    return sum(
+        in_blocks(group.layout.shard_numel * itemsize(one.dtype)) * one.copies
+        for _, group in plan.groups()
+        for one in (group.master, group.moments)
+        if one is not None and one.tier is Tier.NVME
+    )
 
 
 def host_nbytes(plan: Plan) -> int:

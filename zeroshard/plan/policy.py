@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeroshard.errors import PlanError
+from zeroshard.nvme.places import Spill
 
 
 class OnNonFinite(str, Enum):
@@ -51,6 +52,8 @@ class ExecutionPolicy:
             ranks, in one all-reduce (1-bit Lamb).
         stream_numel: elements of each of the device buffers through which streamed state passes.
         pin_memory: host memory that is copied to and from the device is locked.
+        window_numel: elements of each of the windows in host memory through which state on disk passes.
+        spill: where state on disk goes; None where there is none, or where the engine is given its memory.
     """
 
     prefetch: int = 1
@@ -68,6 +71,8 @@ class ExecutionPolicy:
     parameter_maxima: int = 0
     stream_numel: int = 0
     pin_memory: bool = True
+    window_numel: int = 0
+    spill: Spill | None = None
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:

@@ -28,6 +28,7 @@ from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.host_state_stepper import HostStateStepper
 from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.errors import NonFiniteError, PlanError
+from zeroshard.nvme.places import Spill
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.updates import FlatUpdate
 from zeroshard.plan.memory import state_bytes
@@ -309,6 +310,9 @@ def test_what_can_not_be_offloaded_is_refused_by_name() -> None:
         {"param": 1},
         {"pin_memory": "no"},
         {"stream_numel": 1.5},
+        {"window_numel": 0},
+        {"spill": "/disk"},
+        {"spill": Spill(("/disk",))},
     ],
 )
 def test_an_offload_that_means_nothing_is_refused_by_the_name_of_its_part(given: dict[str, Any]) -> None:
@@ -342,12 +346,13 @@ def test_a_plan_with_host_state_reads_back_and_is_checked() -> None:
 
 
 def _on_disk(rank: int, world: int) -> None:
-    plan = Plan.from_json(_plan_text(rank, world).replace('"tier": "host"', '"tier": "nvme"'))
-    with pytest.raises(PlanError, match="rests on 'nvme', which is not built yet"):
+    text = _plan_text(rank, world).replace('"tier": "host"', '"tier": "nvme"')
+    plan = Plan.from_json(text.replace('"window_numel": 0', '"window_numel": 9'))
+    with pytest.raises(PlanError, match=r"rests on 'nvme', but no folder is named.*spill=Spill"):
         zeroshard.shard(build(TASK), torch.optim.AdamW, plan=plan)
 
 
-def test_state_on_disk_can_be_planned_and_is_refused_where_it_would_run() -> None:
+def test_state_on_disk_needs_a_folder() -> None:
     run_ranks(1, _on_disk)
 
 

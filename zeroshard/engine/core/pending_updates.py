@@ -31,8 +31,13 @@ class PendingUpdates:
         return unit in self._finish
 
     def written(self, unit: int) -> Event:
-        """Finish an update that is under way; the point after which the unit's shards are written."""
-        return self._finish.pop(unit)()
+        """Finish an update that is under way; the point after which the unit's shards are written.
+
+        Where it failed it stays under way: whoever comes next gets the same error, and never a part of a step.
+        """
+        event = self._finish[unit]()
+        del self._finish[unit]
+        return event
 
     def reads_until(self, unit: int, event: Event) -> None:
         """The update reads the unit's gradients until `event`."""

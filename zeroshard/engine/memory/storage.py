@@ -82,7 +82,7 @@ class Storage:
         self.units: list[Unit] = []
         nbytes = window_nbytes(plan)
         self.window = in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
-        """Host memory through which state passes that does not lie in place."""
+        """Host memory through which state passes that does not lie in place; the first, so it begins at a page."""
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
             position, counts = plan.mesh.position(rank, unit.axes), plan.mesh.first(rank, unit.axes)

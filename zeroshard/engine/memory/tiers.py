@@ -1,7 +1,8 @@
 """The memory of a plan's tiers on this rank; what rests where stands in the plan.
 
     Tier.DEVICE   DeviceMemory            Tier.HOST   HostMemory, of the size that the plan counts
-    others        what the engine is given for them (build_handle's `tiers`)
+    Tier.NVME     NvmeMemory, in the folders that the plan names
+    others        what the engine is given for them (build_handle's `tiers`), also in place of NvmeMemory
 
 Parameters and gradients are read where they lie, by gathers and reduces, so they rest in place; master weights and
 moments may rest in a tier that is only read and written.
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from zeroshard.comm.collectives import Collectives
+from zeroshard.engine.memory.disk_memory import open_disk_memory, open_together, rests_on_disk
 from zeroshard.engine.memory.host_memory import open_host_memory
 from zeroshard.errors import PlanError
 from zeroshard.plan.placement import StateKind, Tier
@@ -42,11 +45,12 @@ class DeviceMemory:
         """See TierMemory; torch's allocator takes what is asked for."""
 
 
-def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactory]) -> Tiers:
-    """The memory of each tier that the plan uses.
+def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactory], control: Collectives) -> Tiers:
+    """The memory of each tier that the plan uses; called by all ranks.
 
     Args:
-        given: what makes the memory of tiers that this package has none for.
+        given: what makes the memory of tiers below host memory, instead of this package's own.
+        control: all ranks, of which each opens files of its own.
 
     Raises:
         PlanError: the machine has not so much to give, or there is no memory for a tier.
@@ -56,6 +60,8 @@ def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactor
         found[Tier.HOST] = open_host_memory(plan, device)
     for tier, factory in given.items():
         found[tier] = factory(plan, device)
+    if Tier.NVME not in found and rests_on_disk(plan):
+        found[Tier.NVME] = open_together(lambda: open_disk_memory(plan, control.rank), control, device)
     return found
 
 
@@ -67,7 +73,10 @@ def check_tiers(plan: Plan, given: Mapping[Tier, TierFactory]) -> None:
             if held is None or held.tier in (Tier.DEVICE, Tier.HOST):
                 continue
             where = f"unit {unit.label!r}: {kind.value} rests on '{held.tier.value}'"
-            if held.tier not in given:
-                raise PlanError(f"{where}, which is not built yet; use 'host' or 'device'")
+            if held.tier not in given and plan.policy.spill is None:
+                raise PlanError(
+                    f"{where}, but no folder is named; make the plan with Offload(tier=Tier.NVME, "
+                    "spill=Spill(('/local/disk',)))"
+                )
             if kind in (StateKind.PARAM, StateKind.GRAD):
                 raise PlanError(f"{where}, where master weights and moments can rest; use 'host' or 'device' for it")

@@ -25,6 +25,7 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_grad, update_param
 from zeroshard.engine.step.step_base import regions_of_units
 from zeroshard.engine.step.stepper import HostStepper
+from zeroshard.errors import SpillError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.updates import PiecewiseUpdate, group_options
 from zeroshard.plan.legs import Stream
@@ -54,14 +55,29 @@ class HostStateStepper(HostStepper):
         begin = runtime.streams.record(Stream.COMPUTE, "step")
         runtime.streams.wait(Stream.UPLOAD, begin)
         runtime.streams.wait(Stream.DOWNLOAD, begin)
-        for index in dict.fromkeys((*runtime.plan.order, *range(len(runtime.units)))):
+        order = list(dict.fromkeys((*runtime.plan.order, *range(len(runtime.units)))))
+        self._told(partial(self._piecewise.begin, [number for index in order for number in self._away(index)]))
+        for index in order:
             numbers = self._regions[index]
             update = partial(self._update, numbers, coefficient, active, hyper)
-            if any(group.plan.updated_away for group in runtime.units[index].trainable):
+            if self._away(index):
                 self._hand_over(runtime.units[index], update)
             else:
                 update(())
         self.handle.last = None
+
+    def _away(self, index: int) -> range:
+        """The regions of a unit that the worker updates."""
+        away = any(group.plan.updated_away for group in self.handle.runtime.units[index].trainable)
+        return self._regions[index] if away else range(0)
+
+    def _told(self, work: Callable[[], object]) -> None:
+        """Do what may find the disk broken, of which all ranks are to hear."""
+        try:
+            work()
+        except SpillError as error:
+            self.handle.comm.watchdog.announce(error)
+            raise
 
     def _update(
         self,
@@ -100,7 +116,7 @@ class HostStateStepper(HostStepper):
 
     def _finish(self, unit: Unit, future: Future[None]) -> Event:
         """Wait for the worker, raising what went wrong there, and start the copy of the parameters to the device."""
-        future.result()
+        self._told(future.result)
         runtime = self.handle.runtime
         for group in unit.trainable:
             self._copy_up(unit, group)

@@ -15,7 +15,6 @@ from zeroshard.engine.memory.update_view import step_grad, step_param, update_ma
 from zeroshard.optim.regions import Region
 from zeroshard.optim.update_context import UpdateContext
 from zeroshard.plan.dtypes import state_dtype, torch_dtype
-from zeroshard.plan.offload import is_moved
 from zeroshard.tiers import Row
 
 
@@ -54,7 +53,8 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     allocate=_allocate(group, tiers),
                     away=_away(group),
                     row=group.master if group.master is not None and group.master.values is None else None,
-                    window=window if is_moved(group.plan) else None,
+                    window=window if group.plan.passes_windows else None,
+                    window_numel=handle.plan.policy.window_numel,
                 )
             )
             first_flag += len(group.parameters)

@@ -1,11 +1,12 @@
-"""Offload as rows of the table: what the engine's plan is asked for, and NVMe, which it does not run yet.
+"""Offload as rows of the table: what the engine's plan is asked for.
 
     none        everything on the device
     cpu         master weights, moments and gradients on the host; state streams through the GPU to be updated
     cpu+param   and the parameters' shards too; each gather copies its shard up first
     nvme        as cpu+param, with master weights and moments in files
 
-The plan of the first three is the one that the engine executes. Gradients always go down with the optimizer.
+The plan is the one that the engine executes; on disk the processor updates, in windows of host memory. Gradients
+always go down with the optimizer.
 (ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.)
 """
 
@@ -58,7 +59,8 @@ def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
     if offload is Offload.NONE:
         return for_gpu(replace(recipe, offload=None), split_master=kernel)
     asked = recipe.offload or HostState()
-    update = asked.update or (HostUpdate.STREAMED if kernel else HostUpdate.PROCESSOR)
+    streams = kernel and offload is not Offload.NVME  # the processor updates state on disk, in windows
+    update = asked.update or (HostUpdate.STREAMED if streams else HostUpdate.PROCESSOR)
     away = offload.parameters is Tier.HOST
     host = replace(asked, ratio=1.0 if away else ratio, param=away, update=update, tier=offload.states)
     return for_gpu(replace(recipe, offload=host), split_master=kernel and update is HostUpdate.STREAMED)

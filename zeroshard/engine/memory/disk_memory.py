@@ -1,0 +1,59 @@
+"""Disk for training state: what the plan counts, in the folders that it names, opened by all ranks or by none.
+
+A folder may be wrong on one machine only, so ranks tell each other how it went before anything is built on it.
+Rejected: to let the others find out in the first collective, where a full disk would look like a rank that died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zeroshard.checkpoint.error_barrier import CollectiveBarrier
+from zeroshard.comm.collectives import Collectives
+from zeroshard.errors import PlanError
+from zeroshard.nvme.memory import NvmeMemory
+from zeroshard.plan.offload import disk_nbytes
+from zeroshard.plan.placement import Tier
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
+
+
+def rests_on_disk(plan: Plan) -> bool:
+    """Whether a plan keeps any state there."""
+    return any(
+        one is not None and one.tier is Tier.NVME for _, group in plan.groups() for one in (group.master, group.moments)
+    )
+
+
+def open_disk_memory(plan: Plan, rank: int) -> NvmeMemory:
+    """The files of this rank, their space reserved.
+
+    Raises:
+        PlanError: a folder can't be used, or the plan has the device update what is there.
+    """
+    assert plan.policy.spill is not None
+    if HostUpdate.STREAMED in plan.updates:
+        raise PlanError(
+            "offload: state on disk is updated by the processor, in windows of host memory that it has to pass anyway; "
+            "leave Offload.update open, or set it to HostUpdate.PROCESSOR"
+        )
+    return NvmeMemory(plan.policy.spill, rank, disk_nbytes(plan))
+
+
+def open_together(opened: Callable[[], NvmeMemory], control: Collectives, device: torch.device) -> NvmeMemory:
+    """What `opened` gives, where it does on all ranks. Raises PlanError with the first rank's reason."""
+    problem, memory = None, None
+    try:
+        memory = opened()
+    except PlanError as error:
+        problem = error
+    failed = CollectiveBarrier(control, device).first_failure(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    assert memory is not None
+    if failed is not None:
+        memory.close()
+        raise PlanError(failed.problem)
+    return memory
