@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zeroshard.mesh import Mesh, MeshAxis
     from zeroshard.nvme.places import Spill
     from zeroshard.observe.comms import log_summary
+    from zeroshard.observe.flops.profile import get_model_profile
     from zeroshard.optim.adam.host_adam import CPUAdam
     from zeroshard.optim.named import (
         Adam4bit,
@@ -120,6 +121,7 @@ _HOME = {
     "drain": "zeroshard.engine.native",
     "from_pretrained": "zeroshard.checkpoint.pretrained",
     "full_state_dict": "zeroshard.engine.outside_step.gathered",
+    "get_model_profile": "zeroshard.observe.flops.profile",
     "get_global_grad_norm": "zeroshard.engine.native",
     "init_distributed": "zeroshard.comm.join",
     "initialize": "zeroshard.from_config",
@@ -206,6 +208,7 @@ __all__ = [
     "from_pretrained",
     "full_state_dict",
     "get_global_grad_norm",
+    "get_model_profile",
     "get_z3_leaf_modules",
     "init_distributed",
     "initialize",

@@ -245,3 +245,20 @@ def test_scripts_write_events_of_their_own_to_the_monitors_of_a_config(tmp_path:
     monitor.write_events([("Eval/loss", 1.5, 3)])
     assert (tmp_path / "job" / "Eval_loss.csv").read_text().split() == ["step,loss", "3,1.5"]
     assert not MonitorMaster(DeepSpeedConfig({"train_batch_size": 1}).monitor_config).enabled
+
+
+def test_a_script_profiles_its_own_forwards() -> None:
+    from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+    model = nn.Linear(8, 4)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    for _ in range(3):
+        model(torch.randn(2, 8))
+    profiler.stop_profile()
+    assert profiler.get_total_flops() == 3 * 2 * 2 * 8 * 4
+    assert (profiler.get_total_params(), profiler.get_total_macs(as_string=True)) == (36, "192.00 MACs")
+    profiler.end_profile()
+    with pytest.raises(UsageError, match=r"call start_profile\(\), the model, and stop_profile\(\)"):
+        profiler.get_total_flops()
+    assert get_model_profile(model, (2, 8), print_profile=False) == ("128.00 FLOPs", "64.00 MACs", "36.00")

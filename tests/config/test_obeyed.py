@@ -26,6 +26,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {
     resolved.CheckpointConfig: ("checkpoint",),
     resolved.ObserveConfig: ("observe",),
     resolved.CommsConfig: ("comms",),
+    resolved.FlopsConfig: ("flops", "told"),
     resolved.FilesConfig: ("files",),
     resolved.WandbConfig: ("wandb",),
     resolved.CometConfig: ("comet",),

@@ -173,6 +173,15 @@ class CommsLoggerSection(Section):
     verbose: Flag = False
 
 
+class FlopsProfilerSection(Section):
+    enabled: Flag = False
+    profile_step: Count = 1
+    module_depth: Annotated[int, whole(-1)] = -1
+    top_modules: Count = 1
+    detailed: Flag = True
+    output_file: Text | None = None
+
+
 class ThroughputSection(Section):
     enabled: Flag = True
 
@@ -209,6 +218,7 @@ class ObeyedSections(Section):
     wandb: WandbSection = Field(default_factory=WandbSection)
     comet: CometSection = Field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = Field(default_factory=CommsLoggerSection)
+    flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection)
     memory_breakdown: Flag = False
     timers: TimersSection = Field(default_factory=TimersSection)
     communication_data_type: DtypeName | None = None

@@ -219,6 +219,17 @@ class CommsConfig:
 
 
 @dataclass(frozen=True)
+class FlopsConfig:
+    """After how many steps the FLOPs of one are counted, and how they are told: levels of modules, of each so many."""
+
+    profile_step: int
+    depth: int
+    top: int
+    detailed: bool
+    output_file: str | None
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What is to be seen of a run; None is what is not asked for.
 
@@ -234,6 +245,7 @@ class ObserveConfig:
     throughput: bool
     memory: bool
     comms: CommsConfig | None
+    flops: FlopsConfig | None
     tensorboard: FilesConfig | None
     csv: FilesConfig | None
     wandb: WandbConfig | None

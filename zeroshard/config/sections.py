@@ -6,6 +6,7 @@ from zeroshard.config.models import (
     CometSection,
     CommsLoggerSection,
     CsvMonitorSection,
+    FlopsProfilerSection,
     ObeyedSections,
     TensorboardSection,
     WandbSection,
@@ -15,6 +16,7 @@ from zeroshard.config.resolved import (
     CometConfig,
     CommsConfig,
     FilesConfig,
+    FlopsConfig,
     LossScaleConfig,
     ObserveConfig,
     WandbConfig,
@@ -58,6 +60,7 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
         throughput=sections.timers.throughput.enabled,
         memory=sections.memory_breakdown,
         comms=_comms(sections.comms_logger),
+        flops=_flops(sections.flops_profiler),
         tensorboard=_files(sections.tensorboard),
         csv=_files(sections.csv_monitor),
         wandb=_wandb(sections.wandb),
@@ -71,6 +74,13 @@ def _files(asked: TensorboardSection | CsvMonitorSection) -> FilesConfig | None:
 
 def _comms(asked: CommsLoggerSection) -> CommsConfig | None:
     return CommsConfig(None if asked.prof_all else asked.prof_ops, asked.verbose) if asked.enabled else None
+
+
+def _flops(asked: FlopsProfilerSection) -> FlopsConfig | None:
+    if not asked.enabled:
+        return None
+    shown = asked.module_depth, asked.top_modules, asked.detailed
+    return FlopsConfig(asked.profile_step, *shown, asked.output_file)
 
 
 def _wandb(asked: WandbSection) -> WandbConfig | None:

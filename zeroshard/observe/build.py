@@ -7,6 +7,7 @@ from pathlib import Path
 from zeroshard.config.resolved import FilesConfig, ObserveConfig
 from zeroshard.engine.core.handle import Handle
 from zeroshard.observe.comms import CommsLog
+from zeroshard.observe.flops.step import StepFlops
 from zeroshard.observe.listeners import BreakdownLine, ToMonitor
 from zeroshard.observe.memory import MemoryLine
 from zeroshard.observe.monitor import EventMonitor, Writer
@@ -39,8 +40,11 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     first = handle.comm.mesh.rank == 0
     monitor = make_monitor(observe, first=first)
     prints = observe.every is not None and observe.throughput
-    if not (monitor.enabled or prints or observe.breakdown or observe.memory or observe.comms):
+    printed = prints or observe.breakdown or observe.memory
+    if not (monitor.enabled or printed or observe.comms or observe.flops):
         return None
+    rates = StepRates(handle.plan.dp)
+    flops = None if observe.flops is None else StepFlops(handle, rates, observe.flops.profile_step, observe.flops)
     every_step = observe.every is None
     listeners: list[Listener] = []
     if monitor.enabled and first:
@@ -51,8 +55,7 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(MemoryLine(handle, every_step=every_step))
     if observe.comms is not None:
         listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
-    rates = StepRates(handle.plan.dp)
-    return StepObserver(handle.device, monitor, rates, listeners, tells_rates=observe.throughput)
+    return StepObserver(handle.device, monitor, rates, listeners, flops, tells_rates=observe.throughput)
 
 
 def _writers(observe: ObserveConfig) -> list[Writer]:

@@ -14,18 +14,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from zeroshard.engine.observing import Disk, StepFacts
+from zeroshard.observe.flops.step import StepFlops
 from zeroshard.observe.late import LateNumber
 from zeroshard.observe.monitor import EventMonitor
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.throughput import StepRates
 from zeroshard.observe.times import StepTimes, Times
+
+_UNCOUNTED = nullcontext()
 
 
 class Listener(Protocol):
@@ -84,6 +87,7 @@ class StepObserver:
     Args:
         rates: how fast the steps are; told with the lines of progress where `tells_rates`.
         listeners: who hears of each step, in this order.
+        flops: what counts the FLOPs of one step.
     """
 
     def __init__(
@@ -92,12 +96,14 @@ class StepObserver:
         monitor: EventMonitor,
         rates: StepRates,
         listeners: Sequence[Listener],
+        flops: StepFlops | None = None,
         *,
         tells_rates: bool,
     ) -> None:
         self.monitor = monitor
         self.throughput = rates
-        self._listeners = listeners
+        self._flops = flops
+        self._listeners = listeners if flops is None else (flops, *listeners)
         self._tells_rates = tells_rates
         self._times = Times(device)
         self._loss: torch.Tensor | None = None
@@ -116,13 +122,13 @@ class StepObserver:
         tokens = _tokens_of(args, kwargs)
         if tokens is not None:
             self._tokens = (self._tokens or 0) + tokens
-        with self._times.of("forward"):
+        with self._times.of("forward"), _UNCOUNTED if self._flops is None else self._flops.of_forward():
             yield
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around a backward; `loss` is divided by the accumulation steps, so the sum over a step is its mean."""
-        with self._times.of("backward"):
+        with self._times.of("backward"), _UNCOUNTED if self._flops is None else self._flops.of_backward():
             yield
         part = loss.detach()
         self._loss = part if self._loss is None else self._loss + part

@@ -45,6 +45,7 @@ __getattr__, __dir__ = lazy(
         "moe": "deepspeed.moe",
         "monitor": "deepspeed.monitor",
         "ops": "deepspeed.ops",
+        "profiling": "deepspeed.profiling",
         "runtime": "deepspeed.runtime",
         "utils": "deepspeed.utils",
         "zero": "deepspeed.runtime.zero",

@@ -28,8 +28,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.monitor.tensorboard": ("TensorBoardMonitor",),
     "deepspeed.monitor.wandb": ("WandbMonitor",),
     "deepspeed.pipe": _PIPELINE,
-    "deepspeed.profiling": (),
-    "deepspeed.profiling.flops_profiler": ("FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
     "deepspeed.runtime.comm": (),
     "deepspeed.runtime.comm.coalesced_collectives": ("all_to_all_quant_reduce", "reduce_scatter_coalesced"),

@@ -33,7 +33,7 @@ _REPLACED = {
     "deepspeed.runtime.pipe": "pipeline parallelism is not built yet; use ZeRO stage 3",
     "deepspeed.compression": "compression was removed upstream and is not built here",
     "deepspeed.autotuning": "use zeroshard plan, which chooses stage and batch from the model",
-    "deepspeed.profiling": "use zeroshard plan for the operations of a step, torch.profiler for the time of each",
+    "deepspeed.profiling": "get_model_profile and FlopsProfiler are there, in deepspeed.profiling.flops_profiler",
     "deepspeed.monitor": "engine.monitor, or monitor.MonitorMaster, writes to all that the config names",
     "deepspeed.ops.op_builder": "zeroshard compiles nothing at run time",
     "deepspeed.ops.transformer": "use the model's own attention",
