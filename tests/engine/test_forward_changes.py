@@ -229,6 +229,23 @@ def test_a_write_that_begins_late_is_found_in_the_hundredth_pass_or_step() -> No
     run_ranks(2, _late)
 
 
+def _asked(rank: int, world: int) -> None:
+    """With enable_sanity_checks the first pass that writes is found."""
+    model = _Chain(_Writing(WRITES["scale"], lambda module: module.calls > 20))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "enable_sanity_checks": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+    with torch.no_grad():
+        for number in range(20):
+            _loss(engine.module, Batch(number, 0, rank))
+        with pytest.raises(UsageError, match=r"'blocks\.0\.weight' was changed in place"):
+            _loss(engine.module, Batch(20, 0, rank))
+
+
+def test_every_pass_looks_if_the_config_asks_for_it() -> None:
+    run_ranks(2, _asked)
+
+
 def _on_a_whole_one(rank: int, world: int) -> None:
     with zeroshard.Init():
         model = _Chain(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))

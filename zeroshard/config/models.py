@@ -85,6 +85,7 @@ class ZeroSection(Section):
     max_reuse_distance: Size = 1_000_000_000
     overlap_comm: Flag | None = None
     ignore_unused_parameters: Flag = True
+    enable_sanity_checks: Flag = False
     leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
     offload_optimizer: OffloadOptimizerSection = Field(default_factory=OffloadOptimizerSection)
     offload_param: OffloadParamSection = Field(default_factory=OffloadParamSection)

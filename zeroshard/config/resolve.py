@@ -271,6 +271,7 @@ class _Resolver:
             leaf_modules=LeafModules(**dict(zero.leaf_module)),
             offload=self._offload(zero),
             ignore_unused=zero.ignore_unused_parameters,
+            look_always=zero.enable_sanity_checks,
             automatic_memory=zero.automatic.device_memory,
             automatic_length=zero.automatic.sequence_length,
         )

@@ -59,6 +59,7 @@ class ZeroConfig:
     Attributes:
         stage: "auto" until the planner has chosen.
         ignore_unused: whether parameters may stay without a gradient.
+        look_always: whether every pass looks for what its code writes on parameters.
         automatic_memory, automatic_length: for that choice: bytes of each device, tokens of a sequence.
     """
 
@@ -72,6 +73,7 @@ class ZeroConfig:
     leaf_modules: LeafModules
     offload: OffloadConfig | None
     ignore_unused: bool = True
+    look_always: bool = False
     automatic_memory: int | None = None
     automatic_length: int | None = None
 

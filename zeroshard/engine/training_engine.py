@@ -64,6 +64,7 @@ class EngineOptions:
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
         clip_value: what each element of the gradients is held within; 0 is no limit.
         ignore_unused: whether parameters may stay without a gradient in a step; else that is an error.
+        look_always: every pass and step looks for what was written past version counters, not only the first ones.
         observer: what watches the steps, if anything does.
         counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
         settings: what is answered to those who ask for it.
@@ -76,6 +77,7 @@ class EngineOptions:
     steps_per_print: int | None = None
     clip_value: float = 0.0
     ignore_unused: bool = True
+    look_always: bool = False
     observer: Observer | None = None
     counts_micro_batches: bool = True
     settings: Settings = field(default_factory=Settings)
@@ -113,6 +115,8 @@ class TrainingEngine(nn.Module, AsksSettings):
         self._backwards = None
         if optimizer is not None:
             self._backwards = Backwards(handle_of(model).runtime, stepper_of(model).scaler, self._batching)
+        if self._options.look_always:
+            handle_of(model).runtime.look_always()
         self._inside_no_sync = self._coalesces = False
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()

@@ -8,9 +8,9 @@
 inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a kernel of one's own. So
 the first passes look at the values, with gradients and without, and in the recomputation of their backward. Code that
 does so in every pass is found there, code that begins later in the 100th, 1000th or 10000th; other passes issue no
-kernel for it. Parameters that rest whole without master
-weights need no look: the step updates the values that it finds. On a GPU the host reads what was found two passes later
-(see late_answers), or when everything is drained, so that no step waits for the device.
+kernel for it, unless `always` asks for it (`enable_sanity_checks` in a config). Parameters that rest whole without
+master weights need no look: the step updates the values that it finds. On a GPU the host reads what was found two
+passes later (see late_answers), or when everything is drained, so that no step waits for the device.
 Rejected: a class of its own for parameters in use, whose `data` is watched. torch.compile treats every operation on
 such a parameter as one that is overridden.
 """
@@ -47,11 +47,12 @@ class ForwardChanges:
 
     Attributes:
         active: whether units that come into use are looked at.
+        always: whether they are in every pass.
         expected: fingerprints of the units in use that were looked at, by unit and whether it is held.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.active = False
+        self.active = self.always = False
         self.expected: dict[tuple[int, bool], torch.Tensor] = {}
         self._fingerprints = Fingerprints(device)
         self._on_gpu = device.type == "cuda"
@@ -68,7 +69,7 @@ class ForwardChanges:
             self.report(all_of_them=False)
         kind = torch.is_grad_enabled()
         self._passes[kind] += 1
-        self.active = _looked_at(self._passes[kind])
+        self.active = self.always or _looked_at(self._passes[kind])
 
     def look(self, unit: Unit, *, held: bool) -> None:
         """The unit's parameters have just got their values."""
@@ -112,13 +113,13 @@ def _refuse(unit: Unit, different: torch.Tensor) -> None:
 
 class WholeChanges:
     """Lets master weights follow what was written on parameters that rest whole, in the first steps; in all of them
-    once there was something."""
+    once there was something, or where `always` says so."""
 
     def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
         self._groups = [group for unit in units for group in unit.trainable if _can_differ(group)]
         self._on_gpu = device.type == "cuda"
         self._steps = 0
-        self._found = False
+        self._found = self.always = False
         self._answers: LateAnswers[None] = LateAnswers()
 
     def due(self) -> bool:
@@ -131,10 +132,10 @@ class WholeChanges:
                 self._find()
         self._steps += 1
         # What begins in one of the first steps is known some steps later, and must be followed meanwhile.
-        return self._found or _looked_at(self._steps, LOOKED_AT + (LATE if self._on_gpu else 0))
+        return self._found or self.always or _looked_at(self._steps, LOOKED_AT + (LATE if self._on_gpu else 0))
 
     def _find(self) -> None:
-        if not self._found and self._steps > LOOKED_AT + LATE:
+        if not (self._found or self.always) and self._steps > LOOKED_AT + LATE:
             warnings.warn(
                 f"step {self._steps} found parameters that were written on past their version counters "
                 "(parameter.data.clamp_(...), say). Steps follow it from here on; where it began after step "

@@ -29,7 +29,11 @@ _CHANGE = (
     "change parameters inside zeroshard.GatheredParameters(parameters, modifier_rank=0), which gathers them and keeps "
     "the change on all ranks"
 )
-_LOST = f"was changed in place while it was sharded, so the change is lost or known to this rank alone; {_CHANGE}"
+_LOST = (
+    "was changed in place while it was sharded or gathered for a forward alone (as nn.Embedding does with max_norm), "
+    f"so the change is lost or known to this rank alone; {_CHANGE}. What a forward changes needs a plan where it "
+    "rests whole: stages 0 to 2, or Recipe(overrides={unit: zeroshard.STAGES[2]})"
+)
 _BETWEEN = (
     "was changed between backward and step: in place, or by a gradient that did not come through any output of the "
     f"model's forward. Use parameters in modules only; {_CHANGE}"

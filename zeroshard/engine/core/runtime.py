@@ -152,6 +152,10 @@ class Runtime:
         elif self.backward.may_release(op.unit):
             self.parameters.release(op.unit)
 
+    def look_always(self) -> None:
+        """From now on every pass and step looks for what code wrote past version counters."""
+        self.parameters.changes.always = self._whole_changes.always = True
+
     # Step.
 
     def inspect(self) -> None:
