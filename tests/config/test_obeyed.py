@@ -27,6 +27,7 @@ SECTIONS: dict[type, tuple[str, ...]] = {
     resolved.ObserveConfig: ("observe",),
     resolved.CommsConfig: ("comms",),
     resolved.FlopsConfig: ("flops", "told"),
+    resolved.MetricsConfig: ("asked",),
     resolved.FilesConfig: ("files",),
     resolved.WandbConfig: ("wandb",),
     resolved.CometConfig: ("comet",),

@@ -138,7 +138,12 @@ def test_an_engine_that_is_asked_for_nothing_has_no_observer() -> None:
 
 @pytest.mark.parametrize(
     ("section", "module", "package"),
-    [("tensorboard", "torch.utils.tensorboard", "tensorboard"), ("wandb",) * 3, ("comet", "comet_ml", "comet_ml")],
+    [
+        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
+        ("wandb", "wandb", "wandb"),
+        ("comet", "comet_ml", "comet_ml"),
+        ("metrics", "prometheus_client", "prometheus-client"),
+    ],
 )
 def test_a_package_that_is_missing_is_named_with_the_key_before_the_model_is_sharded(
     section: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch

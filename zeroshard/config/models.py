@@ -183,6 +183,14 @@ class FlopsProfilerSection(Section):
     output_file: Text | None = None
 
 
+class MetricsSection(Section):
+    enabled: Flag = False
+    port: Annotated[int, whole(1, 65535)] = 9464
+    address: Text = "127.0.0.1"
+    directory: Text | None = None
+    run: Text | None = None
+
+
 class ThroughputSection(Section):
     enabled: Flag = True
 
@@ -220,6 +228,7 @@ class ObeyedSections(Section):
     comet: CometSection = Field(default_factory=CometSection)
     comms_logger: CommsLoggerSection = Field(default_factory=CommsLoggerSection)
     flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
     memory_breakdown: Flag = False
     timers: TimersSection = Field(default_factory=TimersSection)
     communication_data_type: DtypeName | None = None

@@ -232,6 +232,16 @@ class FlopsConfig:
 
 
 @dataclass(frozen=True)
+class MetricsConfig:
+    """Where a node's metrics are served, in which folder its ranks leave them, and what the run is called there."""
+
+    port: int
+    address: str
+    directory: str | None
+    run: str | None
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What is to be seen of a run; None is what is not asked for.
 
@@ -248,6 +258,7 @@ class ObserveConfig:
     memory: bool
     comms: CommsConfig | None
     flops: FlopsConfig | None
+    metrics: MetricsConfig | None
     tensorboard: FilesConfig | None
     csv: FilesConfig | None
     wandb: WandbConfig | None

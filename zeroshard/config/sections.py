@@ -7,6 +7,7 @@ from zeroshard.config.models import (
     CommsLoggerSection,
     CsvMonitorSection,
     FlopsProfilerSection,
+    MetricsSection,
     ObeyedSections,
     TensorboardSection,
     WandbSection,
@@ -18,6 +19,7 @@ from zeroshard.config.resolved import (
     FilesConfig,
     FlopsConfig,
     LossScaleConfig,
+    MetricsConfig,
     ObserveConfig,
     WandbConfig,
 )
@@ -61,6 +63,7 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
         memory=sections.memory_breakdown,
         comms=_comms(sections.comms_logger),
         flops=_flops(sections.flops_profiler),
+        metrics=_metrics(sections.metrics),
         tensorboard=_files(sections.tensorboard),
         csv=_files(sections.csv_monitor),
         wandb=_wandb(sections.wandb),
@@ -81,6 +84,10 @@ def _flops(asked: FlopsProfilerSection) -> FlopsConfig | None:
         return None
     shown = asked.module_depth, asked.top_modules, asked.detailed
     return FlopsConfig(asked.profile_step, *shown, asked.output_file)
+
+
+def _metrics(asked: MetricsSection) -> MetricsConfig | None:
+    return MetricsConfig(asked.port, asked.address, asked.directory, asked.run) if asked.enabled else None
 
 
 def _wandb(asked: WandbSection) -> WandbConfig | None:

@@ -10,6 +10,8 @@ from zeroshard.observe.comms import CommsLog
 from zeroshard.observe.flops.step import StepFlops
 from zeroshard.observe.listeners import BreakdownLine, ToMonitor
 from zeroshard.observe.memory import MemoryLine
+from zeroshard.observe.metrics import exporter
+from zeroshard.observe.metrics.listener import Metrics
 from zeroshard.observe.monitor import EventMonitor, Writer
 from zeroshard.observe.observer import Listener, StepObserver
 from zeroshard.observe.throughput import StepRates
@@ -23,6 +25,7 @@ def check_packages(observe: ObserveConfig) -> None:
         (observe.tensorboard, tensorboard.PACKAGE),
         (observe.wandb, wandb.PACKAGE),
         (observe.comet, comet.PACKAGE),
+        (observe.metrics, exporter.PACKAGE),
     )
     for section, package in asked:
         if section is not None:
@@ -41,7 +44,7 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     monitor = make_monitor(observe, first=first)
     prints = observe.every is not None and observe.throughput
     printed = prints or observe.breakdown or observe.memory
-    if not (monitor.enabled or printed or observe.comms or observe.flops):
+    if not (monitor.enabled or printed or observe.comms or observe.flops or observe.metrics):
         return None
     rates = StepRates(handle.plan.dp)
     flops = None if observe.flops is None else StepFlops(handle, rates, observe.flops.profile_step, observe.flops)
@@ -55,6 +58,8 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(MemoryLine(handle, every_step=every_step))
     if observe.comms is not None:
         listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
+    if observe.metrics is not None:
+        listeners.append(Metrics(handle, rates, observe.metrics))
     return StepObserver(handle.device, monitor, rates, listeners, flops, tells_rates=observe.throughput)
 
 

@@ -12,7 +12,7 @@ they should take.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.core.handle import Handle
@@ -30,16 +30,20 @@ _LOGS: weakref.WeakSet[CommsLog] = weakref.WeakSet()
 """The logs of the engines of this process: DeepSpeed's `log_summary` is a function that is given none."""
 
 
-def counts_of(log: OperationLog, plan: Plan) -> Counts:
-    """What the engine was given to send since it was built."""
+def counter_of(plan: Plan) -> Callable[[OperationLog], Counts]:
+    """What counts a log of operations of this plan; worked out once, since it looks at every unit."""
     axes = axes_of_operations(plan)
     everyone = several(plan, plan.mesh.among(DATA))
-    found: Counts = {}
-    for operation, calls in log.counts().items():
-        kind = operation.kind, axes.get((operation.kind, operation.unit, operation.nbytes), everyone)
-        before, nbytes = found.get(kind, (0, 0))
-        found[kind] = before + calls, nbytes + calls * operation.nbytes
-    return found
+
+    def count(log: OperationLog) -> Counts:
+        found: Counts = {}
+        for operation, calls in log.counts().items():
+            kind = operation.kind, axes.get((operation.kind, operation.unit, operation.nbytes), everyone)
+            before, nbytes = found.get(kind, (0, 0))
+            found[kind] = before + calls, nbytes + calls * operation.nbytes
+        return found
+
+    return count
 
 
 def since(before: Counts, now: Counts) -> Counts:
@@ -85,7 +89,7 @@ class CommsLog(Silent):
 
     def totals(self) -> Counts:
         """Calls and bytes since the engine was built, of the kinds that are asked for."""
-        return self._asked(counts_of(self._sent, self._runtime.plan))
+        return self._asked(counter_of(self._runtime.plan)(self._sent))
 
     def planned(self) -> Counts:
         """Calls and bytes of a step by the plan that runs, of the kinds that are asked for."""
