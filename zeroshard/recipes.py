@@ -5,9 +5,10 @@ from __future__ import annotations
 from zeroshard.config import Config
 from zeroshard.config.resolved import OffloadConfig, PrecisionConfig
 from zeroshard.errors import PlanError
+from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import MAX_PREFETCH, NO_MASTER, Precision, Recipe
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.placement import STAGES
+from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 
 
@@ -65,5 +66,7 @@ def _on_nonfinite(precision: PrecisionConfig) -> OnNonFinite:
     return OnNonFinite.SKIP if low else OnNonFinite.RAISE
 
 
-def _offload(wanted: OffloadConfig) -> Offload:
-    return Offload(wanted.ratio, wanted.param, pin_memory=wanted.pin_memory)
+def _offload(offload: OffloadConfig) -> Offload:
+    spill = Spill(offload.paths, offload.encrypt, offload.allow_visible) if offload.paths else None
+    tier = Tier.HOST if spill is None else Tier.NVME
+    return Offload(offload.ratio, offload.param, pin_memory=offload.pin_memory, tier=tier, spill=spill)

@@ -191,7 +191,10 @@ def test_all_shows_every_key(good: Path) -> None:
     assert row(every, "zero_optimization.cpu_offload").endswith(
         "deprecated; write zero_optimization.offload_optimizer.device"
     )
-    assert row(every, "aio.queue_depth") == "aio.queue_depth 8 default no effect here: only used with offload to NVMe"
+    assert (
+        row(every, "aio.queue_depth")
+        == "aio.queue_depth 8 default no effect here: 32 requests are with the disk at once"
+    )
     keys = [setting["key"] for setting in json.loads(run("explain", good, "--all", "--json").output)["settings"]]
     assert keys == sorted(keys)
     assert len(set(keys)) == len(keys)

@@ -186,6 +186,7 @@ def test_a_deprecated_key_that_can_not_be_obeyed_is_refused_under_its_successors
 
 
 CPU = {"device": "cpu"}
+DISK = {"device": "nvme", "nvme_path": "/a"}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,16 @@ CPU = {"device": "cpu"}
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
             "offload_param.device .* ratio 1",
         ),
-        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device .* not built yet"),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device .* set nvme_path beside it"),
+        ({"stage": 0, "offload_optimizer": DISK}, 'is "nvme", which needs state that is divided; use stage 1, 2 or 3'),
+        ({"stage": "auto", "offload_optimizer": DISK}, '"stage": "auto" does not choose among'),
+        ({"stage": 3, "offload_optimizer": {**DISK, "nvme_path": ["/a", "/a"]}}, "nvme_path .* names a folder twice"),
+        ({"stage": 3, "offload_optimizer": {**DISK, "nvme_path": 5}}, "nvme_path .*must be a"),
+        ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}, "offload_param.device .* not built yet"),
+        (
+            {"stage": 3, "offload_param": CPU, "offload_optimizer": {**DISK, "ratio": 0.5}},
+            "offload_param.device .* ratio 1",
+        ),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio .* at most 1"),
         ({"stage": 3, "offload_optimizer": {"device": "gpu"}}, 'offload_optimizer.device .*"cpu"'),
     ],
@@ -208,6 +218,15 @@ def test_offload_to_the_host_is_obeyed() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": False}}
     assert load(zero_optimization=zero).zero.offload == OffloadConfig(0.3, param=False, pin_memory=False)
     assert load(zero_optimization={"stage": 2}).zero.offload is None
+
+
+def test_offload_to_disk_is_obeyed() -> None:
+    zero = {"stage": 2, "offload_optimizer": {**DISK, "ratio": 0.3, "pipeline_read": True, "buffer_count": 9}}
+    assert load(zero_optimization=zero).zero.offload == OffloadConfig(0.3, False, True, ("/a",))
+    several = {**DISK, "nvme_path": ["/a", "/b"], "encrypt": True, "allow_visible_spill": True, "pin_memory": False}
+    zero = {"stage": 3, "offload_optimizer": several, "offload_param": CPU}
+    expected = OffloadConfig(1.0, True, False, ("/a", "/b"), encrypt=True, allow_visible=True)
+    assert load(zero_optimization=zero).zero.offload == expected
 
 
 def test_a_deprecated_key_may_not_contradict_its_successor() -> None:

@@ -278,16 +278,35 @@ class _Resolver:
 
     def _offload(self, zero: ZeroSection) -> OffloadConfig | None:
         optimizer, param, section = zero.offload_optimizer, zero.offload_param, "zero_optimization"
-        for name, offload in (("offload_optimizer", optimizer), ("offload_param", param)):
-            if offload.device == "nvme":
-                self._refuse(f"{section}.{name}.device", 'is "nvme", which is not built yet; use "cpu" or "none"')
-        if optimizer.device == "cpu" and zero.stage == 0:
-            what = 'is "cpu", which needs state that is divided; use stage 1, 2 or 3'
+        if param.device == "nvme":
+            what = 'is "nvme", which is not built yet; use "cpu" or "none", and "nvme" for offload_optimizer.device'
+            self._refuse(f"{section}.offload_param.device", what)
+        if optimizer.device != "none" and zero.stage == 0:
+            what = f'is "{optimizer.device}", which needs state that is divided; use stage 1, 2 or 3'
             self._refuse(f"{section}.offload_optimizer.device", what)
+        paths = self._paths(zero)
         moves_param = param.device == "cpu" and self._moves_param(zero)
         if optimizer.device == "none" and not moves_param:
             return None
-        return OffloadConfig(1.0 if moves_param else optimizer.ratio, moves_param, optimizer.pin_memory)
+        ratio = 1.0 if moves_param else optimizer.ratio
+        private = (optimizer.encrypt, optimizer.allow_visible_spill) if paths else (False, False)
+        return OffloadConfig(ratio, moves_param, optimizer.pin_memory, paths, *private)
+
+    def _paths(self, zero: ZeroSection) -> tuple[str, ...]:
+        """The folders for state on disk; () where none is to go there."""
+        optimizer, section = zero.offload_optimizer, "zero_optimization.offload_optimizer"
+        if optimizer.device != "nvme":
+            return ()
+        paths = optimizer.nvme_path or ()
+        if zero.stage == "auto":
+            what = 'is "nvme", which "stage": "auto" does not choose among; write the stage, or leave the device out'
+            self._refuse(f"{section}.device", what)
+        elif not paths or "" in paths:
+            what = 'is "nvme", which needs a folder on a local disk; set nvme_path beside it'
+            self._refuse(f"{section}.device", what)
+        elif len(set(paths)) < len(paths):
+            self._refuse(f"{section}.nvme_path", "names a folder twice; name each disk once")
+        return paths
 
     def _moves_param(self, zero: ZeroSection) -> bool:
         """Whether parameters rest in host memory, where offload_param asks for it; says what goes along, or why not."""
@@ -296,7 +315,7 @@ class _Resolver:
         if zero.stage not in (3, "auto"):
             self._problems.warn(f'{path} ({origin}): "cpu" has no effect at stage {zero.stage}, only at stage 3')
             return False
-        if optimizer.device == "cpu" and optimizer.ratio < 1:
+        if optimizer.device != "none" and optimizer.ratio < 1:
             self._refuse(path, 'is "cpu", which needs an offload_optimizer of ratio 1')
         elif optimizer.device == "none" and self._trains:
             self._problems.warn(

@@ -45,11 +45,19 @@ class LeafModules:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What rests in host memory: at least the share `ratio` of the optimizer's state, and parameters or not."""
+    """What rests off the device: at least the share `ratio` of the optimizer's state, and parameters or not.
+
+    Attributes:
+        paths: folders in which that state rests in files; () where it is in host memory.
+        encrypt, allow_visible: how it does there.
+    """
 
     ratio: float
     param: bool
     pin_memory: bool
+    paths: tuple[str, ...] = ()
+    encrypt: bool = False
+    allow_visible: bool = False
 
 
 @dataclass(frozen=True)

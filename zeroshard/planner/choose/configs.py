@@ -120,17 +120,18 @@ def with_setting(document: Document, setting: Setting) -> Document:
         changed["activation_checkpointing"] = {**(changed.get("activation_checkpointing") or {}), "policy": "full"}
     zero = changed.setdefault("zero_optimization", {})
     zero["stage"] = setting.stage
-    zero.pop("offload_optimizer", None)
-    zero.pop("offload_param", None)
+    optimizer, parameters = zero.pop("offload_optimizer", None), zero.pop("offload_param", None)
     if setting.offload is not Offload.NONE:
         device = "nvme" if setting.offload is Offload.NVME else "cpu"
         zero["offload_optimizer"] = {"device": device, "pin_memory": True}
         if setting.ratio < 1:
             zero["offload_optimizer"]["ratio"] = setting.ratio
         if setting.offload is Offload.NVME:
-            zero["offload_optimizer"]["nvme_path"] = "/local_nvme"
+            given = optimizer.get("nvme_path") if isinstance(optimizer, Mapping) else None
+            zero["offload_optimizer"]["nvme_path"] = given or "/local_nvme"
         if setting.offload in (Offload.CPU_PARAM, Offload.NVME):
-            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+            asked = isinstance(parameters, Mapping) and parameters.get("device") == device
+            zero["offload_param"] = {"device": device if asked else "cpu", "pin_memory": True}
     return changed
 
 

@@ -24,7 +24,7 @@ _REPLACED = {
     "deepspeed.sequence": "sequence parallelism is not built yet; leave sp_size at 1",
     "deepspeed.runtime.sequence_parallel": "sequence parallelism is not built yet; leave sp_size at 1",
     "deepspeed.checkpoint": "checkpoints load at any number of ranks; for DeepSpeed's: zeroshard checkpoint import",
-    "deepspeed.runtime.swap_tensor": "offload to NVMe is not built yet",
+    "deepspeed.runtime.swap_tensor": "optimizer state on disk is moved by the plan; see docs/offload.md",
     "deepspeed.runtime.torch_autocast": "torch.autocast in the forward works as it is",
     "deepspeed.runtime.zero.linear": "linear layers stay torch's own",
     "deepspeed.runtime.zero.offload_states": "engine.offload_states and reload_states are there",

@@ -1,4 +1,4 @@
-"""The size from which DeepSpeed swaps a tensor to NVMe, by which scripts size tensors; that offload is not built."""
+"""The size from which DeepSpeed swaps a tensor to NVMe, by which scripts size tensors; zeroshard moves windows."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class UtilsBuilder(OpBuilder):
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Reads and writes for offload to NVMe, which is not built."""
+    """Reads and writes for offload to NVMe, by a library of zeroshard that is built when it is installed."""
 
     NAME = "async_io"
 

@@ -26,7 +26,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 @dataclass
 class DeepSpeedZeroOffloadParamConfig:
-    """The section offload_param; buffers and NVMe are without effect, see the reference of the config."""
+    """The section offload_param; buffers are without effect, see the reference of the config."""
 
     device: str = "none"
     nvme_path: str | None = None
@@ -38,7 +38,7 @@ class DeepSpeedZeroOffloadParamConfig:
 
 @dataclass
 class DeepSpeedZeroOffloadOptimizerConfig:
-    """The section offload_optimizer; buffers and NVMe are without effect, see the reference of the config."""
+    """The section offload_optimizer; buffers are without effect, see the reference of the config."""
 
     device: str = "none"
     nvme_path: str | None = None
