@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-import zeroshard
 from zeroshard.config.resolved import MetricsConfig
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.observing import Disk, StepFacts
@@ -156,7 +155,7 @@ class Metrics(Silent):
 
     def _samples(self) -> Iterator[Sample]:
         ranks = str(self._comm.mesh.world_size)
-        yield Sample("zeroshard_info", {"version": zeroshard.__version__, "ranks": ranks}, 1.0)
+        yield Sample("zeroshard_info", {"torch": torch.__version__, "ranks": ranks}, 1.0)
         yield from self._of_memory()
         yield from self._of_traffic()
         for action, seconds in tuple(self._disk.items()):

@@ -21,7 +21,7 @@ class Metric:
 
 
 METRICS = (
-    Metric("zeroshard_info", "gauge", "1, with version and number of ranks.", ("version", "ranks")),
+    Metric("zeroshard_info", "gauge", "1, with the version of torch and the number of ranks.", ("torch", "ranks")),
     Metric("zeroshard_last_step_timestamp_seconds", "gauge", "When the last step of the rank was complete."),
     Metric("zeroshard_steps_total", "counter", "Optimizer steps since the run began, as the engine counts them."),
     Metric("zeroshard_skipped_steps_total", "counter", "Steps that were not applied, for inf or NaN in gradients."),
