@@ -79,15 +79,31 @@ def test_a_deferred_model_is_refused_when_it_is_sharded() -> None:
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=3)
 
 
-@pytest.mark.parametrize("how", ["buffer", "attribute"])
-def test_a_buffer_or_attribute_over_a_parameter_is_refused(how: str) -> None:
-    linear = nn.Linear(4, 4)
-    model = nn.Sequential(linear)
-    if how == "buffer":
-        linear.register_buffer("copy", linear.weight.detach()[1:])
-    else:
-        linear.copy = linear.weight.t()
-    with pytest.raises(PlanError, match=rf"{how} '0.copy' lies over the memory of parameter '0.weight'.*clone\(\)"):
+_COPIES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "attribute": (lambda weight: weight.t(), "copy"),
+    "in a list": (lambda weight: [torch.zeros(1), weight[2:]], r"copy\[1\]"),
+    "in a dict of lists": (lambda weight: {"old": [weight.detach()]}, r"copy\['old'\]\[0\]"),
+    "NumPy": (lambda weight: weight.detach().numpy(), "copy"),
+    "NumPy, flipped": (lambda weight: weight.detach().numpy()[::-1, 1:], "copy"),
+    "NumPy, in a list": (lambda weight: [weight.detach().numpy()[3]], r"copy\[0\]"),
+}
+
+
+@pytest.mark.parametrize("how", _COPIES)
+def test_an_attribute_over_a_parameter_is_refused(how: str) -> None:
+    make, name = _COPIES[how]
+    model = nn.Sequential(linear := nn.Linear(4, 4))
+    linear.copy = make(linear.weight)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    with pytest.raises(
+        PlanError, match=rf"attribute \S0.{name}\S lies over the memory of parameter '0.weight'.*clone\("
+    ):
+        refuse_shared_memory(model)
+
+
+def test_a_buffer_over_a_parameter_is_refused() -> None:
+    model = nn.Sequential(linear := nn.Linear(4, 4))
+    linear.register_buffer("copy", linear.weight.detach()[1:])
+    with pytest.raises(PlanError, match=r"buffer '0.copy' lies over the memory of parameter '0.weight'.*clone\(\)"):
         refuse_shared_memory(model)
 
 
@@ -106,6 +122,8 @@ def _side_by_side() -> dict[str, nn.Module]:
     frozen.register_buffer("table", below.weight.data)
     empty = nn.ParameterList(nn.Parameter(flat[:0]) for _ in range(2))
     spectral = nn.utils.spectral_norm(nn.Linear(4, 4))
+    listed = nn.Linear(4, 4)
+    listed.kept = [listed.weight, listed.weight.detach().clone(), listed.weight.detach().numpy().copy()]
     lstm = nn.LSTM(4, 4, num_layers=2)
     return {
         "slices of a flat buffer": fused,
@@ -117,6 +135,7 @@ def _side_by_side() -> dict[str, nn.Module]:
         "no elements": empty,
         "torch's spectral norm": spectral,
         "LSTM": lstm,
+        "the parameter itself and copies in a list": listed,
     }
 
 

@@ -14,9 +14,12 @@ extents cross by the elements themselves (columns of one matrix cross without sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -27,6 +30,10 @@ from zeroshard.errors import PlanError
 
 Place = tuple[str, int]
 """A memory in which addresses can be compared: a device, and on the meta device a storage."""
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Where a module keeps its parameters, buffers, modules and hooks."""
+_DEPTH = 3
+"""How many lists and dicts within each other are looked into."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class _Member:
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raises PlanError where a parameter shares memory with another parameter, a buffer or a tensor attribute.
 
+    Attributes are tensors and NumPy arrays, also in lists and dicts.
     The same object under several names is a tie, and fine. Frozen parameters may share memory with each other, and
     with what is no parameter: nothing changes there.
     """
@@ -137,16 +145,44 @@ def _members(model: nn.Module) -> Iterator[tuple[Place, _Member]]:
         prefix = f"{path}." if path else ""
         for name, buffer in module.named_buffers(recurse=False):
             yield from _member(f"{prefix}{name}", "buffer", buffer, seen)
-        for name, tensor in _attributes(module):
-            yield from _member(f"{prefix}{name}", "attribute", tensor, seen)
+        for name, value in _attributes(module):
+            if isinstance(value, torch.Tensor):
+                yield from _member(f"{prefix}{name}", "attribute", value, seen)
+            else:
+                yield from _array(f"{prefix}{name}", value)
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are ordinary attributes, without those that torch's own hooks make anew before each forward."""
+def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any, Any]]]:
+    """Tensors and arrays that are ordinary attributes, or in lists and dicts that are.
+
+    Without those that torch's own hooks make anew before each forward, and what a module keeps of itself.
+    """
     renewed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, (SpectralNorm, WeightNorm))}
     for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor) and name not in renewed:
-            yield name, value
+        if name not in renewed and name not in _OWN_ATTRIBUTES:
+            yield from _within(name, value, _DEPTH)
+
+
+def _within(name: str, value: object, depth: int) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any, Any]]]:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield name, value
+    elif depth and type(value) in (list, tuple, deque):
+        for index, item in enumerate(cast("Iterable[object]", value)):
+            yield from _within(f"{name}[{index}]", item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, item in cast("dict[object, object]", value).items():
+            yield from _within(f"{name}[{key!r}]", item, depth - 1)
+
+
+def _array(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[Place, _Member]]:
+    """A NumPy array as an attribute; `parameter.detach().numpy()` lies over the parameter's memory."""
+    if array.size == 0 or array.dtype.hasobject:
+        return
+    start: int = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        start += min(0, stride) * (size - 1)  # a flipped array begins at its end
+    strides = tuple(abs(stride) for stride in array.strides)
+    yield ("cpu", 0), _Member(name, "attribute", span_of(start, array.shape, strides, array.itemsize), False)
 
 
 def _member(name: str, kind: str, tensor: torch.Tensor, seen: set[int]) -> Iterator[tuple[Place, _Member]]:
