@@ -194,6 +194,10 @@ class MetricsSection(Section):
     run: Text | None = None
 
 
+class RunLogSection(Section):
+    path: Text | None = None
+
+
 class ThroughputSection(Section):
     enabled: Flag = True
 
@@ -232,6 +236,7 @@ class ObeyedSections(Section):
     comms_logger: CommsLoggerSection = Field(default_factory=CommsLoggerSection)
     flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
+    run_log: RunLogSection = Field(default_factory=RunLogSection)
     memory_breakdown: Flag = False
     timers: TimersSection = Field(default_factory=TimersSection)
     communication_data_type: DtypeName | None = None

@@ -258,6 +258,7 @@ class ObserveConfig:
         breakdown: whether the times of forward, backward and step are printed.
         throughput: whether lines of progress tell how fast the steps are.
         memory: whether the memory in use is printed.
+        run_log: the file that gets a line for each step.
     """
 
     every: int | None
@@ -267,6 +268,7 @@ class ObserveConfig:
     comms: CommsConfig | None
     flops: FlopsConfig | None
     metrics: MetricsConfig | None
+    run_log: str | None
     tensorboard: FilesConfig | None
     csv: FilesConfig | None
     wandb: WandbConfig | None

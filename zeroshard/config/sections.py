@@ -64,6 +64,7 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
         comms=_comms(sections.comms_logger),
         flops=_flops(sections.flops_profiler),
         metrics=_metrics(sections.metrics),
+        run_log=sections.run_log.path,
         tensorboard=_files(sections.tensorboard),
         csv=_files(sections.csv_monitor),
         wandb=_wandb(sections.wandb),

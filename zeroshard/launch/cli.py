@@ -151,6 +151,30 @@ def checkpoint(context: typer.Context) -> None:
     checkpoint_app(context.args, prog_name="zeroshard checkpoint")
 
 
+@app.command(context_settings=_PASSED_ON)
+def explain(context: typer.Context) -> None:
+    """Say where the time of a run went, from its log."""
+    _of_runs("explain", context.args)
+
+
+@app.command(context_settings=_PASSED_ON)
+def report(context: typer.Context) -> None:
+    """Write a page with the curves of a run, from its log."""
+    _of_runs("report", context.args)
+
+
+@app.command("top", context_settings=_PASSED_ON)
+def show_ranks(context: typer.Context) -> None:
+    """Show the ranks of this node that leave metrics."""
+    _of_runs("top", context.args)
+
+
+def _of_runs(command: str, arguments: list[str]) -> None:
+    from zeroshard.observe.runs.cli import app as runs_app
+
+    runs_app([command, *arguments], prog_name="zeroshard")
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

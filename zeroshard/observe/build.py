@@ -14,6 +14,7 @@ from zeroshard.observe.metrics import exporter
 from zeroshard.observe.metrics.listener import Metrics
 from zeroshard.observe.monitor import EventMonitor, Writer
 from zeroshard.observe.observer import Listener, StepObserver
+from zeroshard.observe.runs.log import RunLog
 from zeroshard.observe.throughput import StepRates
 from zeroshard.observe.writers import comet, csv_files, tensorboard, wandb
 from zeroshard.observe.writers.optional import optional_package
@@ -44,7 +45,8 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     monitor = make_monitor(observe, first=first)
     prints = observe.every is not None and observe.throughput
     printed = prints or observe.breakdown or observe.memory
-    if not (monitor.enabled or printed or observe.comms or observe.flops or observe.metrics):
+    others = (observe.comms, observe.flops, observe.metrics, observe.run_log)
+    if not (monitor.enabled or printed or any(asked is not None for asked in others)):
         return None
     rates = StepRates(handle.plan.dp)
     flops = None if observe.flops is None else StepFlops(handle, rates, observe.flops.profile_step, observe.flops)
@@ -60,6 +62,8 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
     if observe.metrics is not None:
         listeners.append(Metrics(handle, rates, observe.metrics))
+    if observe.run_log is not None and first:
+        listeners.append(RunLog(handle, observe.run_log))
     return StepObserver(handle.device, monitor, rates, listeners, flops, tells_rates=observe.throughput)
 
 
