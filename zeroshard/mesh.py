@@ -22,6 +22,9 @@ Axes = tuple[str, ...]
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA: Axes = (REPLICATE, SHARD)
 """The axes whose ranks read different data."""
+NESTED: Axes = (SHARD, REPLICATE)
+"""The same ranks in another order: parts of ranks with the same place in their subgroups are neighbours, so that a
+gather over `dp_replicate` gives each rank a connected 1/`dp_shard` of the whole, and one over `dp_shard` the rest."""
 KNOWN: Axes = ("pp", REPLICATE, SHARD, "cp", "sp", "tp", "ep")
 
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
-from zeroshard.sharding.unowned import hang, rest_unowned, shard_unowned
+from zeroshard.sharding.unowned import even_parts, hang, rest_unowned, shard_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -169,12 +168,10 @@ def _fill(
         fill_in_place(name, tensor, value.to(device, tensor.dtype))
         return
     kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
-    share = -(-weight.numel // ranks)
-    bounds = tuple(min(share * number, weight.numel) for number in range(ranks + 1))
-    own = files.read(weight.name, bounds[rank], bounds[rank + 1])
+    parts, (start, end) = even_parts(weight.numel)
+    own = files.read(weight.name, start, end)
     fill_in_place(name, tensor, torch.empty(0, dtype=kind, device=device))
-    hang(tensor, weight.shape, bounds, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
+    hang(tensor, weight.shape, parts, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
     rest_unowned(tensor, name)
 
 

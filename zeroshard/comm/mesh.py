@@ -87,7 +87,7 @@ def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = ()) -> RankMesh:
     made: dict[tuple[tuple[int, ...], ...], AxisGroups] = {}
     groups: dict[Axes, AxisGroups] = {}
     for axes in dict.fromkeys((mesh.names, *over)):
-        partition = tuple(map(tuple, mesh.groups(axes)))
+        partition = tuple(sorted(tuple(sorted(ranks)) for ranks in mesh.groups(axes)))
         if partition not in made:
             made[partition] = _axis_groups("+".join(axes), partition, rank)
         groups[axes] = made[partition]

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import RankMesh, build_mesh, world_size
+from zeroshard.comm.nested import NestedCollectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.waiting import Waiter
@@ -26,7 +27,7 @@ from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, UsageError
-from zeroshard.mesh import Axes
+from zeroshard.mesh import NESTED, Axes
 from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
@@ -182,6 +183,8 @@ def _axes_of(plan: Plan) -> list[Axes]:
     found: list[Axes] = []
     for unit, group in plan.groups():
         found += [unit.axes, replica_axes(unit, group), plan.mesh.without(unit.axes)]
+        if group.second is not None:
+            found += [group.second.axes, unit.axes[len(group.second.axes) :]]
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
@@ -200,6 +203,11 @@ def _communicators(mesh: RankMesh) -> Comm:
         axes: Collectives(groups.reduce, named(axes, "reduce"), counted, watchdog)
         for axes, groups in mesh.groups.items()
     }
+    if NESTED in mesh.groups:
+        group, inner, outer = mesh.over(NESTED), NESTED[:1], NESTED[1:]
+        for found, purpose, whole in ((gathers, "gather", group.gather), (reduces, "reduce", group.reduce)):
+            name = named(NESTED, purpose)
+            found[NESTED] = NestedCollectives(whole, name, counted, watchdog, found[inner], found[outer])
     everyone = mesh.mesh.names
     control = Collectives(mesh.over(everyone).control, named(everyone, "control"), counted, watchdog, log)
     return Comm(mesh, log, counted, watchdog, control, gathers, reduces)

@@ -15,11 +15,15 @@ from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_split, rank_part, read_values
+from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
 from zeroshard.errors import SpillError, UsageError
+from zeroshard.mesh import Mesh
 from zeroshard.nvme.memory import NvmeMemory
+from zeroshard.plan.groups import UnitPlan
+from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import unguarded
 from zeroshard.sharding.unowned import hang, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
@@ -41,7 +45,7 @@ def close_handle(handle: Handle) -> None:
                 for parameter in group.parameters:
                     parameter.grad = None
             if group.plan.param.divided:
-                _hang(group, handle.comm.mesh)
+                _hang(unit, group, handle.comm.mesh)
     for memory in handle.runtime.storage.tiers.values():
         if isinstance(memory, NvmeMemory):
             memory.close()
@@ -68,17 +72,23 @@ def _refuse_open(handle: Handle) -> None:
                 )
 
 
-def _hang(group: Group, mesh: RankMesh) -> None:
-    layout = group.plan.layout
-    values, others = group.shard, mesh.world_size - layout.shards
-    kept = mesh.rank < layout.shards  # ranks of the first subgroup have the first numbers
+def _hang(unit: Unit, group: Group, mesh: RankMesh) -> None:
+    layout, values = group.plan.layout, group.shard
     if group.plan.update_axes:
         # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
         whole = None if is_split(group) else group.master
         values = _values(group, whole)
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
-        starts = [min(max(layout.shard_range(rank)[0], segment.offset), segment.end) for rank in range(layout.shards)]
-        bounds = [*(start - segment.offset for start in starts), *[segment.numel] * (others + 1)]
+        parts = [_part(unit.plan, group, segment, mesh.mesh, rank) for rank in range(mesh.world_size)]
         own, _ = rank_part(group, index)
-        hang(parameter, segment.shape, bounds, values[own] if kept else values.new_empty(0))
+        hang(parameter, segment.shape, parts, values[own] if unit.counts else values.new_empty(0))
         rest_unowned(parameter, segment.name)
+
+
+def _part(unit: UnitPlan, group: Group, segment: Segment, mesh: Mesh, rank: int) -> tuple[int, int]:
+    """The elements of a parameter that a rank keeps: those of its shard, in the first copy of the state."""
+    if not mesh.first(rank, unit.axes):
+        return segment.numel, segment.numel
+    start, end = group.plan.layout.shard_range(mesh.position(rank, unit.axes))
+    low = min(max(start, segment.offset), segment.end)
+    return low - segment.offset, max(low, min(end, segment.end)) - segment.offset

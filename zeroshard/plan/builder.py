@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, Mesh
+from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
-from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
@@ -146,7 +146,8 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
         if row.param and unit.parameters and _persists(unit, recipe.persistence_threshold) and numel <= budget:
             budget -= numel
             row = Sharding(param=False, grad=row.grad, state=row.state, axes=row.axes)
-        planned.append(_unit_plan(unit, row, mesh.size(row.axes), recipe))
+        second = SecondCopy((SHARD,), mesh.size((SHARD,))) if row.axes == NESTED else None
+        planned.append(_unit_plan(unit, row, mesh.size(row.axes), recipe, second))
     planned = with_owners(planned, recipe.matrices)
     policy = recipe_policy(planned, recipe)
     if recipe.offload is not None:
@@ -252,7 +253,9 @@ def _numel(parameter: ParameterSpec) -> int:
     return total
 
 
-def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> UnitPlan:
+def _unit_plan(
+    unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe, second: SecondCopy | None = None
+) -> UnitPlan:
     members: dict[tuple[str, bool, bool, Blocks | None], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
         matrix = parameter.trainable and parameter.name in recipe.matrices
@@ -264,10 +267,11 @@ def _unit_plan(unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe) -> Un
             recipe.blocks if suits else None,
         )
         members.setdefault(key, []).append(parameter)
-    groups = tuple(
+    groups = (
         _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments, blocks)
         for (dtype, trainable, matrix, blocks), parameters in members.items()
     )
+    groups = tuple(groups) if second is None else tuple(replace(group, second=second) for group in groups)
     return UnitPlan(unit.name, row.axes, groups, unit.aliases)
 
 

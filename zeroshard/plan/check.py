@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, SHARD, Mesh
+from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.dtypes import dtype_name
-from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.layout import FlatLayout
@@ -55,8 +55,8 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
-    if unit.axes not in (DATA, (SHARD,)):
-        raise PlanError(f"{path}.axes must be {list(DATA)} or {[SHARD]}, not {list(unit.axes)}")
+    if unit.axes not in (DATA, (SHARD,), NESTED):
+        raise PlanError(f"{path}.axes must be {list(DATA)}, {[SHARD]} or {list(NESTED)}, not {list(unit.axes)}")
     for number, group in enumerate(unit.groups):
         where = f"{path}.groups[{number}]"
         _check_layout(group.layout, plan.mesh.size(unit.axes), f"{where}.layout")
@@ -64,6 +64,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.update_axes must be [] or the unit's axes {list(unit.axes)}")
         if group.trainable and group.sums != DATA:
             raise PlanError(f"{where}.sums must be {list(DATA)}: all ranks read different data")
+        _check_second(plan, unit, group, where)
         divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
         if group.trainable and divided and not group.update_axes:
             raise PlanError(f"{where}.update_axes must be {list(unit.axes)} where parameters or gradients are divided")
@@ -87,6 +88,20 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.owners names a rank that the axes {list(unit.axes)} do not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
+
+
+def _check_second(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None:
+    """Second copies belong to the axes in nested order, and to nothing else."""
+    wanted = SecondCopy((SHARD,), plan.mesh.size((SHARD,))) if unit.axes == NESTED else None
+    if group.second != wanted:
+        raise PlanError(f"{path}.second must be {wanted}, since the unit's axes are {list(unit.axes)}")
+    if wanted is not None and group.trainable and (group.grad is None or not group.grad.divided):
+        raise PlanError(f"{path}.second: a second copy in each subgroup needs gradients that are divided")
+    if wanted is not None and group.owners:
+        raise PlanError(
+            f"{path}.owners: optimizers that work on whole matrices (Muon) can't exchange them where parameters have a "
+            "second copy in each subgroup (zero_hpz_partition_size)"
+        )
 
 
 def _is_split(group: GroupPlan) -> bool:
@@ -177,6 +192,8 @@ def peer_problem(plan: Plan) -> str | None:
         return "nothing is sent"
     if len({unit.axes for unit, _ in groups}) > 1:
         return "units are sharded over different axes"
+    if any(group.second is not None for _, group in groups):
+        return "parameters have a second copy in each subgroup"
     if any(group.param.away for _, group in groups):
         return "parameters rest in host memory"
     trainable = [group for _, group in groups if group.trainable]

@@ -12,6 +12,24 @@ from zeroshard.sharding.layout import FlatLayout
 
 
 @dataclass(frozen=True)
+class SecondCopy:
+    """Parameters that a subgroup of ranks holds once more, each rank a part of them.
+
+    This is hpZ (Wang et al. 2023, arXiv:2306.10209, section 4.2).
+
+    It is made by a gather between subgroups after each step; gathers of whole parameters then stay within one. Where
+    parameters rest whole it is a part of them, and takes no memory.
+
+    Attributes:
+        axes: mesh axes of the subgroup, the first ones of the unit's.
+        parts: ranks of a subgroup.
+    """
+
+    axes: Axes
+    parts: int
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """One flat buffer of a unit and the placement of each kind of its state.
 
@@ -27,6 +45,7 @@ class GroupPlan:
         update: how optimizer state that rests off the device is updated; None where it rests there.
         owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
             makes each one's update; () for all others.
+        second: the copy of the parameters in each subgroup; None where there is none.
     """
 
     layout: FlatLayout
@@ -42,6 +61,7 @@ class GroupPlan:
     update: HostUpdate | None = None
     owners: tuple[int, ...] = ()
     compressed: bool = False
+    second: SecondCopy | None = None
 
     def placement(self, kind: StateKind) -> Placement | None:
         return {
@@ -96,6 +116,22 @@ class GroupPlan:
     def gathered_nbytes(self) -> int:
         """Bytes of the whole group in compute dtype."""
         return self.layout.numel * itemsize(self.param.dtype)
+
+    @property
+    def second_numel(self) -> int:
+        """Elements of the second copy on one rank; 0 where there is none."""
+        return 0 if self.second is None else self.layout.numel // self.second.parts
+
+    @property
+    def second_nbytes(self) -> int:
+        """Bytes that the second copy takes on one rank."""
+        return self.second_numel * itemsize(self.param.dtype) if self.param.divided else 0
+
+    def second_range(self, rank: int) -> tuple[int, int]:
+        """The elements of the second copy of the rank with this number along the unit's axes."""
+        assert self.second is not None
+        part = rank * self.second.parts // self.layout.shards
+        return part * self.second_numel, (part + 1) * self.second_numel
 
     @property
     def needs_reduce_slot(self) -> bool:

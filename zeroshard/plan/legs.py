@@ -1,6 +1,7 @@
 """Legs: what a gather or a reduce of one flat group is made of, in order. The one place that knows.
 
-    gather    [copy SHARD -> WHOLE]      all-gather SHARD -> WHOLE
+    refresh   [copy SHARD -> SECOND]     all-gather SHARD -> SECOND        where subgroups have a second copy
+    gather    [copy SHARD -> WHOLE]      all-gather SHARD (or SECOND) -> WHOLE
     keep      collect AUTOGRAD -> LOCAL                                    gradients wait for a later reduce
     pending   [cast LOCAL -> WIRE]       reduce-scatter ... [all-reduce ...] [land | copy | all-gather]
     reduce    collect AUTOGRAD -> WIRE, then as pending; or keep, then pending, where gradients rest whole
@@ -18,7 +19,7 @@ from enum import Enum
 
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
-from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.placement import Tier
 
 
@@ -63,12 +64,16 @@ class Buffer(str, Enum):
     """This rank's part of the parameters."""
     WHOLE = "whole"
     """All of the parameters, in compute dtype."""
+    SECOND = "second"
+    """This rank's part of the second copy of the parameters; of those that rest whole it is a part of WHOLE."""
     AUTOGRAD = "autograd"
     """The parameters' gradients as autograd leaves them."""
     LOCAL = "local"
     """This rank's whole gradients, until they are reduced."""
     WIRE = "wire"
     """Whole gradients in wire dtype, in the reduce slot."""
+    WIRE_PART = "wire part"
+    """The part of WIRE of which this rank holds the sum over its subgroup, before it is summed between subgroups."""
     STAGING = "staging"
     """This rank's part of the reduced gradients, beside WIRE in the slot."""
     GRAD = "grad"
@@ -131,7 +136,8 @@ class GroupLegs:
     """The legs of one flat group.
 
     Attributes:
-        gather: from the shards to the whole parameters; () where nothing moves.
+        refresh: from the shards to the second copies; () where there are none.
+        gather: from the shards or the second copies to the whole parameters; () where nothing moves.
         keep: from autograd to whole local gradients.
         pending: from whole local gradients to where reduced ones rest.
         reduce: from autograd to where reduced ones rest, with no local gradients before.
@@ -145,6 +151,7 @@ class GroupLegs:
     reduce: Legs = ()
     late: Legs = ()
     divided: bool = False
+    refresh: Legs = ()
 
 
 @dataclass(frozen=True)
@@ -158,9 +165,9 @@ class Ways:
 
 def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
     """The legs of a group of `unit`."""
-    gather = _gather(unit, group, ways)
+    refresh, gather = _gathers(unit, group, ways)
     if group.grad is None:
-        return GroupLegs(gather)
+        return GroupLegs(gather, refresh=refresh)
     axes, wire, whole = unit.axes, group.wire, group.layout.numel
     local = local_dtype(group, ways.accumulate)
     keep = (_collect(group, Buffer.LOCAL, local, adds=True),)
@@ -184,7 +191,7 @@ def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
         *_reduced(unit, group, Buffer.LATE, Buffer.LATE_PART),
         *_shared(group, axes, Buffer.LATE_PART, Buffer.LATE),
     )
-    return GroupLegs(gather, keep, pending, direct if divided else (*keep, *pending), late, divided)
+    return GroupLegs(gather, keep, pending, direct if divided else (*keep, *pending), late, divided, refresh)
 
 
 def local_dtype(group: GroupPlan, accumulate: bool) -> str:
@@ -199,19 +206,35 @@ def local_dtype(group: GroupPlan, accumulate: bool) -> str:
     return "float32"  # such gradients are not meant to be added to
 
 
-def _gather(unit: UnitPlan, group: GroupPlan, ways: Ways) -> Legs:
+def _gathers(unit: UnitPlan, group: GroupPlan, ways: Ways) -> tuple[Legs, Legs]:
+    """What makes the second copy, if there is one, and what gathers the whole."""
     if not group.travels:
-        return ()
-    dtype, legs = group.param.dtype, list[Leg]()
-    source = Buffer.SHARD
-    if group.param.tier is not Tier.DEVICE:
-        shard = group.layout.shard_numel
-        legs.append(Leg(LegKind.COPY, source, Buffer.WHOLE, shard, dtype, dtype, Stream.GATHER))
-        source = Buffer.WHOLE  # where the shard is now
-    route = Route.COPIES if ways.copies else Route.COLLECTIVE
-    numel = group.layout.numel
-    sent = Leg(LegKind.ALL_GATHER, source, Buffer.WHOLE, numel, dtype, dtype, Stream.GATHER, unit.axes, route=route)
-    return (*legs, sent)
+        return (), ()
+    first = Buffer.WHOLE if group.second is None else Buffer.SECOND
+    up, source = _brought_up(group, first)
+    if group.second is None:
+        route = Route.COPIES if ways.copies else Route.COLLECTIVE
+        return (), (*up, _all_gather(group, source, first, group.layout.numel, unit.axes, route))
+    outer = unit.axes[len(group.second.axes) :]
+    refresh = (*up, _all_gather(group, source, first, group.second_numel, outer))
+    whole = _all_gather(group, first, Buffer.WHOLE, group.layout.numel, group.second.axes)
+    # Parameters that rest whole are gathered once after a step, so that both belong together.
+    return (refresh, (whole,)) if group.param.divided else ((), (*refresh, whole))
+
+
+def _brought_up(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
+    """What brings a shard to the device, into its place in the target, and where it is then."""
+    if group.param.tier is Tier.DEVICE:
+        return (), Buffer.SHARD
+    numel, dtype = group.layout.shard_numel, group.param.dtype
+    return (Leg(LegKind.COPY, Buffer.SHARD, target, numel, dtype, dtype, Stream.GATHER),), target
+
+
+def _all_gather(
+    group: GroupPlan, source: Buffer, target: Buffer, numel: int, axes: Axes, route: Route = Route.COLLECTIVE
+) -> Leg:
+    dtype = group.param.dtype
+    return Leg(LegKind.ALL_GATHER, source, target, numel, dtype, dtype, Stream.GATHER, axes, route=route)
 
 
 def _collect(group: GroupPlan, target: Buffer, dtype: str, *, adds: bool = False) -> Leg:
@@ -256,12 +279,23 @@ def _rest_of_copies(unit: UnitPlan, group: GroupPlan) -> Legs:
 
 
 def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
+    if group.second is not None and source is Buffer.WIRE:
+        return _reduced_twice(unit, group, group.second, landing)
     return (_reduce_scatter(unit, group, source, landing), *_over_replicas(unit, group, landing))
 
 
 def _reduce_scatter(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Leg:
     numel, wire = group.layout.numel, group.wire
     return Leg(LegKind.REDUCE_SCATTER, source, landing, numel, wire, wire, Stream.REDUCE, unit.axes)
+
+
+def _reduced_twice(unit: UnitPlan, group: GroupPlan, second: SecondCopy, landing: Buffer) -> Legs:
+    """Sums within each subgroup, then between them: only 1/parts of the gradients leaves a subgroup through a rank."""
+    outer, wire = unit.axes[len(second.axes) :], group.wire
+    return (
+        replace(_reduce_scatter(unit, group, Buffer.WIRE, Buffer.WIRE_PART), axes=second.axes),
+        Leg(LegKind.REDUCE_SCATTER, Buffer.WIRE_PART, landing, group.second_numel, wire, wire, Stream.REDUCE, outer),
+    )
 
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:

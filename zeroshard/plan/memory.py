@@ -19,6 +19,7 @@ class StateBytes:
     """Bytes per rank: resting state by kind, and the slots that gathers and reduces pass through."""
 
     param: int
+    """With second copies in subgroups."""
     grad: int
     master: int
     moments: int
@@ -57,7 +58,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         if group.grad is not None and group.grad.divided
     )
     return StateBytes(
-        param=kinds[StateKind.PARAM],
+        param=kinds[StateKind.PARAM] + sum(group.second_nbytes for _, group in plan.groups()),
         grad=kinds[StateKind.GRAD],
         master=kinds[StateKind.MASTER],
         moments=kinds[StateKind.MOMENTS],

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, REPLICATE, SHARD, Axes, Mesh
+from zeroshard.mesh import DATA, NESTED, REPLICATE, SHARD, Axes, Mesh
 from zeroshard.plan.dtypes import itemsize
 
 MIN_BLOCKED_NUMEL = 4096
@@ -134,8 +134,11 @@ class Sharding:
                 f"{self}: where parameters or gradients are divided each rank updates its part, so the optimizer's "
                 "state is divided too; set state=True"
             )
-        if self.axes not in (DATA, (SHARD,)):
-            raise PlanError(f"{self}: axes must be {DATA} (all data-parallel ranks) or {(SHARD,)} (a subgroup of them)")
+        if self.axes not in (DATA, (SHARD,), NESTED):
+            raise PlanError(
+                f"{self}: axes must be {DATA} (all data-parallel ranks), {(SHARD,)} (a subgroup of them) or {NESTED} "
+                "(all of them, and a second copy of the parameters in each subgroup)"
+            )
 
     def placed(self, sharded: bool) -> Axes:
         return self.axes if sharded else ()
@@ -143,6 +146,20 @@ class Sharding:
     def on(self, mesh: Mesh) -> Sharding:
         """The row with each subgroup of the mesh holding one copy of the state, where it has several."""
         return replace(self, axes=(SHARD,)) if mesh.size((REPLICATE,)) > 1 else self
+
+    def with_second_copies(self, mesh: Mesh) -> Sharding:
+        """The row with all state divided over all ranks, and parameters once more in each subgroup of the mesh (hpZ).
+
+        Raises:
+            PlanError: parameters rest whole, so that nothing is gathered between a step and the next.
+        """
+        if not self.param:
+            raise PlanError(
+                "a second copy of the parameters in each subgroup (zero_hpz_partition_size) saves gathers of stage 3; "
+                "at this stage parameters rest whole"
+            )
+        several = mesh.size((REPLICATE,)) > 1 and mesh.size((SHARD,)) > 1
+        return replace(self, axes=NESTED) if several else replace(self, axes=DATA)
 
 
 STAGES = {

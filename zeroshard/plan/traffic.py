@@ -112,7 +112,8 @@ def _counted(
 def new_ledger(plan: Plan) -> SlotLedger:
     """The ledger of a plan's gather slots, all empty."""
     stale = [index for index, unit in enumerate(plan.units) if not unit.sharded and unit.stepped_in_shards]
-    return SlotLedger(plan.gather_slots, stale=stale, reuse=plan.policy.reuse)
+    second = [index for index, legs in enumerate(plan.legs) if any(group.refresh for group in legs)]
+    return SlotLedger(plan.gather_slots, stale=stale, reuse=plan.policy.reuse, second=second)
 
 
 def stats_numel(plan: Plan) -> int:
@@ -161,7 +162,10 @@ class _Counter:
         for op in program:
             if op.kind is OpKind.GATHER and not ledger.holds(op.unit):
                 ledger.take(op.unit)
-                for legs in self.plan.legs[op.unit]:
+                outdated = ledger.renew(op.unit)
+                for group, legs in zip(self.plan.units[op.unit].groups, self.plan.legs[op.unit], strict=True):
+                    if outdated.covers(group.trainable):
+                        self._legs(legs.refresh)
                     self._legs(legs.gather)
             elif op.kind is OpKind.RELEASE:
                 ledger.release(op.unit)

@@ -11,8 +11,9 @@ would read another unit's weights without any version error.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 OUTSIZED = 1.5
 """A unit larger than this many medians may get slots of its own, so that a huge embedding doesn't size them all."""
@@ -77,6 +78,19 @@ def _assign_classes(
     return SlotPlan(tuple(capacity), tuple(of_unit))
 
 
+class Outdated(Enum):
+    """What of a second copy of a unit's parameters (plan.groups.SecondCopy) has to be made anew before it is read."""
+
+    NOTHING = 0
+    TRAINABLE = 1
+    """A step has written the parameters that it updates."""
+    ALL = 2
+
+    def covers(self, trainable: bool) -> bool:
+        """Whether a group has to be made anew."""
+        return self is Outdated.ALL or (self is Outdated.TRAINABLE and trainable)
+
+
 class SlotLedger:
     """Which units' whole parameters are current, and where; the engine and the traffic count ask the same ledger.
 
@@ -84,18 +98,27 @@ class SlotLedger:
         plan: the gather slots; a unit without a slot rests whole in a buffer of its own.
         stale: the units without a slot whose buffer is out of date after a step (each rank updated only its part).
         reuse: whether the content of a released slot may serve its unit again while nobody else was written there.
+        second: the units whose parameters have a second copy.
     """
 
-    def __init__(self, plan: SlotPlan, *, stale: Iterable[int], reuse: bool) -> None:
+    def __init__(self, plan: SlotPlan, *, stale: Iterable[int], reuse: bool, second: Iterable[int] = ()) -> None:
         self._slot = plan.of_unit
         self._holder: list[int | None] = [None] * len(plan.nbytes)
         self._stale_after_step = frozenset(stale)
         self._stale: set[int] = set()
         self._reuse = reuse
+        self._outdated = dict.fromkeys(second, Outdated.ALL)
 
-    def state(self) -> tuple[tuple[int | None, ...], frozenset[int]]:
-        """Who is in which slot, and which buffers are out of date."""
-        return tuple(self._holder), frozenset(self._stale)
+    def state(self) -> Hashable:
+        """Who is in which slot, and which buffers and second copies are out of date."""
+        return tuple(self._holder), frozenset(self._stale), tuple(self._outdated.values())
+
+    def renew(self, unit: int) -> Outdated:
+        """What of the unit's second copy has to be made anew; from here on it counts as current."""
+        found = self._outdated.get(unit, Outdated.NOTHING)
+        if found is not Outdated.NOTHING:
+            self._outdated[unit] = Outdated.NOTHING
+        return found
 
     def holds(self, unit: int) -> bool:
         """Whether the unit's whole parameters are there (or being gathered)."""
@@ -113,6 +136,8 @@ class SlotLedger:
 
     def lose(self, unit: int) -> None:
         """The gather of a unit that was taken has failed: its whole parameters are not there."""
+        if unit in self._outdated:
+            self._outdated[unit] = Outdated.ALL
         slot = self._slot[unit]
         if slot is None:
             self._stale.add(unit)
@@ -132,4 +157,7 @@ class SlotLedger:
             in_parts: units without a slot of which each rank wrote only its part; None is those of a step.
         """
         self._holder = [None] * len(self._holder)
+        for unit, outdated in self._outdated.items():
+            stepped = in_parts is None and outdated is not Outdated.ALL
+            self._outdated[unit] = Outdated.TRAINABLE if stepped else Outdated.ALL
         self._stale.update(self._stale_after_step if in_parts is None else in_parts)

@@ -2,7 +2,7 @@
 between `close` and the next `initialize`.
 
     element   0 ......... b1 ......... b2 ......... numel      of the flat parameter
-              [  rank 0  ) [  rank 1  ) [  rank 2  )           `bounds`, equal on all ranks
+              [  rank 0  ) [  rank 1  ) [  rank 2  )           `parts`, known on all ranks; in any order
 
 Its `data` is empty meanwhile and the object stays the same. What each rank has hangs on the parameter itself. Rejected:
 building whole on every rank and sharding later, which needs the memory of the whole model once per rank.
@@ -42,40 +42,46 @@ class UnownedShard:
 
     Attributes:
         shape: of the whole parameter.
-        bounds: first element of each rank's part, and the number of elements at the end.
+        parts: first element of each rank's part, and the one behind its last.
         values: flat; in float32 where master weights came from an engine, whatever the parameter's dtype, and in host
             memory where they rested there.
     """
 
     shape: tuple[int, ...]
-    bounds: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
     values: torch.Tensor
 
     @property
     def ranks(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.parts)
 
     def write(self, whole: torch.Tensor) -> None:
         """Take this rank's part of a whole parameter."""
         rank = dist.get_rank() if self.ranks > 1 else 0
-        new = whole.detach().to(self.values.device).reshape(-1)[self.bounds[rank] : self.bounds[rank + 1]]
+        new = whole.detach().to(self.values.device).reshape(-1)[slice(*self.parts[rank])]
         # Values of more precision than the parameter's stay as they are where nothing was changed.
         self.values.copy_(torch.where(self.values.to(new.dtype) == new, self.values, new.to(self.values.dtype)))
 
 
+def even_parts(numel: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Even shares of so many elements, one for each rank of the default group, and this rank's."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+    share = -(-numel // ranks)
+    parts = [(min(share * number, numel), min(share * (number + 1), numel)) for number in range(ranks)]
+    return parts, parts[rank]
+
+
 def shard_unowned(parameter: torch.Tensor, value: torch.Tensor, name: str = "") -> None:
     """Hang an even share of `value` on `parameter`, which rests from here. No communication."""
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
-    share = -(-value.numel() // ranks)
-    bounds = tuple(min(share * number, value.numel()) for number in range(ranks + 1))
-    own = value.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]].clone()
-    hang(parameter, tuple(value.shape), bounds, own)
+    parts, (start, end) = even_parts(value.numel())
+    own = value.detach().reshape(-1)[start:end].clone()
+    hang(parameter, tuple(value.shape), parts, own)
     rest_unowned(parameter, name)
 
 
-def hang(parameter: torch.Tensor, shape: Sequence[int], bounds: Sequence[int], values: torch.Tensor) -> None:
+def hang(parameter: torch.Tensor, shape: Sequence[int], parts: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
     """Hang this rank's part on `parameter`; `rest_unowned` is to follow."""
-    vars(parameter)[_UNOWNED] = UnownedShard(tuple(shape), tuple(bounds), values)
+    vars(parameter)[_UNOWNED] = UnownedShard(tuple(shape), tuple(parts), values)
     vars(parameter)[_COPY] = _Copier(parameter)
 
 
@@ -102,7 +108,7 @@ class _Copier:
             return type(parameter).__deepcopy__(parameter, memo)
         nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         copied = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
-        hang(copied, unowned.shape, unowned.bounds, unowned.values.clone())
+        hang(copied, unowned.shape, unowned.parts, unowned.values.clone())
         rest_unowned(copied)
         memo[id(parameter)] = copied
         return copied

@@ -72,7 +72,7 @@ class _Place:
         return ("late" if buffer in _LATE else "grad"), self.unit.index
 
 
-_IN_SLOT = (Buffer.WIRE, Buffer.STAGING)
+_IN_SLOT = (Buffer.WIRE, Buffer.WIRE_PART, Buffer.STAGING)
 _LATE = (Buffer.LATE, Buffer.LATE_PART)
 
 
@@ -148,6 +148,8 @@ class LegActions:
             return own_grad(group)
         if buffer in others:
             return others[buffer]
+        if buffer is Buffer.WIRE_PART:
+            return group.wire_part
         found = group.wire if buffer is Buffer.WIRE else group.staging
         assert found is not None
         return found

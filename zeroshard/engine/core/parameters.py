@@ -27,9 +27,10 @@ from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit, UnitState
 from zeroshard.errors import UsageError
 from zeroshard.mesh import Axes
-from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
+from zeroshard.plan.legs import Buffer, Leg, LegKind, Route, Stream
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
+from zeroshard.sharding.slots import Outdated
 
 
 class Parameters:
@@ -80,40 +81,49 @@ class Parameters:
         self._met: Event | None = None
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
-        self._gather_legs = [[legs.gather for legs in unit] for unit in plan.legs]
-        self._steps = [self._steps_of(unit) for unit in self._storage.units]
+        self._legs = plan.legs
+        self._steps = [self._steps_of(unit, Outdated.NOTHING) for unit in self._storage.units]
+        renewed = (unit for unit in self._storage.units if any(legs.refresh for legs in plan.legs[unit.index]))
+        self._after_renewal = {
+            unit.index: {outdated: self._steps_of(unit, outdated) for outdated in Outdated} for unit in renewed
+        }
 
-    def _steps_of(self, unit: Unit) -> list[Step]:
-        """What gathers a unit into its slot."""
+    def _steps_of(self, unit: Unit, outdated: Outdated) -> list[Step]:
+        """What gathers a unit into its slot, after what is outdated of its second copy has been made anew."""
+        return self._steps_into(unit, [group.whole for group in unit.groups], self._buffer(unit.index), outdated)
+
+    def _steps_into(self, unit: Unit, wholes: Iterable[torch.Tensor], name: Hashable, outdated: Outdated) -> list[Step]:
+        """What gathers the groups of a unit into `wholes`, which hazards call `name`."""
         found: list[Step] = []
-        for group, legs in zip(unit.groups, self._gather_legs[unit.index], strict=True):
-            found += self._steps_into(unit, group, legs, group.whole, self._buffer(unit.index))
+        for group, legs, whole in zip(unit.groups, self._legs[unit.index], wholes, strict=True):
+            second = (("second", unit.index),)
+            if outdated.covers(group.plan.trainable):
+                found += [self._step(unit, group, leg, whole, second) for leg in legs.refresh]
+            found += [self._step(unit, group, leg, whole, (name,)) for leg in legs.gather]
         return found
 
-    def _steps_into(self, unit: Unit, group: Group, legs: Legs, whole: torch.Tensor, name: Hashable) -> list[Step]:
-        """What gathers a group into `whole`, which hazards call `name`."""
-        return [
-            Step(
-                self._copy(group, whole) if leg.kind is LegKind.COPY else self._all_gather(unit, group, leg, whole),
-                (("shard", unit.index),),
-                (name,),
-                sends=bool(leg.axes),
-            )
-            for leg in legs
-        ]
+    def _step(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor, writes: Buffers) -> Step:
+        part = ("second" if leg.source is Buffer.SECOND else "shard", unit.index)
+        make = self._copy if leg.kind is LegKind.COPY else self._all_gather
+        return Step(make(unit, group, leg, whole), (part,), writes, sends=bool(leg.axes))
 
-    def _copy(self, group: Group, whole: torch.Tensor) -> Follow:
-        start, end = group.plan.layout.shard_range(group.rank)
-        return lambda: whole[start:end].copy_(group.shard, non_blocking=True)
+    def _copy(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+        target = _own_part(group, leg.target, whole)
+        return lambda: target.copy_(group.shard, non_blocking=True)
 
     def _all_gather(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Launch:
         gathers, label = self._gathers[leg.axes], unit.label
         if leg.route is Route.COPIES and whole is group.whole:
             assert self._peers is not None
             return self._peers.all_gather(whole, group.shard, label, group.copied)
-        start, end = group.plan.layout.shard_range(group.rank)
-        own = whole[start:end] if leg.source is Buffer.WHOLE else group.shard
-        return lambda: gathers.all_gather(whole, own, label)
+        target = whole if leg.target is Buffer.WHOLE else _second(group)
+        if leg.source is Buffer.SHARD:
+            own = group.shard
+        elif leg.source is leg.target:
+            own = _own_part(group, leg.target, whole)
+        else:
+            own = _second(group)
+        return lambda: gathers.all_gather(target, own, label)
 
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
@@ -133,6 +143,8 @@ class Parameters:
         if slot is not None and self._streams.poisons:
             self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         steps = self._steps[index]
+        if index in self._after_renewal:
+            steps = self._after_renewal[index][self._ledger.renew(index)]
         unit.become(UnitState.GATHERING)
         try:
             for step in steps:
@@ -208,9 +220,11 @@ class Parameters:
         # Write after read: the memory comes from the allocator, and belongs to what compute has yet to run there.
         self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
         unit.held = True
-        for group, legs in zip(unit.groups, self._gather_legs[index], strict=True):
-            self._log.record("all-gather", unit.label, group.plan.gathered_nbytes)
-            self._streams.run(Stream.GATHER, self._steps_into(unit, group, legs, group.take_apart(), ("held", index)))
+        wholes = [group.take_apart() for group in unit.groups]
+        for step in self._steps_into(unit, wholes, ("held", index), self._ledger.renew(index)):
+            if step.sends:
+                self._log.record("all-gather", unit.label, self._sizes[index])
+            self._streams.run(Stream.GATHER, [step])
         # Read after write: the memory belongs to the gather until it has landed.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
         self._streams.touch(reads=(("held", index),))
@@ -376,6 +390,20 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _second(group: Group) -> torch.Tensor:
+    assert group.second is not None
+    return group.second
+
+
+def _own_part(group: Group, buffer: Buffer, whole: torch.Tensor) -> torch.Tensor:
+    """The place of this rank's shard in the whole, or in the second copy."""
+    start, end = group.plan.layout.shard_range(group.rank)
+    if buffer is Buffer.WHOLE:
+        return whole[start:end]
+    first, _ = group.plan.second_range(group.rank)
+    return _second(group)[start - first : end - first]
 
 
 def _all_opened(unit: Unit) -> bool:

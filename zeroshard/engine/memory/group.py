@@ -45,6 +45,8 @@ class Group:
     returning: torch.Tensor | None = None
     local: torch.Tensor | None = None
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
+    second: torch.Tensor | None = None
+    """This rank's part of the second copy of the parameters; of those that rest whole, a part of `whole`."""
     in_shard: frozenset[int] = frozenset()
     """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
     opened: set[int] = field(default_factory=set)
@@ -63,6 +65,13 @@ class Group:
         """The elements of the shard that a gather puts into `whole`: parameters that cross the border of the shard."""
         pieces = self.plan.layout.pieces(*self.plan.layout.shard_range(self.rank))
         return [(low, high) for index, low, high in pieces if index not in self.in_shard]
+
+    @property
+    def wire_part(self) -> torch.Tensor:
+        """What this rank sums for its subgroup, where it lies in `wire`."""
+        assert self.wire is not None
+        start, end = self.plan.second_range(self.rank)
+        return self.wire[start:end]
 
     def place_views(self) -> None:
         """Make the views, after `whole`, `shard` and `in_shard` have been set."""

@@ -4,6 +4,7 @@ For each group of each unit:
 
     whole      compute dtype, all ranks' parts: a slot shared with other units, or a buffer that stays
     shard      compute dtype, this rank's part: a buffer of its own, or this rank's slice of `whole`
+    second     compute dtype, this rank's part of the copy that each subgroup has, where the plan has one
     views      one per parameter into `whole`; what `parameter.data` is while the unit is in use. Where ranks copy from
                each other, a parameter that lies within `shard` is a view of that: it is there already
     grad       where reduced gradients rest: the whole or this rank's part
@@ -114,6 +115,10 @@ class Storage:
         records = [Resting(segment.name) for segment in layout.segments]
         classes = [whole_class(member) for member in members]
         group = Group(plan, rank, members, whole, shard, [], empties, records, classes)
+        if plan.second is not None and plan.param.divided:
+            group.second = torch.zeros(plan.second_numel, dtype=dtype, device=self.device)
+        elif plan.second is not None:
+            group.second = whole[slice(*plan.second_range(rank))]
         if plan.master is not None:
             start, end = update_range(group)
             group.master = self._row(end - start, plan.master)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from zeroshard.comm.collectives import gather_over_default
@@ -13,17 +15,17 @@ def gather_unowned(unowned: UnownedShard, device: torch.device) -> torch.Tensor:
     own = unowned.values.to(device)
     if unowned.ranks == 1:
         return own.clone().view(unowned.shape)
-    numel = unowned.bounds[-1]
-    sizes = [end - start for start, end in zip(unowned.bounds, unowned.bounds[1:], strict=False)]
-    widest = max(sizes)
+    numel, widest = math.prod(unowned.shape), max(end - start for start, end in unowned.parts)
     if own.numel() < widest:
         own = torch.cat([own, own.new_empty(widest - own.numel())])
     rows = own.new_empty(unowned.ranks * widest)
     gather_over_default(rows, own.contiguous())
-    if all(size == widest or end == numel for size, end in zip(sizes, unowned.bounds[1:], strict=True)):
+    if all(start in (rank * widest, numel) for rank, (start, _) in enumerate(unowned.parts)):
         return rows[:numel].view(unowned.shape)  # only what lies behind the last element is padding
-    parts = [row[:size] for row, size in zip(rows.view(unowned.ranks, widest), sizes, strict=True)]
-    return torch.cat(parts).view(unowned.shape)
+    whole = rows.new_empty(numel)
+    for row, (start, end) in zip(rows.view(unowned.ranks, widest), unowned.parts, strict=True):
+        whole[start:end] = row[: end - start]
+    return whole.view(unowned.shape)
 
 
 def take_whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -217,8 +217,10 @@ class _Simulation:
         ready = max(self._written.get(index, 0.0), self._clock["host"])
         if slot is not None:
             ready = max(ready, self._slot_free.get(slot, 0.0))
-        for legs in self._plan.legs[index]:
-            ready = self._beside(unit, "gather", legs.gather, ready)
+        outdated = self._ledger.renew(index)
+        for group, legs in zip(unit.groups, self._plan.legs[index], strict=True):
+            made_first = legs.refresh if outdated.covers(group.trainable) else ()
+            ready = self._beside(unit, "gather", (*made_first, *legs.gather), ready)
         self._gathered[index] = ready
 
     def _release(self, index: int) -> None:
