@@ -47,7 +47,7 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.schedules.named import build_scheduler
 from zeroshard.optim.sources import Source
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
-from zeroshard.recipes import recipe_of
+from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
 from zeroshard.sharding.early import outside_of_init
 from zeroshard.sharding.marks import (
@@ -307,8 +307,14 @@ def _shard(
     mesh: Mesh | None,
 ) -> ShardedOptimizer | None:
     recipe = recipe_of(config, kept_in_fp32(model))
-    if mesh is not None:
-        recipe = replace(recipe, sharding=recipe.sharding.on(mesh))
+    if mesh is None:
+        mesh = mesh_of(config)
+    elif config.zero.subgroup is not None and mesh != mesh_of(config):
+        raise UsageError(
+            f"initialize: the config divides ranks in subgroups of {config.zero.subgroup} "
+            f"({mesh_of(config)}), but the mesh that was given is {mesh}; leave one of them out"
+        )
+    recipe = replace(recipe, sharding=recipe.sharding.on(mesh))
     plan = make_plan(model, recipe, source, device, mesh=mesh)
     return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from zeroshard.config import Config
 from zeroshard.config.resolved import OffloadConfig, PrecisionConfig
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh
 from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import MAX_PREFETCH, NO_MASTER, Precision, Recipe
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.placement import STAGES, Tier
+from zeroshard.plan.placement import STAGES, Sharding, Tier
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 
 
@@ -41,7 +42,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
     if kept == "auto":
         kept = keep_fp32
     return Recipe(
-        sharding=STAGES[zero.stage],
+        sharding=_sharding(STAGES[zero.stage], config),
         precision=Precision(
             param=precision.compute if low else None,
             wire=precision.communication,
@@ -57,6 +58,16 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         offload=None if zero.offload is None else _offload(zero.offload),
         live_numel=zero.max_live_parameters,
     )
+
+
+def mesh_of(config: Config) -> Mesh:
+    """The ranks as the config divides them: in subgroups where it names their size."""
+    return Mesh.data_parallel(config.world_size, config.zero.subgroup)
+
+
+def _sharding(row: Sharding, config: Config) -> Sharding:
+    mesh = mesh_of(config)
+    return row.with_second_copies(mesh) if config.zero.second_copies else row.on(mesh)
 
 
 def _on_nonfinite(precision: PrecisionConfig) -> OnNonFinite:

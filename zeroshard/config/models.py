@@ -89,6 +89,8 @@ class ZeroSection(Section):
     overlap_comm: Flag | None = None
     ignore_unused_parameters: Flag = True
     enable_sanity_checks: Flag = False
+    zero_hpz_partition_size: Count = 1
+    mics_shard_size: Annotated[int, whole(-1)] | None = None
     leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
     offload_optimizer: OffloadOptimizerSection = Field(default_factory=OffloadOptimizerSection)
     offload_param: OffloadParamSection = Field(default_factory=OffloadParamSection)

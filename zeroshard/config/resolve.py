@@ -260,8 +260,11 @@ class _Resolver:
             overlap = zero.stage in (3, "auto")
             path = "zero_optimization.overlap_comm"
             self._record(path, overlap, f"{self._origin(path)}: {'true' if overlap else 'false'} at stage {zero.stage}")
+        subgroup, second_copies = self._subgroup(zero)
         return ZeroConfig(
             stage=zero.stage,
+            subgroup=subgroup,
+            second_copies=second_copies,
             overlap_comm=overlap,
             param_persistence_threshold=zero.param_persistence_threshold,
             model_persistence_threshold=zero.model_persistence_threshold,
@@ -275,6 +278,30 @@ class _Resolver:
             automatic_memory=zero.automatic.device_memory,
             automatic_length=zero.automatic.sequence_length,
         )
+
+    def _subgroup(self, zero: ZeroSection) -> tuple[int | None, bool]:
+        """Ranks of a subgroup, and whether it is for second copies of the parameters; None where all are one group."""
+        hpz, mics = zero.zero_hpz_partition_size, zero.mics_shard_size
+        section = "zero_optimization"
+        copies, state = hpz > 1, mics is not None and mics > 0
+        path = f"{section}.zero_hpz_partition_size" if copies else f"{section}.mics_shard_size"
+        size = hpz if copies else mics
+        if not (copies or state):
+            return None, False
+        assert size is not None
+        if copies and state:
+            self._refuse(path, f"is {hpz}, and {section}.mics_shard_size is {mics}: give one of them")
+        elif zero.stage == "auto":
+            self._refuse(path, f'is {size}, and {section}.stage is "auto": the planner does not choose among subgroups')
+        elif copies and zero.stage != 3:
+            self._refuse(path, f"is {size}, which is for stage 3; at stage {zero.stage} parameters rest whole")
+        elif state and zero.stage == 0:
+            self._refuse(path, f"is {size}, but at stage 0 nothing is divided; use stage 1, 2 or 3")
+        elif self._world_size % size:
+            self._refuse(path, f"is {size}, which does not divide {self._world_size} ranks into equal subgroups")
+        else:
+            return size, copies
+        return None, False
 
     def _offload(self, zero: ZeroSection) -> OffloadConfig | None:
         optimizer, param, section = zero.offload_optimizer, zero.offload_param, "zero_optimization"

@@ -66,6 +66,8 @@ class ZeroConfig:
 
     Attributes:
         stage: "auto" until the planner has chosen.
+        subgroup: ranks that hold a whole copy of something; None where all ranks are one group.
+        second_copies: that is a second copy of the parameters (hpZ), else all of the state (MiCS).
         ignore_unused: whether parameters may stay without a gradient.
         look_always: whether every pass looks for what its code writes on parameters.
         automatic_memory, automatic_length: for that choice: bytes of each device, tokens of a sequence.
@@ -80,6 +82,8 @@ class ZeroConfig:
     max_reuse_distance: int
     leaf_modules: LeafModules
     offload: OffloadConfig | None
+    subgroup: int | None = None
+    second_copies: bool = False
     ignore_unused: bool = True
     look_always: bool = False
     automatic_memory: int | None = None

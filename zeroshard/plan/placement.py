@@ -145,7 +145,11 @@ class Sharding:
 
     def on(self, mesh: Mesh) -> Sharding:
         """The row with each subgroup of the mesh holding one copy of the state, where it has several."""
-        return replace(self, axes=(SHARD,)) if mesh.size((REPLICATE,)) > 1 else self
+        return self.over((SHARD,)) if mesh.size((REPLICATE,)) > 1 and self.axes != NESTED else self
+
+    def over(self, axes: Axes) -> Sharding:
+        """The row over other axes; second copies are for parameters that are divided, and left out for others."""
+        return replace(self, axes=DATA if axes == NESTED and not self.param else axes)
 
     def with_second_copies(self, mesh: Mesh) -> Sharding:
         """The row with all state divided over all ranks, and parameters once more in each subgroup of the mesh (hpZ).
@@ -159,7 +163,7 @@ class Sharding:
                 "at this stage parameters rest whole"
             )
         several = mesh.size((REPLICATE,)) > 1 and mesh.size((SHARD,)) > 1
-        return replace(self, axes=NESTED) if several else replace(self, axes=DATA)
+        return self.over(NESTED if several else DATA)
 
 
 STAGES = {

@@ -36,7 +36,12 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True)
 class Meaning:
-    """A document as the planner needs it. `refused` is why the engine does not run it, "" where it does."""
+    """A document as the planner needs it.
+
+    Attributes:
+        refused: why the engine does not run it, "" where it does.
+        shard: ranks of a subgroup; None where all are one.
+    """
 
     recipe: Recipe
     micro: int
@@ -44,6 +49,12 @@ class Meaning:
     setting_stage: int
     refused: str
     autocast: str | None = None
+    shard: int | None = None
+
+
+_COPIES, _SUBGROUPS = "zero_hpz_partition_size", "mics_shard_size"
+_NOT_AT = {0: (_COPIES, _SUBGROUPS), 1: (_COPIES,), 2: (_COPIES,)}
+"""Keys that mean nothing at a stage, and are refused there."""
 
 
 def default_document(gpu: Gpu) -> Document:
@@ -121,6 +132,8 @@ def with_setting(document: Document, setting: Setting) -> Document:
     zero = changed.setdefault("zero_optimization", {})
     zero["stage"] = setting.stage
     optimizer, parameters = zero.pop("offload_optimizer", None), zero.pop("offload_param", None)
+    for key in _NOT_AT.get(setting.stage, ()):
+        zero.pop(key, None)
     if setting.offload is not Offload.NONE:
         device = "nvme" if setting.offload is Offload.NVME else "cpu"
         zero["offload_optimizer"] = {"device": device, "pin_memory": True}
@@ -151,7 +164,9 @@ def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] 
     assert stage != AUTO  # without_autos took it out
     low = config.precision.autocast
     autocast = None if low is None else dtype_name(low)
-    return Meaning(recipe, config.batch.micro, config.batch.accumulation, stage, refused, autocast)
+    return Meaning(
+        recipe, config.batch.micro, config.batch.accumulation, stage, refused, autocast, config.zero.subgroup
+    )
 
 
 def _config(document: Document, world: int) -> Config:

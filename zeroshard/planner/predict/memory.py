@@ -153,6 +153,9 @@ def tier_bytes(plan: Plan) -> TierBytes:
                 continue
             tier = found[placement.tier]
             tier[name] = tier.get(name, 0) + group.nbytes(kind)
+        if group.second_nbytes:
+            device = found[Tier.DEVICE]
+            device["parameters"] = device.get("parameters", 0) + group.second_nbytes
         beside = buffer_host_nbytes(group)
         if beside:
             found[Tier.HOST]["buffers"] = found[Tier.HOST].get("buffers", 0) + beside
@@ -212,6 +215,8 @@ def _allocations(plan: Plan) -> Iterator[int]:
                 continue
             if kind is not StateKind.PARAM or not (peers and group.travels):
                 yield from [group.nbytes(kind) // placement.copies] * placement.copies
+        if group.second_nbytes:
+            yield group.second_nbytes
     yield from plan.gather_slots.nbytes
     yield from () if peers else plan.reduce_slots.nbytes
     yield from stream_buffer_nbytes(plan)

@@ -156,17 +156,17 @@ def make_row(
     refused: str = "",
     shard: int | None = None,
     two_levels: bool = False,
-    secondary: bool = False,
     compiling: bool = False,
 ) -> Row:
     """Plan, memory and time of one setting.
 
     Args:
         recipe: as a config describes it; the setting's stage is put into it.
+        shard: ranks of a subgroup of the mesh; None is one group of all.
         compiling: every block is compiled; an estimate.
     """
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
-    chosen = replace(recipe, sharding=replace(STAGES[setting.stage], axes=recipe.sharding.axes), policy=policy)
+    chosen = replace(recipe, sharding=STAGES[setting.stage].over(recipe.sharding.axes), policy=policy)
     chosen = gpu_recipe(chosen, setting.offload, setting.ratio)
     plan, traced = work.plan(chosen, Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
@@ -175,7 +175,7 @@ def make_row(
         traced = compiled(traced, keeps_inputs_only=setting.checkpointing is not Checkpointing.OFF)
     plain = work.trace(plan, Checkpointing.OFF)
     memory = step_memory(plan, traced)
-    time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels, secondary=secondary)
+    time = step_time(plan, traced, cluster, micro_batches=micro_batches, two_levels=two_levels)
     return Row(setting, plan, traced, memory, time, cluster, micro_batches, work.tokens, plain.flops, refused)
 
 

@@ -2,13 +2,12 @@
 
     ZeRO-3         parameters, gradients and states over all ranks; every gather crosses the network
     HSDP           parameters, gradients and states within a node, gradients summed between nodes
-    hpZ            as ZeRO-3, but parameters gathered within the node (arXiv:2306.10209, section 3.2)
+    hpZ            as ZeRO-3, with a second copy of the parameters in each node (arXiv:2306.10209, section 4.2)
     ZeRO-1 + 3D    a block over the GPUs of a node, stages over nodes, the rest data parallel with ZeRO-1
 
-The first three are simulated as every other row, hpZ with the backward's gathers inside the node. 3D is arithmetic on
-the traced block: 1/(tp x pp) of its kernels, four all-reduces of the block's output, and a bubble of
-(pp - 1) / (micro-batches + pp - 1). (Narayanan et al. 2021, arXiv:2104.04473.)
-zeroshard executes the first two today; the others are drawn to know when they would pay.
+The first three are simulated as every other row. 3D is arithmetic on the traced block: 1/(tp x pp) of its kernels, four
+all-reduces of the block's output, and a bubble of (pp - 1) / (micro-batches + pp - 1). (Narayanan et al. 2021,
+arXiv:2104.04473.) zeroshard executes the first three today; the last is drawn to know when it would pay.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import SHARD
+from zeroshard.mesh import NESTED, SHARD
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.placement import STAGES
 from zeroshard.planner.machine.hardware import Cluster
@@ -90,7 +89,10 @@ def _ways(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) 
     )
     inside = replace(recipe, sharding=replace(STAGES[3], axes=(SHARD,)))
     yield _way("HSDP", make_row(work, inside, setting, cluster, shard=cluster.per_node), executed=True)
-    yield _hpz(work, recipe, cluster, how)
+    if cluster.per_node > 1:
+        copied = replace(recipe, sharding=replace(STAGES[3], axes=NESTED))
+        copies = make_row(work, copied, setting, cluster, shard=cluster.per_node)
+        yield _way("hpZ", copies, executed=True, remark=f"a second copy in each {cluster.per_node}")
     yield _three_dimensions(work, whole, cluster)
 
 
@@ -105,14 +107,6 @@ def _way(name: str, row: Row, *, executed: bool, remark: str = "") -> Way:
         row.total <= row.cluster.gpu.memory,
         remark,
     )
-
-
-def _hpz(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) -> Way:
-    """As ZeRO-3, and the backward gathers from a second shard of 1/per_node of the parameters on each GPU."""
-    row = make_row(work, recipe, Setting(3, Offload.NONE, how), cluster, secondary=True)
-    way = _way("hpZ", row, executed=False, remark=f"a second shard over {cluster.per_node}")
-    memory = row.total + 2 * work.numel // cluster.per_node
-    return replace(way, memory=memory, fits=memory <= cluster.gpu.memory)
 
 
 def bubble(stages: int, micro_batches: int) -> float:

@@ -73,15 +73,13 @@ def step_time(
     *,
     micro_batches: int = 1,
     two_levels: bool = False,
-    secondary: bool = False,
 ) -> StepTime:
     """Simulate a steady step of `micro_batches` forward and backward passes under `plan` on `cluster`.
 
     Args:
         two_levels: collectives run between the nodes first, then inside each.
-        secondary: the backward gathers inside the node, from a second copy of the shards (hpZ).
     """
-    run = _Simulation(plan, traced, cluster, two_levels, secondary)
+    run = _Simulation(plan, traced, cluster, two_levels)
     for _ in range(WARM_UP):
         run.step(micro_batches)
     return run.measured(micro_batches)
@@ -90,10 +88,9 @@ def step_time(
 class _Simulation:
     """Clocks of one rank, and what the engine's hazards wait for."""
 
-    def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool, secondary: bool) -> None:
+    def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool) -> None:
         self._plan, self._traced, self._cluster = plan, traced, cluster
-        self._two_levels, self._secondary = two_levels, secondary
-        self._inside = False
+        self._two_levels = two_levels
         self._share = cluster.efficiency
         self._programs = build_programs(plan)
         self._ledger = new_ledger(plan)
@@ -131,7 +128,6 @@ class _Simulation:
         forward, backward = _Cursor(self._programs.forward), _Cursor(self._programs.backward)
         complete = iter(self._traced.complete)
         for segment in self._traced.segments:
-            self._inside = self._secondary and segment.phase is Phase.BACKWARD
             if segment.phase is Phase.FORWARD:
                 if segment.uses:
                     self._run(forward.to_use(segment.unit))
@@ -141,7 +137,6 @@ class _Simulation:
                 if segment.uses:
                     self._run(backward.to_use(segment.unit))
             self._kernels(segment)
-        self._inside = False
         for unit in range(len(self._plan.units)):
             self._release(unit)
 
@@ -305,8 +300,6 @@ class _Simulation:
     def _collective(self, stream: str, label: str, leg: Leg, ready: float) -> float:
         mesh = self._plan.mesh
         ranks = group_of(self._cluster, mesh.size(leg.axes), stride=mesh.stride(leg.axes[-1]))
-        if self._inside and stream == "gather":
-            ranks = group_of(self._cluster, min(ranks.size, self._cluster.per_node))
         seconds = collective_seconds(self._cluster, leg.kind.value, leg.nbytes, ranks, two_levels=self._two_levels)
         copies = leg.route is Route.COPIES
         self._debt += (self._share.peer_contention if copies else self._share.contention) * seconds

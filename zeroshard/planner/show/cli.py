@@ -107,6 +107,7 @@ class Request:
             self.cluster,
             micro_batches=count,
             refused=means.refused,
+            shard=means.shard,
             compiling=self.compiling,
         )
 
