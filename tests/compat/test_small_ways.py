@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import utils
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.tiling import TiledLinear
 from torch import nn
 
 from tests.support.distributed import run_ranks
-from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.errors import CheckpointError, UsageError, ZeroShardWarning
 
 
 def _start(model: nn.Module, client: Any = None, **keys: Any) -> Any:
@@ -56,6 +56,23 @@ def test_at_other_stages_the_optimizer_is_the_engines_alone() -> None:
     engine, optimizer, *_ = _start(model, client, zero_optimization={"stage": 1})
     assert not isinstance(optimizer, torch.optim.Adam)
     assert engine.basic_optimizer is optimizer.optimizer is client
+    assert not optimizer.state
+    with pytest.raises(UsageError, match=r"safe_get_full_optimizer_state\(parameter, 'exp_avg'\)"):
+        optimizer.state[model.weight]["exp_avg"]
+
+
+def test_the_moments_of_16_bit_parameters_are_16_bits_if_asked_for() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = DeepSpeedCPUAdam([weight], fp32_optimizer_states=False)
+    weight.grad = torch.ones(3, dtype=torch.bfloat16)
+    optimizer.step()
+    assert {optimizer.state[weight][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="float16"):
+        DeepSpeedCPUAdam([nn.Parameter(weight.detach().half())], fp32_optimizer_states=False)
+    model = nn.Linear(3, 2).bfloat16()
+    client = DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    with pytest.warns(ZeroShardWarning, match="bf16_optimizer_states"):
+        _start(model, client, bf16={"enabled": True})
 
 
 def _initialized_inside(rank: int, world_size: int) -> None:

@@ -6,6 +6,7 @@ arithmetic is done by an UpdateMethod on the regions of the plan.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -28,6 +29,16 @@ class StepHandler(Protocol):
     def overflowed(self) -> bool: ...
 
     def check_open(self) -> None: ...
+
+
+class _StateElsewhere(dict[str, Any]):
+    """What `optimizer.state[parameter]` is: empty, and whoever asks for one state by name is told where it is."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"optimizer.state[parameter][{name!r}]: the state is flat and sharded and not in here; on all ranks "
+            f"zeroshard.safe_get_full_optimizer_state(parameter, {name!r}) gives a copy"
+        )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -55,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.hands_out_groups = False
         """Whether state_dict() gives hyper-parameters without state, in place of an error; loading them stays one."""
         super().__init__(groups, dict(defaults))
+        self.state = defaultdict(_StateElsewhere)
         self._sealed = True
         self._members = [list(group["params"]) for group in self.param_groups]
         self._options = [GroupOptions(group) for group in self.param_groups]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from deepspeed._exports import lazy
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, ZeroShardWarning
 from zeroshard.optim.adam.host_adam import CPUAdam
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.named import SourcedOptimizer
@@ -21,10 +22,12 @@ __getattr__, __dir__ = lazy(__name__, {})
 class DeepSpeedCPUAdam(CPUAdam):
     """`zeroshard.CPUAdam`: Adam, or AdamW with `adamw_mode`, by the native kernel where it steps alone.
 
-    The state is float32 in any case.
+    With `fp32_optimizer_states=False` it keeps the moments of bfloat16 parameters in bfloat16 where it steps alone. In
+    an engine the config says so (`bf16_optimizer_states` of the section bf16), and a warning tells of it.
 
     Raises:
-        ValueError: amsgrad, which neither this kernel nor DeepSpeed's has.
+        ValueError: amsgrad, which neither this kernel nor DeepSpeed's has; 16-bit states of float16 parameters, or of
+            parameters of several dtypes.
     """
 
     def __init__(
@@ -42,6 +45,27 @@ class DeepSpeedCPUAdam(CPUAdam):
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdam(amsgrad=True): it has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
+        dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        if fp32_optimizer_states or dtypes == {torch.float32}:
+            return
+        if dtypes != {torch.bfloat16}:
+            raise ValueError(
+                f"DeepSpeedCPUAdam(fp32_optimizer_states=False) with parameters of {sorted(map(str, dtypes))}: states "
+                "are float32 or bfloat16 here; leave it out, or have all parameters in bfloat16"
+            )
+        self._moments = torch.bfloat16
+
+    def source(self) -> Source:
+        """What it becomes when it is sharded: Adam or AdamW with the state that the config asks for."""
+        if self._moments != torch.float32:
+            warnings.warn(
+                "DeepSpeedCPUAdam(fp32_optimizer_states=False): in an engine the config decides on the optimizer's "
+                "states, which are float32 unless it says bf16.bf16_optimizer_states",
+                ZeroShardWarning,
+                stacklevel=2,
+            )
+        self._moments = torch.float32
+        return super().source()
 
 
 class FusedAdam(torch.optim.Adam, SourcedOptimizer):
