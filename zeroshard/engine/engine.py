@@ -12,19 +12,20 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from zeroshard.engine.native import close
-from zeroshard.engine.observing import Disk
+from zeroshard.engine.observing import Disk, Observer
 from zeroshard.engine.saving import checkpoints
 from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
 from zeroshard.engine.saving.tags import agreed_tag
 from zeroshard.engine.saving.weights_file import save_16bit_model
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.training_engine import TrainingEngine
-from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.errors import UsageError, ZeroShardError, ZeroShardWarning
 
 
 @dataclass(frozen=True)
@@ -237,5 +238,12 @@ class Engine(TrainingEngine):
             self._on_sigterm.preemption.close()
             self._on_sigterm = None
         if self._observer is not None:
-            self._observer.close()
+            self._tell_last(self._observer)
         close(self.module)
+
+    def _tell_last(self, observer: Observer) -> None:
+        """Let the observer hear of the last step where its outcome is here; an error of it has no step to end."""
+        with suppress(ZeroShardError):
+            if self.optimizer is not None and stepper_of(self.module).settled:
+                self._close_outcome(stepper_of(self.module))
+        observer.close()

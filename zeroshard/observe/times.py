@@ -61,7 +61,7 @@ class StepTimes:
     @property
     def passed(self) -> bool:
         """Whether the times can be read without waiting."""
-        return self.end.passed
+        return self.end.passed and all(end.passed for _, _, end in self.spans)  # which may be of several streams
 
     def seconds(self) -> dict[Part, float]:
         """Seconds of each part, added up over the micro-batches."""

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class RunLog(Silent):
 
     def heard(self, record: StepRecord) -> None:
         """Write a step."""
-        self._write({name: _plain(value) for name, value in asdict(record).items()})
+        self._write({name: _plain(value) for name, value in vars(record).items()})
 
     def disk(self, what: Disk, seconds: float) -> None:
         """Write that a checkpoint was saved or loaded."""
