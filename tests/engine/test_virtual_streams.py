@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.distributed import run_ranks
 from tests.support.patience import Patience
 from zeroshard.engine.core.streams import Event
 from zeroshard.engine.core.virtual_streams import HazardError, Pace, VirtualStreams
+from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.legs import Stream
 from zeroshard.plan.placement import STAGES
@@ -59,12 +61,17 @@ class _Field(_Model):
 
 
 def _train(
-    streams: VirtualStreams | None, recipe: Recipe, rank: int, micro_batches: int, build: type[_Model] = _Model
+    streams: VirtualStreams | None,
+    recipe: Recipe,
+    rank: int,
+    micro_batches: int,
+    build: type[_Model] = _Model,
+    mesh: Mesh | None = None,
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, streams=streams)
+    model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, streams=streams, mesh=mesh)
     for step in range(3):
         for micro in range(micro_batches):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
@@ -123,6 +130,20 @@ def _inner_gradients(rank: int, world_size: int) -> None:
 
 def test_gradients_inside_of_a_forward_find_every_unit_where_it_belongs() -> None:
     run_ranks(2, _inner_gradients)
+
+
+def _second_copies(rank: int, world_size: int) -> None:
+    mesh = Mesh.data_parallel(world_size, 2)
+    for prefetch in (0, 1):
+        recipe = replace(_recipe(3, accumulate=True, prefetch=prefetch), sharding=STAGES[3].with_second_copies(mesh))
+        plain = _train(None, recipe, rank, 2, mesh=mesh)
+        for pace, seed in _paces(rank, all_of_them=False):
+            virtual = _train(VirtualStreams(Patience(), pace=pace, seed=seed), recipe, rank, 2, mesh=mesh)
+            assert all(torch.equal(a, b) for a, b in zip(plain, virtual, strict=True)), (prefetch, pace)
+
+
+def test_second_copies_of_parameters_are_made_and_read_in_order() -> None:
+    run_ranks(4, _second_copies)
 
 
 def _drop(waiter: Stream, awaited: Stream) -> Callable[[Stream, Event], bool]:

@@ -113,7 +113,9 @@ def _tensors(handle: Handle, model: nn.Module, kind: Parkable) -> list[torch.Ten
     if kind is Parkable.LP_GRADS:
         resting = [group.grad for group in groups if group.grad is not None and not group.plan.grad_away]
         return resting + [group.local for group in groups if group.local is not None]
-    return [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param.away]
+    seconds = [group.second for group in groups if group.second is not None and not _rests_whole(group)]
+    whole = [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param.away]
+    return whole + seconds
 
 
 def _rests_whole(group: Group) -> bool:
