@@ -18,6 +18,7 @@ from zeroshard.errors import ConfigError, UsageError
 from zeroshard.launch.cli import app
 from zeroshard.observe.metrics.files import RankSamples, Sample, write_samples
 from zeroshard.observe.record import StepRecord
+from zeroshard.observe.runs.bill import bill, read_prediction
 from zeroshard.observe.runs.explain import explain, parts_of
 from zeroshard.observe.runs.log import Run, read_run
 from zeroshard.observe.runs.report import report
@@ -135,6 +136,27 @@ def test_what_is_odd_is_told_with_its_first_step() -> None:
     assert "1 losses were inf or NaN, the first in step 30" in text
     assert "1 gradient norms were above 10 times the usual 1, the first in step 31" in text
     assert "2 checkpoints were saved, each kept training for 3000.00 ms" in text
+
+
+def test_the_bill_beside_the_plans_prediction_adds_up_to_the_gap(tmp_path: Path) -> None:
+    arguments = ["plan", "--params", "2e8", "--layers", "2", "--hidden", "1024", "--seq", "256", "--cluster", "2xH100"]
+    told = CliRunner().invoke(app, [*arguments, "--checkpointing", "off", "--json"], catch_exceptions=False).output
+    path = tmp_path / "plan.json"
+    path.write_text(told)
+    for stage, row in ((None, next(r for r in json.loads(told)["rows"] if r["chosen"])), (3, None)):
+        predicted = read_prediction(path, stage)
+        assert row is None or predicted.whole == pytest.approx(row["step_seconds"])
+        assert min(predicted.passes, predicted.optimizer) > 0
+        *_, passes, optimizer, between, whole = bill(steady(), predicted)
+        gaps = [float(line.split()[-2]) for line in (passes, optimizer, between, whole)]
+        assert sum(gaps[:3]) == pytest.approx(gaps[3], abs=0.05)
+        assert whole.split()[:2] == ["step", "1000.00"]
+        assert between.split()[1:7:2] == ["50.00", "0.00", "+50.00"]
+    with pytest.raises(UsageError, match="no row of stage 7"):
+        read_prediction(path, 7)
+    path.write_text("{}")
+    with pytest.raises(UsageError, match="not what zeroshard plan --json prints"):
+        read_prediction(path, None)
 
 
 def test_the_report_is_one_page_that_shows_a_spike_of_one_step_in_a_long_run() -> None:

@@ -12,6 +12,7 @@ from rich.live import Live
 
 from zeroshard.errors import UsageError
 from zeroshard.observe.metrics.files import open_directory
+from zeroshard.observe.runs.bill import bill, read_prediction
 from zeroshard.observe.runs.explain import explain as explained
 from zeroshard.observe.runs.log import read_run
 from zeroshard.observe.runs.report import report as reported
@@ -22,9 +23,17 @@ RunFile = Annotated[Path, typer.Argument(help="The file of run_log.path.")]
 
 
 @app.command()
-def explain(run: RunFile) -> None:
+def explain(
+    run: RunFile,
+    plan: Annotated[Path | None, typer.Option(help="What zeroshard plan --json printed, to compare with.")] = None,
+    stage: Annotated[int | None, typer.Option(help="Compare with this stage and not with the plan's choice.")] = None,
+) -> None:
     """Say where the time of a run went, what was slow and what was odd."""
-    for line in explained(read_run(run)):
+    if stage is not None and plan is None:
+        raise UsageError("--stage names a row of --plan; give that too")
+    predicted = None if plan is None else read_prediction(plan, stage)
+    found = read_run(run)
+    for line in (*explained(found), *(() if predicted is None else bill(found, predicted))):
         print(line)
 
 
