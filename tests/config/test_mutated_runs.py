@@ -10,6 +10,7 @@ import collections
 import os
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ def train(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(300 + CONFIGS)
-def test_a_mutated_config_trains_or_is_refused_in_one_error() -> None:
+def test_a_mutated_config_trains_or_is_refused_in_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where monitors leave their files
     ends: collections.Counter[str] = collections.Counter()
     faults: dict[str, list[str]] = collections.defaultdict(list)
     for number in range(CONFIGS):
