@@ -329,6 +329,7 @@ def test_a_call_on_one_rank_alone_ends_within_seconds_in_an_error(stage: int, ca
     for text, seconds in run_ranks(2, _alone, stage, call, timeout=60):
         assert text.startswith("DivergenceError"), text
         assert "outer.weight" in text
+        assert ("safe_set_local_fp32_param" if call == "set" else "safe_get_full_fp32_param") in text
         assert seconds < 15.0
 
 

@@ -223,13 +223,13 @@ class _Spot:
         comm = self.handle.comm
         comm.log.record("get", self.segment.name, whole.nbytes)
         gathers = comm.gathers[self.unit.plan.axes]
-        gathers.wait(gathers.all_reduce(whole, self.segment.name))
+        gathers.wait(gathers.all_reduce(whole, f"{self.segment.name} (safe_get_full_fp32_param or its kin)"))
 
-    def agree(self, code: int) -> int:
-        """The largest of the ranks' codes."""
+    def agree(self, code: int, call: str) -> int:
+        """The largest of the ranks' codes; `call` is named where some ranks do not come by."""
         codes = torch.tensor([code], dtype=torch.int64, device=self.handle.device)
         control = self.handle.comm.control
-        control.wait(control.all_reduce(codes, self.segment.name, op=dist.ReduceOp.MAX))
+        control.wait(control.all_reduce(codes, f"{self.segment.name} ({call})", op=dist.ReduceOp.MAX))
         return int(codes)
 
     def from_rank_0(self, value: torch.Tensor, call: str) -> torch.Tensor:
@@ -243,7 +243,7 @@ class _Spot:
         if control.rank == 0 and problem is None:
             sent[:-1] = value.detach().reshape(-1)
             sent[-1] = 1
-        control.wait(control.broadcast(sent, 0, name))
+        control.wait(control.broadcast(sent, 0, f"{name} ({call})"))
         if problem is None and not bool(sent[-1]):
             problem = "what rank 0 gave can't be taken: its own error says why"
         if problem is not None:
@@ -257,7 +257,7 @@ class _Spot:
         count = self.own.stop - self.own.start
         problem = _problem(value, count, f"({count},) on this rank")
         # A rank that raised alone would leave the others waiting in what follows.
-        if self.agree(int(problem is not None)) and problem is None:
+        if self.agree(int(problem is not None), call) and problem is None:
             problem = "what another rank gave can't be taken: its own error says why"
         if problem is not None:
             raise UsageError(f"{call}: {self.segment.name!r} {problem}")
@@ -316,7 +316,8 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
     gradients = spot.handle.runtime.gradients
     if not spot.group.plan.trainable or not gradients.present:
         return None
-    if spot.agree(int(gradients.fired(spot.unit)[spot.number][spot.index])) == 0:
+    fired = int(gradients.fired(spot.unit)[spot.number][spot.index])
+    if spot.agree(fired, "safe_get_full_grad or its kin") == 0:
         return None
     part = torch.zeros(spot.own.stop - spot.own.start, dtype=spot.dtype, device=spot.handle.device)
     if spot.unit.gradients.reduced:
@@ -376,7 +377,7 @@ def _state(spot: _Spot, key: str) -> PackedState | None:
         mine = (one for one in parts if (one.region, one.index) == (region, spot.index))
         part = next((_values(one, key) for one in mine), None)
         code = _HERE if part is not None else _UNKNOWN if names and key not in names else _NONE
-    code = spot.agree(code)
+    code = spot.agree(code, "safe_get_full_optimizer_state or its kin")
     if code == _UNKNOWN:
         raise UsageError(f"the optimizer has no state {key!r:.80}; it has {', '.join(names) or 'none here'}")
     if code == _NONE:
