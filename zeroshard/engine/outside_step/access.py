@@ -221,9 +221,10 @@ class _Spot:
 
     def _sum(self, whole: torch.Tensor) -> None:
         comm = self.handle.comm
-        comm.log.record("get", self.segment.name, whole.nbytes)
+        label = f"{self.segment.name} (safe_get_full_fp32_param or its kin)"
+        comm.log.record("get", label, whole.nbytes)
         gathers = comm.gathers[self.unit.plan.axes]
-        gathers.wait(gathers.all_reduce(whole, f"{self.segment.name} (safe_get_full_fp32_param or its kin)"))
+        gathers.wait(gathers.all_reduce(whole, label))
 
     def agree(self, code: int, call: str) -> int:
         """The largest of the ranks' codes; `call` is named where some ranks do not come by."""
