@@ -197,6 +197,7 @@ def _build_engine(
         resolved = read(chosen_document(model, document, resolved, read, source, device, example, mesh)).config
     scaler = _scaler(resolved, device)
     sharded = _shard(model, resolved, source, scaler, device, mesh)
+    observer = None
     try:
         _cast_buffers(model, resolved.precision.buffer)
         scheduler = _scheduler(resolved, sharded, lr_scheduler)
@@ -208,6 +209,8 @@ def _build_engine(
         if resolved.checkpoint.directory is not None:
             engine.save_on_sigterm(resolved.checkpoint.directory)
     except BaseException:
+        if observer is not None:
+            observer.close()
         close(model)  # else no other call could shard it
         raise
     return engine, sharded, loader, scheduler

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.test_initialize import CONFIG, loss_of, start, train
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, UsageError
 from zeroshard.observe.metrics.exporter import Exporter
-from zeroshard.observe.metrics.files import RankSamples, Sample, open_directory, read_all, write_samples
+from zeroshard.observe.metrics.files import RankSamples, Sample, claim, open_directory, read_all, write_samples
 from zeroshard.observe.metrics.listener import Metrics, run_name
 from zeroshard.observe.metrics.names import METRICS, series_names
 
@@ -120,7 +121,7 @@ def test_a_step_neither_needs_the_exporter_nor_a_disk(tmp_path: Path, caplog: py
 def test_two_runs_share_the_port_and_the_second_takes_over_when_the_first_ends(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     said = RankSamples("run", 0, (Sample("zeroshard_loss", {}, 2.5),))
-    write_samples(tmp_path, said)
+    write_samples(claim(tmp_path)[0], said)
     port = free_port()
     first = Exporter(tmp_path, "127.0.0.1", port)
     assert 'zeroshard_loss{rank="0",run="run"} 2.5' in scraped(tmp_path)
@@ -132,6 +133,28 @@ def test_two_runs_share_the_port_and_the_second_takes_over_when_the_first_ends(t
     first.close()
     assert "zeroshard_loss" in scraped(tmp_path)
     second.close()
+
+
+def test_two_engines_of_a_process_are_two_runs(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    asked = {"enabled": True, "directory": str(tmp_path), "port": free_port(), "run": "both"}
+    engines = [start({**CONFIG, "metrics": asked})[0] for _ in range(2)]
+    for engine in engines:
+        assert _listener(engine).write()
+    assert [said.run for said in read_all(tmp_path)] == ["both", "both/2"]
+    for engine in engines:
+        engine.destroy()
+    assert list(read_all(tmp_path)) == []
+
+
+def test_an_engine_that_could_not_be_built_leaves_no_thread(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    asked = {"enabled": True, "directory": str(tmp_path), "port": free_port()}
+    before = threading.active_count()
+    with pytest.raises(UsageError, match="a loader's dataset"):
+        start({**CONFIG, "metrics": asked}, training_data=5)
+    assert until(lambda: threading.active_count() <= before)
+    assert list(tmp_path.glob("rank-*")) == []
 
 
 def test_a_port_of_a_stranger_is_passed_by(tmp_path: Path) -> None:
@@ -146,12 +169,14 @@ def test_a_port_of_a_stranger_is_passed_by(tmp_path: Path) -> None:
 
 def test_a_rank_that_died_is_not_told_of(tmp_path: Path) -> None:
     said = RankSamples("run", 3, (Sample("zeroshard_loss", {}, 2.5),))
-    mine = write_samples(tmp_path, said)
+    mine, _ = claim(tmp_path)
+    assert list(read_all(tmp_path)) == [], "it has said nothing yet"
+    write_samples(mine, said)
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (tmp_path / f"rank-{gone.pid}.json").write_text(mine.read_text())
+    (tmp_path / f"rank-{gone.pid}-1.json").write_text(mine.read_text())
     assert list(read_all(tmp_path)) == [said]
-    assert not (tmp_path / f"rank-{gone.pid}.json").exists()
+    assert not (tmp_path / f"rank-{gone.pid}-1.json").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"metrics\.directory: .*file can't be made"):
         open_directory(str(tmp_path / "file"))

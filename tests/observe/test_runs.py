@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.test_initialize import CONFIG, loss_of, start, train
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.launch.cli import app
-from zeroshard.observe.metrics.files import RankSamples, Sample, write_samples
+from zeroshard.observe.metrics.files import RankSamples, Sample, claim, write_samples
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.runs.bill import bill, read_prediction
 from zeroshard.observe.runs.explain import explain, parts_of
@@ -176,7 +176,7 @@ def test_top_shows_each_rank_of_the_node(tmp_path: Path) -> None:
         Sample("zeroshard_memory_bytes", {"kind": "process"}, 2.0**31),
         Sample("zeroshard_last_step_timestamp_seconds", {}, 1000.0),
     )
-    write_samples(tmp_path, RankSamples("job", 5, samples))
+    write_samples(claim(tmp_path)[0], RankSamples("job", 5, samples))
     console = Console(width=140, record=True)
     console.print(table_of(tmp_path, now=1042.0))
     (row,) = (line for line in console.export_text().splitlines() if " job " in line)

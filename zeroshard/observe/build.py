@@ -60,10 +60,10 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(MemoryLine(handle, every_step=every_step))
     if observe.comms is not None:
         listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
-    if observe.metrics is not None:
-        listeners.append(Metrics(handle, rates, observe.metrics))
     if observe.run_log is not None and first:
         listeners.append(RunLog(handle, observe.run_log))
+    if observe.metrics is not None:
+        listeners.append(Metrics(handle, rates, observe.metrics))  # last, for it starts threads
     return StepObserver(handle.device, monitor, rates, listeners, flops, tells_rates=observe.throughput)
 
 

@@ -1,6 +1,6 @@
 """The numbers of one rank in one small JSON file, replaced as a whole; and all files of a node read back.
 
-    /tmp/zeroshard-metrics-UID/rank-PID.json
+    /tmp/zeroshard-metrics-UID/rank-PID-N.json        of the N-th engine in that process
 
 A file whose process has ended is removed by whoever reads. Rejected: to ask each rank over a socket; one that hangs
 would hold up the answer for all others, and that is when somebody looks.
@@ -8,6 +8,7 @@ would hold up the answer for all others, and that is when somebody looks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -62,27 +63,40 @@ def open_directory(path: str | None) -> Path:
     return folder
 
 
-def write_samples(folder: Path, said: RankSamples) -> Path:
-    """Replace this process's file."""
-    path = folder / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
+def claim(folder: Path) -> tuple[Path, int]:
+    """A file for one engine of this process, still empty, and its number among them. Raises OSError."""
+    for number in itertools.count(1):
+        path = folder / f"{_PREFIX}{os.getpid()}-{number}{_SUFFIX}"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return path, number
+    raise AssertionError("unreachable")
+
+
+def write_samples(path: Path, said: RankSamples) -> None:
+    """Replace a file that was claimed."""
     samples = [[sample.name, sample.labels, _plain(sample.value)] for sample in said.samples]
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps({"run": said.run, "rank": said.rank, "samples": samples}), encoding="utf-8")
     draft.replace(path)
-    return path
 
 
 def read_all(folder: Path) -> Iterator[RankSamples]:
     """What the ranks of this node say whose processes are there."""
     for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
-        pid = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         if not pid.isdigit() or not _lives(int(pid)):
             path.unlink(missing_ok=True)
             continue
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except FileNotFoundError:  # it has just ended
             continue
+        if not text:  # it has just begun
+            continue
+        told = json.loads(text)
         samples = tuple(Sample(name, labels, _value(value)) for name, labels, value in told["samples"])
         yield RankSamples(told["run"], told["rank"], samples)
 

@@ -12,7 +12,6 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 
@@ -20,12 +19,12 @@ from zeroshard.config.resolved import MetricsConfig
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.observing import Disk, StepFacts
 from zeroshard.engine.outside_step.memory_use import memory_use
-from zeroshard.errors import PlanError
+from zeroshard.errors import ConfigError, PlanError
 from zeroshard.observe.comms import counter_of
 from zeroshard.observe.listeners import Silent
 from zeroshard.observe.memory import by_kind
 from zeroshard.observe.metrics.exporter import Exporter
-from zeroshard.observe.metrics.files import Histogram, RankSamples, Sample, open_directory, write_samples
+from zeroshard.observe.metrics.files import Histogram, RankSamples, Sample, claim, open_directory, write_samples
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.throughput import StepRates
 from zeroshard.plan.dtypes import torch_dtype
@@ -92,7 +91,14 @@ class Metrics(Silent):
         self._comm, self._runtime = handle.comm, handle.runtime
         self._rates, self._ranks = rates, handle.plan.dp
         self._folder = open_directory(asked.directory)
-        self._run = asked.run or run_name(os.environ)
+        try:
+            self._path, number = claim(self._folder)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.directory: nothing can be written to {self._folder}: {error.strerror}"
+            ) from error
+        run = asked.run or run_name(os.environ)
+        self._run = run if number == 1 else f"{run}/{number}"
         self._peak = peak_flops(handle.plan, handle.device)
         self._step_seconds = _Times()
         self._parts: dict[str, _Times] = {}
@@ -102,8 +108,7 @@ class Metrics(Silent):
         self._steps = 0
         self._disk: dict[Disk, float] = {}
         self._saved: float | None = None
-        self._ended = threading.Event()
-        self._written: Path | None = None
+        self._ended, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._write_often, name="zeroshard-metrics", daemon=True)
         self._thread.start()
         first = int(os.environ.get("LOCAL_RANK", "0")) == 0
@@ -134,8 +139,7 @@ class Metrics(Silent):
         self._thread.join(timeout=2 * _EVERY_SECONDS)
         if self._exporter is not None:
             self._exporter.close()
-        if self._written is not None:
-            self._written.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
     def _write_often(self) -> None:
         while not self._ended.wait(_EVERY_SECONDS):
@@ -145,9 +149,9 @@ class Metrics(Silent):
     def write(self) -> bool:
         """Write the file now; False where the disk fails."""
         try:
-            self._written = write_samples(
-                self._folder, RankSamples(self._run, self._comm.mesh.rank, tuple(self._samples()))
-            )
+            with self._writing:
+                said = RankSamples(self._run, self._comm.mesh.rank, tuple(self._samples()))
+                write_samples(self._path, said)
         except OSError as error:
             _LOGGER.warning("metrics of rank %d are not written from here on: %s", self._comm.mesh.rank, error)
             return False
