@@ -9,7 +9,7 @@ from zeroshard.mesh import Mesh
 from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import MAX_PREFETCH, NO_MASTER, Precision, Recipe
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.placement import STAGES, Sharding, Tier
+from zeroshard.plan.placement import GATHER_CODES, STAGES, Sharding, Tier
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 
 
@@ -57,6 +57,8 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         prefetch_numel=zero.prefetch_bucket_size,
         offload=None if zero.offload is None else _offload(zero.offload),
         live_numel=zero.max_live_parameters,
+        codes=GATHER_CODES if zero.codes == "all" else None,
+        frozen_codes=None if zero.codes == "none" else GATHER_CODES,
     )
 
 

@@ -90,6 +90,8 @@ class ZeroSection(Section):
     ignore_unused_parameters: Flag = True
     enable_sanity_checks: Flag = False
     zero_hpz_partition_size: Count = 1
+    zero_quantized_weights: Flag = False
+    zero_quantized_nontrainable_weights: Flag = False
     mics_shard_size: Annotated[int, whole(-1)] | None = None
     leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
     offload_optimizer: OffloadOptimizerSection = Field(default_factory=OffloadOptimizerSection)

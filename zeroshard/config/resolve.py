@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -265,6 +265,7 @@ class _Resolver:
             stage=zero.stage,
             subgroup=subgroup,
             second_copies=second_copies,
+            codes=self._codes(zero),
             overlap_comm=overlap,
             param_persistence_threshold=zero.param_persistence_threshold,
             model_persistence_threshold=zero.model_persistence_threshold,
@@ -302,6 +303,16 @@ class _Resolver:
         else:
             return size, copies
         return None, False
+
+    def _codes(self, zero: ZeroSection) -> Literal["none", "frozen", "all"]:
+        """Which sharded parameters are gathered as 8-bit codes."""
+        every, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
+        if not (every or frozen):
+            return "none"
+        if zero.stage not in (3, "auto"):
+            path = f"zero_optimization.zero_quantized_{'weights' if every else 'nontrainable_weights'}"
+            self._refuse(path, f"is true, which is for stage 3; at stage {zero.stage} parameters rest whole")
+        return "all" if every else "frozen"
 
     def _offload(self, zero: ZeroSection) -> OffloadConfig | None:
         optimizer, param, section = zero.offload_optimizer, zero.offload_param, "zero_optimization"

@@ -67,6 +67,7 @@ class ZeroConfig:
     Attributes:
         stage: "auto" until the planner has chosen.
         subgroup: ranks that hold a whole copy of something; None where all ranks are one group.
+        codes: which sharded parameters are gathered as 8-bit codes.
         second_copies: that is a second copy of the parameters (hpZ), else all of the state (MiCS).
         ignore_unused: whether parameters may stay without a gradient.
         look_always: whether every pass looks for what its code writes on parameters.
@@ -84,6 +85,7 @@ class ZeroConfig:
     offload: OffloadConfig | None
     subgroup: int | None = None
     second_copies: bool = False
+    codes: Literal["none", "frozen", "all"] = "none"
     ignore_unused: bool = True
     look_always: bool = False
     automatic_memory: int | None = None

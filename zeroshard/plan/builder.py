@@ -6,6 +6,7 @@ state is kept, and how a step runs. Everything else (padding, slots, order) foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -76,6 +77,7 @@ class Recipe:
         prefetch_numel, live_numel: elements gathered ahead of use, and gathered at any time.
         peer_copies: see ExecutionPolicy; None lets the caller choose, and is False here.
         offload: what rests in host memory; None is nothing.
+        codes, frozen_codes: blocks of 8-bit codes as which trainable and frozen sharded parameters are gathered (qwZ).
     """
 
     sharding: Sharding = STAGES[3]
@@ -93,6 +95,8 @@ class Recipe:
     live_numel: int | None = None
     peer_copies: bool | None = None
     offload: Offload | None = None
+    codes: Blocks | None = None
+    frozen_codes: Blocks | None = None
 
 
 def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
@@ -174,7 +178,7 @@ def with_order(
     sharded = [index for index in order if units[index].sharded]
     root = [index for index in dict.fromkeys(sharded) if units[index].name == "" or index in kept]
     sizes = [unit.gathered_nbytes for unit in units]
-    gather = _gather_slots(sharded, root, sizes, policy)
+    gather = _with_records(_gather_slots(sharded, root, sizes, policy), units)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
     return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
@@ -194,6 +198,12 @@ def _gather_slots(
                 break
             slots = larger
     return slots
+
+
+def _with_records(slots: SlotPlan, units: Sequence[UnitPlan]) -> SlotPlan:
+    """With a last slot, which no unit has, for records of the group with the most; gathers follow one another."""
+    nbytes = max((group.record_nbytes * group.records for unit in units for group in unit.groups), default=0)
+    return replace(slots, nbytes=(*slots.nbytes, nbytes)) if nbytes else slots
 
 
 def with_peer_copies(plan: Plan) -> Plan:
@@ -306,16 +316,17 @@ def _group_plan(
     copies: int,
     blocks: Blocks | None,
 ) -> GroupPlan:
+    codes = (recipe.codes if trainable else recipe.frozen_codes) if row.param and shards > 1 else None
     layout = flat_layout(
         ((parameter.name, parameter.shape) for parameter in parameters),
         shards=shards,
         itemsize=itemsize(dtype),
-        block=1 if blocks is None else blocks.size,
+        block=math.lcm(*(one.size for one in (blocks, codes) if one is not None)),
     )
     residency = Residency.AROUND_USE if row.param else Residency.RESIDENT
     param = Placement(row.placed(row.param), dtype, residency=residency)
     if not trainable:
-        return GroupPlan(layout, trainable, param)
+        return GroupPlan(layout, trainable, param, codes=codes)
     precision = recipe.precision
     # A group that computes in float32 is never rounded on the wire unless the recipe says so.
     wire = dtype_name(precision.wire) if precision.wire else dtype
@@ -341,4 +352,5 @@ def _group_plan(
         master=master,
         moments=moments,
         compressed=recipe.compressed,
+        codes=codes,
     )

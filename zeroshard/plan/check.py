@@ -65,6 +65,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
         if group.trainable and group.sums != DATA:
             raise PlanError(f"{where}.sums must be {list(DATA)}: all ranks read different data")
         _check_second(plan, unit, group, where)
+        _check_codes(group, where)
         divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
         if group.trainable and divided and not group.update_axes:
             raise PlanError(f"{where}.update_axes must be {list(unit.axes)} where parameters or gradients are divided")
@@ -102,6 +103,20 @@ def _check_second(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> No
             f"{path}.owners: optimizers that work on whole matrices (Muon) can't exchange them where parameters have a "
             "second copy in each subgroup (zero_hpz_partition_size)"
         )
+
+
+def _check_codes(group: GroupPlan, path: str) -> None:
+    """Gathers in codes are for parameters that rest exactly in shards of whole blocks."""
+    if group.codes is None:
+        return
+    if not group.param.divided:
+        raise PlanError(f"{path}.codes: parameters that rest whole are not gathered in codes, which would round them")
+    if group.codes.bits != 8:
+        raise PlanError(f"{path}.codes.bits is {group.codes.bits}; gathers in codes of 8 bits are there")
+    if group.param.dtype == "float64":
+        raise PlanError(f"{path}.codes: float64 parameters are not gathered in 8-bit codes; make them float32")
+    if group.layout.shard_numel % group.codes.size:
+        raise PlanError(f"{path}.codes.size {group.codes.size} does not divide shards of {group.layout.shard_numel}")
 
 
 def _is_split(group: GroupPlan) -> bool:
@@ -194,6 +209,8 @@ def peer_problem(plan: Plan) -> str | None:
         return "units are sharded over different axes"
     if any(group.second is not None for _, group in groups):
         return "parameters have a second copy in each subgroup"
+    if any(group.codes is not None for _, group in groups):
+        return "parameters are gathered in codes"
     if any(group.param.away for _, group in groups):
         return "parameters rest in host memory"
     trainable = [group for _, group in groups if group.trainable]

@@ -13,8 +13,8 @@ _DTYPES = {
 }
 
 
-_STORED = {**_DTYPES, "int16": torch.int16}
-"""Dtypes of stored state: also the remainder of split master weights."""
+_STORED = {**_DTYPES, "int16": torch.int16, "uint8": torch.uint8}
+"""Dtypes of what is stored or sent: also the remainder of split master weights, and records of codes."""
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

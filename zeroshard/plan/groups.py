@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
-from zeroshard.plan.placement import Placement, StateKind, Tier
+from zeroshard.plan.placement import Blocks, Placement, StateKind, Tier
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.layout import FlatLayout
 
@@ -46,6 +46,8 @@ class GroupPlan:
         owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
             makes each one's update; () for all others.
         second: the copy of the parameters in each subgroup; None where there is none.
+        codes: blocks as which sharded parameters are gathered between ranks that hold different shards; None for their
+            own dtype.
     """
 
     layout: FlatLayout
@@ -62,6 +64,7 @@ class GroupPlan:
     owners: tuple[int, ...] = ()
     compressed: bool = False
     second: SecondCopy | None = None
+    codes: Blocks | None = None
 
     def placement(self, kind: StateKind) -> Placement | None:
         return {
@@ -126,6 +129,17 @@ class GroupPlan:
     def second_nbytes(self) -> int:
         """Bytes that the second copy takes on one rank."""
         return self.second_numel * itemsize(self.param.dtype) if self.param.divided else 0
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of one rank's shard in codes; 0 where it is not gathered so."""
+        numel = self.layout.shard_numel
+        return 0 if self.codes is None else self.codes.code_nbytes(numel) + self.codes.scale_nbytes(numel)
+
+    @property
+    def records(self) -> int:
+        """Ranks whose records one gather brings together."""
+        return self.layout.shards // (1 if self.second is None else self.second.parts)
 
     def second_range(self, rank: int) -> tuple[int, int]:
         """The elements of the second copy of the rank with this number along the unit's axes."""

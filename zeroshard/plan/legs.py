@@ -42,6 +42,10 @@ class LegKind(str, Enum):
 
     COLLECT = "collect"
     """Gradients leave their parameters, over what the target holds or added to it."""
+    ENCODE = "encode"
+    """Parameters are written as 8-bit codes and scales."""
+    DECODE = "decode"
+    """And read from these."""
     CAST = "cast"
     """The whole is copied, into the dtype of the target."""
     DIVIDE = "divide"
@@ -66,6 +70,8 @@ class Buffer(str, Enum):
     """All of the parameters, in compute dtype."""
     SECOND = "second"
     """This rank's part of the second copy of the parameters; of those that rest whole it is a part of WHOLE."""
+    RECORDS = "records"
+    """Shards in codes, this rank's or those of all that a gather brings."""
     AUTOGRAD = "autograd"
     """The parameters' gradients as autograd leaves them."""
     LOCAL = "local"
@@ -214,9 +220,9 @@ def _gathers(unit: UnitPlan, group: GroupPlan, ways: Ways) -> tuple[Legs, Legs]:
     up, source = _brought_up(group, first)
     if group.second is None:
         route = Route.COPIES if ways.copies else Route.COLLECTIVE
-        return (), (*up, _all_gather(group, source, first, group.layout.numel, unit.axes, route))
+        return (), (*up, *_shards_gathered(group, source, first, group.layout.numel, unit.axes, route))
     outer = unit.axes[len(group.second.axes) :]
-    refresh = (*up, _all_gather(group, source, first, group.second_numel, outer))
+    refresh = (*up, *_shards_gathered(group, source, first, group.second_numel, outer))
     whole = _all_gather(group, first, Buffer.WHOLE, group.layout.numel, group.second.axes)
     # Parameters that rest whole are gathered once after a step, so that both belong together.
     return (refresh, (whole,)) if group.param.divided else ((), (*refresh, whole))
@@ -228,6 +234,21 @@ def _brought_up(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
         return (), Buffer.SHARD
     numel, dtype = group.layout.shard_numel, group.param.dtype
     return (Leg(LegKind.COPY, Buffer.SHARD, target, numel, dtype, dtype, Stream.GATHER),), target
+
+
+def _shards_gathered(
+    group: GroupPlan, source: Buffer, target: Buffer, numel: int, axes: Axes, route: Route = Route.COLLECTIVE
+) -> Legs:
+    """A gather of shards, in codes where the plan says so."""
+    if group.codes is None:
+        return (_all_gather(group, source, target, numel, axes, route),)
+    dtype, shard, nbytes = group.param.dtype, group.layout.shard_numel, group.record_nbytes * group.records
+    records, stream = Buffer.RECORDS, Stream.GATHER
+    return (
+        Leg(LegKind.ENCODE, source, records, shard, "uint8", dtype, stream),
+        Leg(LegKind.ALL_GATHER, records, records, nbytes, "uint8", "uint8", stream, axes),
+        Leg(LegKind.DECODE, records, target, numel, dtype, "uint8", stream),
+    )
 
 
 def _all_gather(

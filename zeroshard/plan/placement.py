@@ -81,6 +81,11 @@ class Blocks:
         return numel // self.size * 4
 
 
+GATHER_CODES = Blocks(bits=8, size=256)
+"""As which parameters are gathered where a config asks for it: 1.6 % of scales, and an error of 1/254 of the largest
+element of a block at most."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where one kind of state of one flat group lives.

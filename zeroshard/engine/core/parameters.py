@@ -22,6 +22,7 @@ from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, Streams
+from zeroshard.engine.memory.block_codes import decode, encode
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit, UnitState
@@ -104,18 +105,42 @@ class Parameters:
 
     def _step(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor, writes: Buffers) -> Step:
         part = ("second" if leg.source is Buffer.SECOND else "shard", unit.index)
-        make = self._copy if leg.kind is LegKind.COPY else self._all_gather
+        makers = {LegKind.COPY: self._copy, LegKind.ENCODE: self._encode, LegKind.DECODE: self._decode}
+        make = makers.get(leg.kind, self._all_gather)
         return Step(make(unit, group, leg, whole), (part,), writes, sends=bool(leg.axes))
 
     def _copy(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
         target = _own_part(group, leg.target, whole)
         return lambda: target.copy_(group.shard, non_blocking=True)
 
+    def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+        source = group.shard if leg.source is Buffer.SHARD else _own_part(group, leg.source, whole)
+        record, blocks = self._own_record(unit, group), group.plan.codes
+        assert blocks is not None
+        return lambda: encode(source, record, blocks)
+
+    def _decode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+        target = whole if leg.target is Buffer.WHOLE else _second(group)
+        records, ranks, blocks = self._records(group), group.plan.records, group.plan.codes
+        assert blocks is not None
+        return lambda: decode(records, ranks, target, blocks)
+
+    def _records(self, group: Group) -> torch.Tensor:
+        assert self._storage.records is not None
+        return self._storage.records[: group.plan.record_nbytes * group.plan.records]
+
+    def _own_record(self, unit: Unit, group: Group) -> torch.Tensor:
+        position = group.rank % group.plan.records
+        return self._records(group).view(group.plan.records, -1)[position]
+
     def _all_gather(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Launch:
         gathers, label = self._gathers[leg.axes], unit.label
         if leg.route is Route.COPIES and whole is group.whole:
             assert self._peers is not None
             return self._peers.all_gather(whole, group.shard, label, group.copied)
+        if leg.source is Buffer.RECORDS:
+            records, record = self._records(group), self._own_record(unit, group)
+            return lambda: gathers.all_gather(records, record, label)
         target = whole if leg.target is Buffer.WHOLE else _second(group)
         if leg.source is Buffer.SHARD:
             own = group.shard

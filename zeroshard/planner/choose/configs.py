@@ -53,7 +53,8 @@ class Meaning:
 
 
 _COPIES, _SUBGROUPS = "zero_hpz_partition_size", "mics_shard_size"
-_NOT_AT = {0: (_COPIES, _SUBGROUPS), 1: (_COPIES,), 2: (_COPIES,)}
+_FOR_STAGE_3 = (_COPIES, "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+_NOT_AT = {0: (*_FOR_STAGE_3, _SUBGROUPS), 1: _FOR_STAGE_3, 2: _FOR_STAGE_3}
 """Keys that mean nothing at a stage, and are refused there."""
 
 
