@@ -12,6 +12,7 @@ WITHOUT_GPU = {
     "planner": "what the planner predicts beside what was measured, and beside published sizing rows",
     "host_adam": "the optimizer's step on the host against torch's fused AdamW and the rate of memory",
     "largest": "the largest model that the plan says one GPU and its host train",
+    "nvme": "state on disk: rates beside plain direct I/O, and a step's seconds beside the prediction",
     "checkpoint": "how fast checkpoints are written and read, beside dd on the same disk",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }

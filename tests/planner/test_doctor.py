@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.planner_cases import workload
 from tests.planner.settings import BF16
 from tests.support.cases import only_with_all_cases
+from tests.support.disk import disk_folder
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.launch.cli import app
@@ -38,6 +39,25 @@ def test_the_machine_is_measured_and_the_planner_uses_it(tmp_path: Path) -> None
     if not found.gpu:
         assert calibrated(cluster, found).efficiency.disk_rate == found.efficiency["disk_rate"]
         assert calibrated(cluster, found).efficiency.products == cluster.efficiency.products
+
+
+def test_a_folder_for_state_on_disk_is_measured_beside_plain_direct_input_and_output(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        saved = tmp_path / "calibration.json"
+        args = ["doctor", "--save", str(saved), "--nvme", str(folder), "--nvme-mib", "144"]
+        shown = CliRunner().invoke(app, args, catch_exceptions=False).output
+        for told in (
+            "state on disk",
+            f"in {folder}",
+            "plain direct I/O",
+            "of that are reached",
+            "s for Adam's state of",
+        ):
+            assert told in shown.replace("\n", " ")
+        assert load_calibration(saved).efficiency["disk_rate"] > 1e6
+        assert sorted(path.name for path in folder.iterdir()) == ["calibration.json"]
+    refused = CliRunner().invoke(app, ["doctor", "--nvme", str(tmp_path / "none")])
+    assert isinstance(refused.exception, PlanError) or "does not exist" in refused.output
 
 
 def test_the_hosts_speed_is_seconds_over_the_planners_own_count() -> None:

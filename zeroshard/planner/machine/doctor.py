@@ -2,6 +2,8 @@
 
     always          host memory (an add over all threads), disk (write and read past the cache), and which code would
                     make an optimizer's step on the host
+    with --nvme     folders for state on disk: by our own reader and writer, beside plain system calls, and what a step
+                    through them takes
     with a GPU      device memory copy, PCIe both ways, sustained matrix products, and how fast the host issues kernels
     with several    all-gathers of 1 to 512 MiB, from which latency and rate are fitted
 
@@ -24,6 +26,7 @@ import torch
 import typer
 
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.nvme.measure import DiskRates, measure_disk
 from zeroshard.optim.host.choose import available_kernel
 from zeroshard.planner.machine.calibration import Calibration
 from zeroshard.planner.machine.fabric import measure_gathers
@@ -35,6 +38,8 @@ COPY_TO_ELEMENTWISE, COPY_TO_UPDATE, COPY_TO_NORM = 0.73, 0.98, 0.69
 """Shares of a plain copy's rate that the planner's classes of kernels reach, measured on an H100."""
 HOST_NUMEL = 2**25
 PRODUCT = 8192
+ADAM_NBYTES = 12
+"""Bytes of a parameter's float32 master weight and two moments."""
 SUSTAINED = 1.0
 """Seconds of matrix products, after which a card has its working temperature and clock."""
 
@@ -46,9 +51,13 @@ def doctor(
     save: Annotated[Path | None, typer.Option(help="Write a calibration for zeroshard plan --calibration.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the disk is measured.")] = Path("."),
     disk_mib: Annotated[int, typer.Option(min=16, help="Size of the file that is written and read, MiB.")] = 1024,
+    nvme: Annotated[
+        list[str] | None, typer.Option(help="A folder for state on disk, to measure; several are striped over.")
+    ] = None,
+    nvme_mib: Annotated[int, typer.Option(min=144, help="Bytes that are written and read there, MiB.")] = 4096,
 ) -> None:
     """Measure host memory, disk, and what GPUs there are."""
-    found = examine(folder, disk_mib * MIB)
+    found = examine(folder, disk_mib * MIB, tuple(nvme or ()), nvme_mib * MIB)
     for name, text in found.measured.items():
         typer.echo(f"{name:18} {text}")
     if save is not None:
@@ -56,18 +65,23 @@ def doctor(
         typer.echo(f"saved to {save}")
 
 
-def examine(folder: Path, disk_bytes: int) -> Calibration:
-    """Measure everything that this machine has."""
+def examine(folder: Path, disk_bytes: int, nvme: tuple[str, ...] = (), nvme_bytes: int = 0) -> Calibration:
+    """Measure everything that this machine has, and folders for state on disk in place of `folder`."""
     efficiency: dict[str, float] = {}
     measured: dict[str, str] = {}
     rate = host_memory_rate()
     efficiency["host_memory_rate"] = rate
     measured["host memory"] = f"{rate / 1e9:.1f} GB/s (add, {torch.get_num_threads()} threads)"
     measured["host optimizer"] = str(available_kernel())
-    written, read, direct = disk_rates(folder, disk_bytes)
-    efficiency["disk_rate"] = min(written, read)
-    how = "past the cache" if direct else "through the cache: this file system has no direct I/O"
-    measured["disk"] = f"{written / 1e9:.2f} GB/s written, {read / 1e9:.2f} read, {how}"
+    if nvme:
+        rates = measure_disk(nvme, nvme_bytes)
+        efficiency["disk_rate"] = rates.both
+        measured.update(_told(rates))
+    else:
+        written, read, direct = disk_rates(folder, disk_bytes)
+        efficiency["disk_rate"] = min(written, read)
+        how = "past the cache" if direct else "through the cache: this file system has no direct I/O"
+        measured["disk"] = f"{written / 1e9:.2f} GB/s written, {read / 1e9:.2f} read, {how}"
     machine, gpu = platform.processor() or platform.machine(), ""
     if torch.cuda.is_available():
         machine = torch.cuda.get_device_name(0)
@@ -75,6 +89,20 @@ def examine(folder: Path, disk_bytes: int) -> Calibration:
     else:
         measured["GPU"] = "none: device memory, PCIe and collectives are not measured"
     return Calibration(machine, gpu, efficiency, measured)
+
+
+def _told(rates: DiskRates) -> dict[str, str]:
+    """The figures of folders for state on disk, in words."""
+    plain = f"{rates.plain_written / 1e9:.2f} GB/s written, {rates.plain_read / 1e9:.2f} read"
+    shares = f"{rates.written / rates.plain_written:.2f} and {rates.read / rates.plain_read:.2f} of that are reached"
+    seconds = rates.step_seconds(ADAM_NBYTES * 10**9)
+    return {
+        "state on disk": f"{rates.written / 1e9:.2f} GB/s written, {rates.read / 1e9:.2f} read, {rates.both / 1e9:.2f} "
+        f"both at once ({rates.name})",
+        "plain direct I/O": f"{plain}; {shares}",
+        "a step there": f"{seconds:.1f} s for Adam's state of 1e9 parameters ({ADAM_NBYTES} bytes each, read and "
+        "written), shared by the ranks of this machine; the next forward runs meanwhile",
+    }
 
 
 def host_memory_rate() -> float:
