@@ -410,12 +410,16 @@ def test_a_resting_parameter_says_what_it_is() -> None:
 
 
 def _after_a_trace(rank: int, world: int) -> None:
-    """torch.jit.trace refuses the collectives of a forward; the next one gathers again what it had begun to gather."""
+    """Whoever traces a forward refuses its collectives; the next one gathers again what it had begun to gather."""
     task, setting = _task(_linear, Around()), Setting(plan=3, optimizer=sgd)
     expected = train_reference(task, replace(setting, steps=1), world, rank)
     model, optimizer = shard_task(task, setting)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UsageError, match=r"Export it before shard\(\)"):
         torch.jit.trace(model, Batch(0, 0, rank).tokens())
+    with pytest.raises(UsageError, match=r"Export it before shard\(\)"):
+        torch.export.export(model, (Batch(0, 0, rank).tokens(),))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Compile it without fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(Batch(0, 0, rank).tokens())
     language_loss(model, Batch(0, 0, rank)).backward()
     optimizer.step()
     assert_same(full_parameters(model), expected.parameters)

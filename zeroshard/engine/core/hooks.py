@@ -18,6 +18,11 @@ from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.sharding.marks import external_parameters
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
+_UNTRACED = (
+    "zeroshard gathers and releases the parameters of a sharded model between its units, outside of compiled code. "
+    "Compile it without fullgraph=True"
+)
+
 
 def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
     """Hook every unit's module; returns the handles.
@@ -129,7 +134,8 @@ class _Hook:
 
 
 def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
-    return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook)))
+    # torch.compile gives the reason where it may not leave a graph.
+    return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook, reason=_UNTRACED)))
 
 
 def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:

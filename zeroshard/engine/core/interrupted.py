@@ -35,6 +35,15 @@ def refuse_half_done(what: str) -> NoReturn:
     )
 
 
+def refuse_tracing(error: Exception) -> None:
+    """Raises UsageError for a gather that failed since something traces the forward; any other error is left alone."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise UsageError(
+            "torch.export, torch.onnx and torch.jit.trace can't take the gathers of a sharded model along. Export it "
+            "before shard(), or export a model that is not sharded and has loaded zeroshard.full_state_dict(model)"
+        ) from error
+
+
 def refuse_transform(units: Iterable[Unit]) -> None:
     """Raises UsageError for a derivative by torch.func through parameters that are gone when it is taken."""
     if transforming() and torch.is_grad_enabled() and any(unit.plan.sharded for unit in units):

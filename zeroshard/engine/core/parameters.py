@@ -20,6 +20,7 @@ from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
+from zeroshard.engine.core.interrupted import refuse_tracing
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, Streams
 from zeroshard.engine.memory.block_codes import decode, encode
@@ -176,9 +177,10 @@ class Parameters:
                 if step.sends:
                     self._log.record("all-gather", unit.label, self._sizes[index])
             self._streams.run(Stream.GATHER, steps)
-        except RuntimeError:  # torch.jit.trace refuses collectives; whoever goes on must not find an empty slot
+        except (RuntimeError, AssertionError) as error:  # whoever goes on must not find an empty slot
             self._ledger.lose(index)
             unit.become(UnitState.RESTING)
+            refuse_tracing(error)
             raise
         self._gathered[index] = self._streams.record(Stream.GATHER, ("gathered", index))
         if slot is None:
