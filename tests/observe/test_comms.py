@@ -24,6 +24,7 @@ CASES: list[dict[str, Any]] = [
     *({"zero_optimization": {"stage": stage, **WHOLE}} for stage in range(4)),
     {"zero_optimization": {"stage": 3, **WHOLE}, "gradient_accumulation_steps": 3},
     {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "communication_data_type": "fp32"},
+    {"zero_optimization": {"stage": 3, **WHOLE, "zero_quantized_weights": True}},
     {"zero_optimization": {"stage": 3, **WHOLE}, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
 ]
 
@@ -82,6 +83,22 @@ def _hybrid(rank: int, world: int) -> None:
     assert {("all-gather", ("dp_shard",)), ("all-reduce", ("dp_replicate",))} < found.keys()
     assert ("all-reduce", mesh.names) in found, "the statistics of all ranks"
     engine.destroy()
+
+
+def _second_copies(rank: int, world: int) -> None:
+    zero = {"stage": 3, **WHOLE, "zero_hpz_partition_size": 2}
+    for more in ({}, {"zero_quantized_weights": True}):
+        config = {**CONFIG, "zero_optimization": {**zero, **more}, "comms_logger": {"enabled": True}}
+        engine, _ = start(config)
+        found = _two_steps(engine, rank)
+        assert found == _twice(_log_of(engine).planned()), more
+        gathered = {axes for kind, axes in found if kind == "all-gather"}
+        assert gathered == {("dp_replicate",), ("dp_shard",)}, "between the subgroups once, and within them"
+        engine.destroy()
+
+
+def test_gathers_of_second_copies_are_told_apart() -> None:
+    run_ranks(4, _second_copies)
 
 
 def test_a_collective_is_counted_with_the_axes_over_which_it_runs() -> None:

@@ -70,7 +70,7 @@ def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
     }
     for unit, legs_of_unit in zip(plan.units, plan.legs, strict=True):
         for legs in legs_of_unit:
-            for leg in (*legs.gather, *legs.pending, *legs.reduce, *legs.late):
+            for leg in (*legs.gather, *legs.refresh, *legs.pending, *legs.reduce, *legs.late):
                 if leg.axes:
                     found.setdefault((leg.kind.value, unit.label, leg.nbytes), several(plan, leg.axes))
     return found
