@@ -64,6 +64,10 @@ class TierMemory(Protocol):
         """Rows of so many bytes will be asked for, beyond those that were expected when this was made."""
         ...
 
+    def close(self) -> None:
+        """The model is closed: give back what nobody can reach without a row that has to be moved first."""
+        ...
+
 
 class RowInPlace:
     """A row whose elements are a tensor.

@@ -61,6 +61,9 @@ class FileMemory:
     def reserve(self, nbytes: int) -> None:
         """Files grow."""
 
+    def close(self) -> None:
+        """The folder is the test's."""
+
 
 class FileTier:
     """Makes the memory of one rank, and remembers it."""

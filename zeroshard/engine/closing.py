@@ -21,7 +21,6 @@ from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
 from zeroshard.errors import SpillError, UsageError
 from zeroshard.mesh import Mesh
-from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.plan.groups import UnitPlan
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import unguarded
@@ -47,8 +46,7 @@ def close_handle(handle: Handle) -> None:
             if group.plan.param.divided:
                 _hang(unit, group, handle.comm.mesh)
     for memory in handle.runtime.storage.tiers.values():
-        if isinstance(memory, NvmeMemory):
-            memory.close()
+        memory.close()
     guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
 

@@ -56,6 +56,9 @@ class HostMemory:
             self._locked.append(self._bytes)
             self.pinned += self._bytes.nbytes
 
+    def close(self) -> None:
+        """See TierMemory; rows in place live on with their tensors."""
+
     def allocate(self, numel: int, dtype: torch.dtype) -> RowInPlace:
         """See TierMemory."""
         return RowInPlace(self.zeros(numel, dtype))

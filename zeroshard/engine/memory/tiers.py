@@ -44,6 +44,9 @@ class DeviceMemory:
     def reserve(self, nbytes: int) -> None:
         """See TierMemory; torch's allocator takes what is asked for."""
 
+    def close(self) -> None:
+        """See TierMemory; rows in place live on with their tensors."""
+
 
 def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactory], control: Collectives) -> Tiers:
     """The memory of each tier that the plan uses; called by all ranks.
