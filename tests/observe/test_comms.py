@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import redirect_stdout
+from dataclasses import fields
 from io import StringIO
 from typing import Any
 
@@ -18,6 +19,8 @@ from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 from zeroshard.mesh import Mesh, MeshAxis
 from zeroshard.observe.comms import CommsLog, Counts, since
+from zeroshard.observe.memory import by_kind
+from zeroshard.plan.memory import StateBytes
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
 CASES: list[dict[str, Any]] = [
@@ -136,6 +139,13 @@ def test_the_summary_tells_of_the_kinds_that_are_asked_for_on_rank_0() -> None:
     assert "step 3: all-gather over dp_shard: " in told
     assert "reduce-scatter" not in told
     assert silent == ""
+
+
+def test_the_plans_memory_is_told_by_kind_in_every_tier() -> None:
+    numbers = {field.name: number for number, field in enumerate(fields(StateBytes), 1)}
+    told = by_kind(StateBytes(**numbers))
+    moment = {"no_sync", "step", "at_rest"}  # taken for a moment, or a few bytes
+    assert sorted(told.values()) == sorted(number for name, number in numbers.items() if name not in moment)
 
 
 def test_the_memory_in_use_is_printed_with_what_the_plan_put_there(capsys: pytest.CaptureFixture[str]) -> None:

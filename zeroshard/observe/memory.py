@@ -22,6 +22,7 @@ def by_kind(held: StateBytes) -> dict[str, int]:
         "reduce slots": held.reduce_slots,
         "state buffers": held.state_buffers,
         "host": held.host,
+        "disk": held.disk,
     }
     return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
