@@ -132,6 +132,19 @@ def test_a_program_runs_by_itself_with_a_file_for_each_rank(tmp_path: Path) -> N
         assert (tmp_path / f"logs/rank_{rank}.err").read_text() == f"err {rank}\n"
 
 
+def test_lines_of_several_ranks_come_whole(tmp_path: Path) -> None:
+    text = """
+        import time
+        class Late:
+            def __str__(self):
+                time.sleep(0.5)  # so that both ranks are amid their line
+                return "words"
+        print("a line of", Late())
+    """
+    done = zeroshard(tmp_path, "run", "--nproc", "2", script(tmp_path, text))
+    assert done.stdout.splitlines() == ["a line of words"] * 2, done.stderr
+
+
 def test_chosen_slots_of_this_host_are_the_gpus_that_its_ranks_see(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=4\n")
     name = script(tmp_path, "import os; print(os.environ['WORLD_SIZE'], os.environ['CUDA_VISIBLE_DEVICES'])")

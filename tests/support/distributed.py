@@ -29,7 +29,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ _PRELOAD = ["pytest", "tests.support.preload"]
 
 # After the first failure the others get this long to notice by themselves: their errors are shown below the first.
 _GRACE_SECONDS = 3.0
+_NOT_CONNECTED = "Gloo connectFullMesh failed"
 _DUMP_SECONDS = 1.0
 
 
@@ -92,10 +93,19 @@ def run_ranks(
     stacks of every rank; no process is left behind in any case.
     """
     payload = _dump(fn, args)
+    for again in (True, False):
+        try:
+            return _run_once(world_size, payload, timeout, env or {}, backend)
+        except AssertionError as error:
+            # gloo could not connect the processes, as happens on a busy machine, before any code of the test ran.
+            if not again or _NOT_CONNECTED not in str(error):
+                raise
+    raise AssertionError
+
+
+def _run_once(world_size: int, payload: bytes, timeout: float, env: Mapping[str, str], backend: str) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        jobs = [
-            _Job(rank, world_size, directory, timeout, dict(env or {}), payload, backend) for rank in range(world_size)
-        ]
+        jobs = [_Job(rank, world_size, directory, timeout, dict(env), payload, backend) for rank in range(world_size)]
         ranks: list[_Rank] = []
         try:
             for job in jobs:

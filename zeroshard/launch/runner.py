@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -50,6 +51,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run `argv[2:]`: `argv[1]` says whether that is a script, a module or a program."""
     _die_with_the_launcher()
+    _write_lines()
     _bind()
     kind, *sys.argv = sys.argv[1:]
     error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -85,6 +87,17 @@ def _die_with_the_launcher() -> None:
     """A launcher that is killed outright can't end its ranks; the kernel does it (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _write_lines() -> None:
+    """Write each line at once and whole.
+
+    The agent starts ranks unbuffered, so that nothing is lost or late. A `print` of several words would then be several
+    writes, and what another rank prints meanwhile would land among them.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _bind() -> None:
