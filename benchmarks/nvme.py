@@ -6,9 +6,9 @@ First the rates: windows of 48 MiB by our reader and writer, beside preadv and p
 and by four (the better counts), in turns on the same files; medians of the rounds. Then steps: a model of plain Linears
 whose AdamW state takes the given size is trained with all of it on disk, on the processor. An update's seconds, from
 step() until the last window is on disk, stand beside the prediction: its bytes, read and written, over the rate of both
-directions at once, which is measured again before and after each step, for disks that others use too. What comes before
-the update (forward and backward of one sample, and the norm of the gradients, which rest in host memory) is timed
-apart.
+directions at once. That is measured before and after each step, for disks that others use too, and each time after the
+disk has rested as long as it does in a step, for disks that are faster after a rest. What comes before the update
+(forward and backward of one sample, and the norm of the gradients, which rest in host memory) is timed apart.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def train(paths: list[str], nbytes: int, rounds: int, passes: DiskPasses) -> dict[str, Any]:
-    """Steps with state on disk, and before each what the disk gives in both directions."""
+    """Steps with state on disk, and between them what the disk gives in both directions."""
     layers = max(1, nbytes // (NBYTES_PER_PARAMETER * WIDTH * WIDTH))
     recipe = zeroshard.Recipe(
         precision=zeroshard.Precision(param="bfloat16"),
@@ -69,9 +69,9 @@ def train(paths: list[str], nbytes: int, rounds: int, passes: DiskPasses) -> dic
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4), plan=recipe)
     plan = zeroshard.plan_of(model)
     state = disk_nbytes(plan)
+    after = both_rate(passes)
     predicted, measured, others = list[float](), list[float](), list[float]()
     for number in range(WARM_UP + rounds):
-        before = both_rate(passes)
         began = time.perf_counter()
         model(torch.randn(1, WIDTH)).float().square().mean().backward()
         zeroshard.clip_grad_norm_(model, 1.0)
@@ -81,8 +81,10 @@ def train(paths: list[str], nbytes: int, rounds: int, passes: DiskPasses) -> dic
         zeroshard.drain(model)
         update = time.perf_counter() - began
         optimizer.zero_grad()
+        time.sleep(compute)
+        before, after = after, both_rate(passes)
         if number >= WARM_UP:
-            predicted.append(2 * state / statistics.mean([before, both_rate(passes)]))
+            predicted.append(2 * state / statistics.mean([before, after]))
             measured.append(update)
             others.append(compute)
     zeroshard.close(model)
