@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,7 +25,7 @@ from zeroshard.config.document import Document, Source, read_document
 from zeroshard.config.elastic_config import elastic_triple
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
-from zeroshard.config.models import ObeyedSections, Section, ZeroSection
+from zeroshard.config.models import ObeyedSections, Section
 from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
@@ -36,7 +36,6 @@ from zeroshard.config.resolved import (
     Dtype,
     FrozenMap,
     LeafModules,
-    OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
     ReductionConfig,
@@ -45,6 +44,7 @@ from zeroshard.config.resolved import (
 )
 from zeroshard.config.sections import activations, loss_scale, observing
 from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
+from zeroshard.config.zero import ZeroRules
 from zeroshard.errors import UsageError, ZeroShardWarning
 
 DEFAULT = "default"
@@ -260,12 +260,13 @@ class _Resolver:
             overlap = zero.stage in (3, "auto")
             path = "zero_optimization.overlap_comm"
             self._record(path, overlap, f"{self._origin(path)}: {'true' if overlap else 'false'} at stage {zero.stage}")
-        subgroup, second_copies = self._subgroup(zero)
+        rules = ZeroRules(zero, self._problems, self._origin, self._world_size, trains=self._trains)
+        subgroup, second_copies = rules.subgroup()
         return ZeroConfig(
             stage=zero.stage,
             subgroup=subgroup,
             second_copies=second_copies,
-            codes=self._codes(zero),
+            codes=rules.codes(),
             overlap_comm=overlap,
             param_persistence_threshold=zero.param_persistence_threshold,
             model_persistence_threshold=zero.model_persistence_threshold,
@@ -273,94 +274,12 @@ class _Resolver:
             max_live_parameters=zero.max_live_parameters,
             max_reuse_distance=zero.max_reuse_distance,
             leaf_modules=LeafModules(**dict(zero.leaf_module)),
-            offload=self._offload(zero),
+            offload=rules.offload(),
             ignore_unused=zero.ignore_unused_parameters,
             look_always=zero.enable_sanity_checks,
             automatic_memory=zero.automatic.device_memory,
             automatic_length=zero.automatic.sequence_length,
         )
-
-    def _subgroup(self, zero: ZeroSection) -> tuple[int | None, bool]:
-        """Ranks of a subgroup, and whether it is for second copies of the parameters; None where all are one group."""
-        hpz, mics = zero.zero_hpz_partition_size, zero.mics_shard_size
-        section = "zero_optimization"
-        copies, state = hpz > 1, mics is not None and mics > 0
-        path = f"{section}.zero_hpz_partition_size" if copies else f"{section}.mics_shard_size"
-        size = hpz if copies else mics
-        if not (copies or state):
-            return None, False
-        assert size is not None
-        if copies and state:
-            self._refuse(path, f"is {hpz}, and {section}.mics_shard_size is {mics}: give one of them")
-        elif zero.stage == "auto":
-            self._refuse(path, f'is {size}, and {section}.stage is "auto": the planner does not choose among subgroups')
-        elif copies and zero.stage != 3:
-            self._refuse(path, f"is {size}, which is for stage 3; at stage {zero.stage} parameters rest whole")
-        elif state and zero.stage == 0:
-            self._refuse(path, f"is {size}, but at stage 0 nothing is divided; use stage 1, 2 or 3")
-        elif self._world_size % size:
-            self._refuse(path, f"is {size}, which does not divide {self._world_size} ranks into equal subgroups")
-        else:
-            return size, copies
-        return None, False
-
-    def _codes(self, zero: ZeroSection) -> Literal["none", "frozen", "all"]:
-        """Which sharded parameters are gathered as 8-bit codes."""
-        every, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
-        if not (every or frozen):
-            return "none"
-        if zero.stage not in (3, "auto"):
-            path = f"zero_optimization.zero_quantized_{'weights' if every else 'nontrainable_weights'}"
-            self._refuse(path, f"is true, which is for stage 3; at stage {zero.stage} parameters rest whole")
-        return "all" if every else "frozen"
-
-    def _offload(self, zero: ZeroSection) -> OffloadConfig | None:
-        optimizer, param, section = zero.offload_optimizer, zero.offload_param, "zero_optimization"
-        if param.device == "nvme":
-            what = 'is "nvme", which is not built yet; use "cpu" or "none", and "nvme" for offload_optimizer.device'
-            self._refuse(f"{section}.offload_param.device", what)
-        if optimizer.device != "none" and zero.stage == 0:
-            what = f'is "{optimizer.device}", which needs state that is divided; use stage 1, 2 or 3'
-            self._refuse(f"{section}.offload_optimizer.device", what)
-        paths = self._paths(zero)
-        moves_param = param.device == "cpu" and self._moves_param(zero)
-        if optimizer.device == "none" and not moves_param:
-            return None
-        ratio = 1.0 if moves_param else optimizer.ratio
-        private = (optimizer.encrypt, optimizer.allow_visible_spill) if paths else (False, False)
-        return OffloadConfig(ratio, moves_param, optimizer.pin_memory, paths, *private)
-
-    def _paths(self, zero: ZeroSection) -> tuple[str, ...]:
-        """The folders for state on disk; () where none is to go there."""
-        optimizer, section = zero.offload_optimizer, "zero_optimization.offload_optimizer"
-        if optimizer.device != "nvme":
-            return ()
-        paths = optimizer.nvme_path or ()
-        if zero.stage == "auto":
-            what = 'is "nvme", which "stage": "auto" does not choose among; write the stage, or leave the device out'
-            self._refuse(f"{section}.device", what)
-        elif not paths or "" in paths:
-            what = 'is "nvme", which needs a folder on a local disk; set nvme_path beside it'
-            self._refuse(f"{section}.device", what)
-        elif len(set(paths)) < len(paths):
-            self._refuse(f"{section}.nvme_path", "names a folder twice; name each disk once")
-        return paths
-
-    def _moves_param(self, zero: ZeroSection) -> bool:
-        """Whether parameters rest in host memory, where offload_param asks for it; says what goes along, or why not."""
-        optimizer, path = zero.offload_optimizer, "zero_optimization.offload_param.device"
-        origin = self._origin(path)
-        if zero.stage not in (3, "auto"):
-            self._problems.warn(f'{path} ({origin}): "cpu" has no effect at stage {zero.stage}, only at stage 3')
-            return False
-        if optimizer.device != "none" and optimizer.ratio < 1:
-            self._refuse(path, 'is "cpu", which needs an offload_optimizer of ratio 1')
-        elif optimizer.device == "none" and self._trains:
-            self._problems.warn(
-                f'{path} ({origin}): "cpu" takes the optimizer\'s state to host memory too; say so with '
-                '"offload_optimizer": {"device": "cpu"}'
-            )
-        return True
 
     def _refuse(self, path: str, what: str) -> None:
         self._problems.add(path, self._origin(path), what)

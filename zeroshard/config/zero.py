@@ -1,0 +1,115 @@
+"""What the keys of `zero_optimization` mean together: subgroups of ranks, gathers in codes, offload.
+
+Values have been checked one by one before (models.py). Here are the rules between them, and with the stage and the
+number of ranks; what can't hold goes to the list of problems, and the rest of the config is looked at all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from zeroshard.config.models import ZeroSection
+from zeroshard.config.problems import Problems
+from zeroshard.config.resolved import OffloadConfig
+
+
+class ZeroRules:
+    """Reads one `zero_optimization`.
+
+    Args:
+        origin: where a key was written, for messages.
+        trains: whether there is an optimizer.
+    """
+
+    def __init__(
+        self, zero: ZeroSection, problems: Problems, origin: Callable[[str], str], world_size: int, *, trains: bool
+    ) -> None:
+        self._zero, self._problems, self._origin = zero, problems, origin
+        self._world_size, self._trains = world_size, trains
+
+    def subgroup(self) -> tuple[int | None, bool]:
+        """Ranks of a subgroup, and whether it is for second copies of the parameters; None where all are one group."""
+        hpz, mics = self._zero.zero_hpz_partition_size, self._zero.mics_shard_size
+        section = "zero_optimization"
+        copies, state = hpz > 1, mics is not None and mics > 0
+        path = f"{section}.zero_hpz_partition_size" if copies else f"{section}.mics_shard_size"
+        size = hpz if copies else mics
+        if not (copies or state):
+            return None, False
+        assert size is not None
+        if copies and state:
+            self._refuse(path, f"is {hpz}, and {section}.mics_shard_size is {mics}: give one of them")
+        elif self._zero.stage == "auto":
+            self._refuse(path, f'is {size}, and {section}.stage is "auto": the planner does not choose among subgroups')
+        elif copies and self._zero.stage != 3:
+            self._refuse(path, f"is {size}, which is for stage 3; at stage {self._zero.stage} parameters rest whole")
+        elif state and self._zero.stage == 0:
+            self._refuse(path, f"is {size}, but at stage 0 nothing is divided; use stage 1, 2 or 3")
+        elif self._world_size % size:
+            self._refuse(path, f"is {size}, which does not divide {self._world_size} ranks into equal subgroups")
+        else:
+            return size, copies
+        return None, False
+
+    def codes(self) -> Literal["none", "frozen", "all"]:
+        """Which sharded parameters are gathered as 8-bit codes."""
+        every, frozen = self._zero.zero_quantized_weights, self._zero.zero_quantized_nontrainable_weights
+        if not (every or frozen):
+            return "none"
+        if self._zero.stage not in (3, "auto"):
+            path = f"zero_optimization.zero_quantized_{'weights' if every else 'nontrainable_weights'}"
+            self._refuse(path, f"is true, which is for stage 3; at stage {self._zero.stage} parameters rest whole")
+        return "all" if every else "frozen"
+
+    def offload(self) -> OffloadConfig | None:
+        """What rests in host memory or on disk."""
+        optimizer, param, section = self._zero.offload_optimizer, self._zero.offload_param, "zero_optimization"
+        if param.device == "nvme":
+            what = 'is "nvme", which is not built yet; use "cpu" or "none", and "nvme" for offload_optimizer.device'
+            self._refuse(f"{section}.offload_param.device", what)
+        if optimizer.device != "none" and self._zero.stage == 0:
+            what = f'is "{optimizer.device}", which needs state that is divided; use stage 1, 2 or 3'
+            self._refuse(f"{section}.offload_optimizer.device", what)
+        paths = self._paths()
+        moves_param = param.device == "cpu" and self._moves_param()
+        if optimizer.device == "none" and not moves_param:
+            return None
+        ratio = 1.0 if moves_param else optimizer.ratio
+        private = (optimizer.encrypt, optimizer.allow_visible_spill) if paths else (False, False)
+        return OffloadConfig(ratio, moves_param, optimizer.pin_memory, paths, *private)
+
+    def _paths(self) -> tuple[str, ...]:
+        """The folders for state on disk; () where none is to go there."""
+        optimizer, section = self._zero.offload_optimizer, "zero_optimization.offload_optimizer"
+        if optimizer.device != "nvme":
+            return ()
+        paths = optimizer.nvme_path or ()
+        if self._zero.stage == "auto":
+            what = 'is "nvme", which "stage": "auto" does not choose among; write the stage, or leave the device out'
+            self._refuse(f"{section}.device", what)
+        elif not paths or "" in paths:
+            what = 'is "nvme", which needs a folder on a local disk; set nvme_path beside it'
+            self._refuse(f"{section}.device", what)
+        elif len(set(paths)) < len(paths):
+            self._refuse(f"{section}.nvme_path", "names a folder twice; name each disk once")
+        return paths
+
+    def _moves_param(self) -> bool:
+        """Whether parameters rest in host memory, where offload_param asks for it; says what goes along, or why not."""
+        optimizer, path = self._zero.offload_optimizer, "zero_optimization.offload_param.device"
+        origin = self._origin(path)
+        if self._zero.stage not in (3, "auto"):
+            self._problems.warn(f'{path} ({origin}): "cpu" has no effect at stage {self._zero.stage}, only at stage 3')
+            return False
+        if optimizer.device != "none" and optimizer.ratio < 1:
+            self._refuse(path, 'is "cpu", which needs an offload_optimizer of ratio 1')
+        elif optimizer.device == "none" and self._trains:
+            self._problems.warn(
+                f'{path} ({origin}): "cpu" takes the optimizer\'s state to host memory too; say so with '
+                '"offload_optimizer": {"device": "cpu"}'
+            )
+        return True
+
+    def _refuse(self, path: str, what: str) -> None:
+        self._problems.add(path, self._origin(path), what)
