@@ -14,8 +14,7 @@ import torch
 
 from tests.support.disk import disk_folder, memory_in, spill_descriptors
 from tests.support.distributed import start_process
-from zeroshard.nvme.memory import on_disk
-from zeroshard.nvme.transfers import BLOCK
+from zeroshard.nvme.transfers import BLOCK, in_blocks
 from zeroshard.nvme.volume import CHUNK
 from zeroshard.tiers import RowPart, clear, finish, loaded, store
 
@@ -85,7 +84,7 @@ def test_several_folders_hold_a_share_each_and_give_the_same_bytes(tmp_path: Pat
         for one in folders:
             one.mkdir()
         numel = (7 * CHUNK + 3 * BLOCK) // 4 + 5
-        memory = memory_in(*folders, nbytes=on_disk(numel * 4))
+        memory = memory_in(*folders, nbytes=in_blocks(numel * 4))
         row, values = memory.allocate(numel, torch.float32), torch.rand(numel)
         finish(row.write(0, values))
         assert torch.equal(loaded(row, slice(None)), values)

@@ -25,7 +25,7 @@ from zeroshard.nvme.choose import best_transfers
 from zeroshard.nvme.cipher import BlockCipher
 from zeroshard.nvme.places import Spill
 from zeroshard.nvme.spill import SpillFile
-from zeroshard.nvme.transfers import BLOCK, PATIENCE_S, MakeTransfers
+from zeroshard.nvme.transfers import BLOCK, PATIENCE_S, MakeTransfers, in_blocks
 from zeroshard.nvme.volume import Pending, Volume, nbytes_per_file
 from zeroshard.tiers import Completion
 
@@ -71,7 +71,7 @@ class NvmeMemory:
     def allocate(self, numel: int, dtype: torch.dtype) -> DiskRow:
         """See TierMemory. The files are new, so that unwritten blocks read as zeros."""
         begin, nbytes = self._taken, numel * dtype.itemsize
-        self._taken += on_disk(nbytes)
+        self._taken += in_blocks(nbytes)
         if self._taken > self._reserved:
             self.reserve(self._taken - self._reserved)
         self.used += nbytes
@@ -168,14 +168,9 @@ class DiskRow:
                 memory.write_blocks(at, address, nbytes)()
 
 
-def on_disk(nbytes: int) -> int:
-    """The bytes that a row of `nbytes` takes on disk: whole blocks."""
-    return -(-nbytes // BLOCK) * BLOCK
-
-
 def _body(low: int, high: int, values: torch.Tensor) -> tuple[int, int]:
     """The whole blocks of [low, high) moved straight from or to where `values` is; (high, high) for none."""
-    begin, end = on_disk(low), high // BLOCK * BLOCK
+    begin, end = in_blocks(low), high // BLOCK * BLOCK
     if begin >= end or values.device.type != "cpu" or (values.data_ptr() + begin - low) % BLOCK:
         return high, high
     return begin, end
@@ -191,7 +186,7 @@ def _through(low: int, high: int) -> list[tuple[int, int, int, int]]:
     found: list[tuple[int, int, int, int]] = []
     at = low // BLOCK * BLOCK
     while at < high:
-        nbytes = min(BUFFER_NBYTES, on_disk(high - at))
+        nbytes = min(BUFFER_NBYTES, in_blocks(high - at))
         found.append((at, nbytes, max(low, at), min(high, at + nbytes)))
         at += nbytes
     return found

@@ -18,6 +18,11 @@ PATIENCE_S = 120.0
 """Seconds after which a disk that does not answer is taken for stalled. A busy one answers within a few."""
 
 
+def in_blocks(nbytes: int) -> int:
+    """The bytes that a row of `nbytes` takes on disk, and in a window: whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
 class FileEnded(OSError):
     """The file ended before all bytes were there."""
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zeroshard.nvme.transfers import in_blocks
 from zeroshard.optim.regions import Region
-from zeroshard.plan.offload import WINDOWS, in_blocks
+from zeroshard.plan.offload import WINDOWS
 from zeroshard.tiers import Completion, Row, finish, in_place
 
 Opened = tuple[Region, Sequence[torch.Tensor]]

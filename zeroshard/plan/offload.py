@@ -24,7 +24,7 @@ from numbers import Real
 
 from zeroshard.errors import PlanError
 from zeroshard.nvme.places import Spill
-from zeroshard.nvme.transfers import BLOCK
+from zeroshard.nvme.transfers import in_blocks
 from zeroshard.plan.dtypes import itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.placement import Placement, Residency, Tier
@@ -226,11 +226,6 @@ def _window_nbytes(group: GroupPlan, numel: int) -> int:
     numel = min(numel, group.layout.shard_numel)
     rows = (numel * itemsize(one.dtype) for one in held if one.tier is Tier.NVME for _ in range(one.copies))
     return sum(map(in_blocks, rows))
-
-
-def in_blocks(nbytes: int) -> int:
-    """The bytes that a row takes on disk, and in a window: whole blocks."""
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 def disk_nbytes(plan: Plan) -> int:

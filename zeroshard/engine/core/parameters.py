@@ -116,7 +116,7 @@ class Parameters:
 
     def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
         source = group.shard if leg.source is Buffer.SHARD else _own_part(group, leg.source, whole)
-        record, blocks = self._own_record(unit, group), group.plan.codes
+        record, blocks = self._own_record(group), group.plan.codes
         assert blocks is not None
         return lambda: encode(source, record, blocks)
 
@@ -130,7 +130,7 @@ class Parameters:
         assert self._storage.records is not None
         return self._storage.records[: group.plan.record_nbytes * group.plan.records]
 
-    def _own_record(self, unit: Unit, group: Group) -> torch.Tensor:
+    def _own_record(self, group: Group) -> torch.Tensor:
         position = group.rank % group.plan.records
         return self._records(group).view(group.plan.records, -1)[position]
 
@@ -140,7 +140,7 @@ class Parameters:
             assert self._peers is not None
             return self._peers.all_gather(whole, group.shard, label, group.copied)
         if leg.source is Buffer.RECORDS:
-            records, record = self._records(group), self._own_record(unit, group)
+            records, record = self._records(group), self._own_record(group)
             return lambda: gathers.all_gather(records, record, label)
         target = whole if leg.target is Buffer.WHOLE else _second(group)
         if leg.source is Buffer.SHARD:
