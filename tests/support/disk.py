@@ -56,21 +56,28 @@ class FailingTransfer:
 
 
 class FailingTransfers:
-    """A Transfers that hands on to a real one, and fails from a given transfer on.
+    """A Transfers that hands on to a real one, and fails some transfers after it was told to.
+
+    How many transfers a step needs depends on where the allocator puts memory, so that a count from the beginning on
+    may be over at any time.
 
     Args:
         error: what the failing ones end with.
-        after: so many of the kind succeed first.
         write: whether writes fail, or reads.
     """
 
     name = "failing"
 
-    def __init__(self, error: OSError, after: int, *, write: bool) -> None:
-        self._inner, self._error, self._left, self._write = best_transfers(), error, after, write
+    def __init__(self, error: OSError, *, write: bool) -> None:
+        self._inner, self._error, self._write = best_transfers(), error, write
+        self._left: int | None = None
+
+    def fail_after(self, count: int) -> None:
+        """From now on so many of the kind succeed, and none after them."""
+        self._left = count
 
     def start(self, *, write: bool, file: int, offset: int, address: int, nbytes: int) -> Transfer:
-        if write == self._write:
+        if write == self._write and self._left is not None:
             self._left -= 1
             if self._left < 0:
                 return FailingTransfer(self._error)

@@ -18,46 +18,30 @@ from tests.support.models import Batch
 from tests.support.offload import offloaded, recipe
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, shard_task
 from zeroshard.errors import SpillError, ZeroShardError
-from zeroshard.nvme.choose import best_transfers
 from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.nvme.places import Spill
 from zeroshard.nvme.transfers import DiskStalled, FileEnded
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.plan.builder import Recipe
 from zeroshard.plan.offload import disk_nbytes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 
 
-class _Breaking:
-    """Makes the memory of one rank, on a disk that fails after a while."""
+class _Disk:
+    """Makes the memory of one rank, on a disk that fails when it is told to."""
 
-    def __init__(self, folder: Path, rank: int, error: OSError | None, after: int, *, write: bool) -> None:
+    def __init__(self, folder: Path, rank: int, error: OSError, *, write: bool) -> None:
         self._spill, self._rank = Spill((str(folder),)), rank
-        self._error, self._after, self._write = error, after, write
+        self.transfers = FailingTransfers(error, write=write)
 
     def __call__(self, plan: Plan, device: torch.device) -> NvmeMemory:
-        error = self._error
-        if error is None:
-            return NvmeMemory(self._spill, self._rank, disk_nbytes(plan), make_transfers=best_transfers)
-        return NvmeMemory(
-            self._spill,
-            self._rank,
-            disk_nbytes(plan),
-            make_transfers=lambda: FailingTransfers(error, self._after, write=self._write),
-        )
+        return NvmeMemory(self._spill, self._rank, disk_nbytes(plan), make_transfers=lambda: self.transfers)
 
 
-def _plan(folder: Path) -> Recipe:
-    return on_disk(offloaded(recipe(3, "bf16")), [folder])
-
-
-def _breaking_model(
-    folder: Path, rank: int, error: OSError | None, after: int, *, write: bool = False
-) -> tuple[nn.Module, ShardedOptimizer]:
+def _model_on(disk: _Disk, folder: Path) -> tuple[nn.Module, ShardedOptimizer]:
     model = build(TASK)
-    tier = _Breaking(folder, rank, error, after, write=write)
-    return zeroshard.shard(model, adamw(model), plan=_plan(folder), tiers={Tier.NVME: tier})
+    plan = on_disk(offloaded(recipe(3, "bf16")), [folder])
+    return zeroshard.shard(model, adamw(model), plan=plan, tiers={Tier.NVME: disk})
 
 
 def _step(model: nn.Module, optimizer: ShardedOptimizer, number: int, rank: int) -> None:
@@ -72,11 +56,13 @@ def _train_until_it_fails(model: nn.Module, optimizer: ShardedOptimizer, rank: i
 
 
 def _one_of_two_fails(rank: int, world: int, folder: Path, checkpoint: Path) -> None:
-    broken = OSError(errno.EIO, "Input/output error") if rank == 1 else None
-    model, optimizer = _breaking_model(folder, rank, broken, 150)
+    disk = _Disk(folder, rank, OSError(errno.EIO, "Input/output error"), write=False)
+    model, optimizer = _model_on(disk, folder)
     _step(model, optimizer, 0, rank)
     zeroshard.save(model, checkpoint, "before")
     saved = full_parameters(model)
+    if rank == 1:
+        disk.transfers.fail_after(60)
     with pytest.raises(ZeroShardError, match=rf"rank 1: a read of its file in {folder} failed: .*\(errno 5\)") as first:
         _train_until_it_fails(model, optimizer, rank)
     assert isinstance(first.value, SpillError) == (rank == 1)
@@ -114,8 +100,10 @@ ERRORS = [
 def _each_error(rank: int, world: int, folder: Path, checkpoint: Path) -> None:
     for error, told in ERRORS:
         for write in (False, True):
-            model, optimizer = _breaking_model(folder, rank, error, 60, write=write)
+            disk = _Disk(folder, rank, error, write=write)
+            model, optimizer = _model_on(disk, folder)
             _step(model, optimizer, 0, rank)
+            disk.transfers.fail_after(20)
             what = "a write to" if write else "a read of"
             with pytest.raises(SpillError, match=f"rank 0: {what} its file in {folder} .*{told}"):
                 _train_until_it_fails(model, optimizer, rank)
