@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ import zeroshard
 from tests.plan.specs import blocks
 from tests.support.distributed import run_ranks
 from tests.support.measure import forget_sent, held_bytes, sent
-from tests.support.models import Batch, Task, square_loss
+from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import adamw, build
-from tests.support.zoo import Stack
+from tests.support.zoo import Mlp, Stack
 from zeroshard.config import load_config
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.core.streams import Step
 from zeroshard.errors import ConfigError, PlanError, UsageError
 from zeroshard.mesh import NESTED, REPLICATE, SHARD, Mesh
 from zeroshard.plan.builder import Recipe, build_plan
+from zeroshard.plan.legs import Stream
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES
@@ -214,3 +218,44 @@ def _with_muon(rank: int, world: int) -> None:
 
 def test_optimizers_of_whole_matrices_are_refused() -> None:
     run_ranks(4, _with_muon)
+
+
+class _ReadsAhead(nn.Module):
+    """Reads the weight of a module that comes later than what is gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp() for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ next(self.blocks[5].parameters())[:WIDTH, :WIDTH].t()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _fails_once(rank: int, world: int, subgroup: int) -> None:
+    task = Task(_ReadsAhead, square_loss)
+    plain, model = build(task), build(task)
+    mesh = Mesh.data_parallel(world, subgroup)
+    model, _ = zeroshard.shard(model, adamw(model), plan=_recipe(mesh), mesh=mesh)
+    streams = handle_of(model).runtime.streams
+    run, failed = streams.run, list[Step]()
+
+    def run_or_fail(stream: Stream, steps: Sequence[Step]) -> None:
+        if not failed and any(name[0] == "held" for step in steps for name in step.writes):
+            failed.extend(steps)
+            raise RuntimeError("out of memory")
+        run(stream, steps)
+
+    streams.run = run_or_fail
+    batch = Batch(0, 0, rank)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        task.loss(model, batch)
+    assert any("second" in name for step in failed for name in step.writes) == (subgroup < world)
+    torch.testing.assert_close(task.loss(model, batch), task.loss(plain, batch), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("world", "subgroup"), [(4, 2), (2, 2)], ids=["second copies", "one axis"])
+def test_a_read_whose_gather_failed_is_gathered_again(world: int, subgroup: int) -> None:
+    run_ranks(world, _fails_once, subgroup)

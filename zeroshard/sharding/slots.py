@@ -136,13 +136,17 @@ class SlotLedger:
 
     def lose(self, unit: int) -> None:
         """The gather of a unit that was taken has failed: its whole parameters are not there."""
-        if unit in self._outdated:
-            self._outdated[unit] = Outdated.ALL
+        self.outdate(unit)
         slot = self._slot[unit]
         if slot is None:
             self._stale.add(unit)
         elif self._holder[slot] == unit:
             self._holder[slot] = None
+
+    def outdate(self, unit: int) -> None:
+        """What was to make the unit's second copy anew has failed: some of it may be old, or nothing."""
+        if unit in self._outdated:
+            self._outdated[unit] = Outdated.ALL
 
     def release(self, unit: int) -> None:
         """The unit is out of use; its content stays valid where the plan reuses slots."""

@@ -10,7 +10,7 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -173,10 +173,7 @@ class Parameters:
             steps = self._after_renewal[index][self._ledger.renew(index)]
         unit.become(UnitState.GATHERING)
         try:
-            for step in steps:
-                if step.sends:
-                    self._log.record("all-gather", unit.label, self._sizes[index])
-            self._streams.run(Stream.GATHER, steps)
+            self._run_gather(unit, steps)
         except (RuntimeError, AssertionError) as error:  # whoever goes on must not find an empty slot
             self._ledger.lose(index)
             unit.become(UnitState.RESTING)
@@ -187,6 +184,12 @@ class Parameters:
             self._versions[index] = _versions(unit)
             if self._peers is not None:
                 self._unmet.append(index)
+
+    def _run_gather(self, unit: Unit, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if step.sends:
+                self._log.record("all-gather", unit.label, self._sizes[unit.index])
+        self._streams.run(Stream.GATHER, steps)
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
@@ -248,10 +251,13 @@ class Parameters:
         self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
         unit.held = True
         wholes = [group.take_apart() for group in unit.groups]
-        for step in self._steps_into(unit, wholes, ("held", index), self._ledger.renew(index)):
-            if step.sends:
-                self._log.record("all-gather", unit.label, self._sizes[index])
-            self._streams.run(Stream.GATHER, [step])
+        try:
+            self._run_gather(unit, self._steps_into(unit, wholes, ("held", index), self._ledger.renew(index)))
+        except (RuntimeError, AssertionError) as error:  # whoever goes on must not find memory that nobody wrote
+            self._ledger.outdate(index)
+            unit.give_apart_back()
+            refuse_tracing(error)
+            raise
         # Read after write: the memory belongs to the gather until it has landed.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
         self._streams.touch(reads=(("held", index),))
