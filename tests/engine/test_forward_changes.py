@@ -348,3 +348,56 @@ NOTED: dict[str, Write] = {"clamp": lambda weight: weight.clamp_(-0.05, 0.05), "
 @pytest.mark.parametrize("name", MIXED)
 def test_master_weights_follow_writes_that_no_version_counter_sees(name: str) -> None:
     run_ranks(2, _with_masters, name)
+
+
+KEEPS: dict[str, Callable[[nn.Linear], object]] = {
+    "detached": lambda module: module.weight.detach(),
+    "view": lambda module: module.weight.data.view(-1)[3:],
+    "in a list": lambda module: [module.weight.detach().t()],
+    "array": lambda module: {"now": module.weight.detach().numpy()},
+}
+
+
+class _Keeping(nn.Linear):
+    """Keeps something of its weight in an attribute."""
+
+    def __init__(self, keep: Callable[[nn.Linear], object]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.keep, self.kept = keep, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.keep(self)
+        return torch.tanh(super().forward(x))
+
+
+def _keeping(keep: Callable[[nn.Linear], object]) -> Task:
+    return Task(lambda: _Chain(*(_Keeping(keep) for _ in range(3))), _loss)
+
+
+def _warned(task: Task, stage: int, rank: int, *, trains: bool) -> list[str]:
+    model, optimizer = shard_task(task, Setting(plan=stage, optimizer=sgd))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if trains:
+                _step(model, optimizer, Batch(step, 0, rank))
+            else:
+                with torch.no_grad():
+                    _loss(model, Batch(step, 0, rank))
+    zeroshard.close(model)
+    return [str(each.message) for each in caught if "kept beyond it" in str(each.message)]
+
+
+def _keeps_views(rank: int, world: int) -> None:
+    for name, keep in KEEPS.items():
+        for trains in (True, False):
+            found = _warned(_keeping(keep), 3, rank, trains=trains)
+            assert len(found) == 3, name
+            assert all(f"blocks.{number}.kept" in told for number, told in enumerate(sorted(found))), name
+        assert _warned(_keeping(keep), 2, rank, trains=True) == [], name
+    assert _warned(_keeping(lambda module: module.weight.detach().clone()), 3, rank, trains=True) == []
+    assert _warned(_keeping(lambda module: module.weight), 3, rank, trains=True) == []
+
+
+def test_a_view_of_a_gathered_weight_that_a_module_keeps_is_warned_of_by_name() -> None:
+    run_ranks(2, _keeps_views)

@@ -66,7 +66,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class _Member:
+class Member:
     """A tensor of the model: a parameter, or something else that may lie over one."""
 
     name: str
@@ -86,13 +86,19 @@ def refuse_shared_memory(model: nn.Module) -> None:
     The same object under several names is a tie, and fine. Frozen parameters may share memory with each other, and
     with what is no parameter: nothing changes there.
     """
-    places: dict[Place, list[_Member]] = {}
+    places: dict[Place, list[Member]] = {}
     for place, member in _members(model):
         places.setdefault(place, []).append(member)
     for members in places.values():
         pair = _first_overlap(members)
         if pair is not None:
             raise PlanError(_refusal(*pair))
+
+
+def kept_tensors(model: nn.Module) -> Iterator[Member]:
+    """Buffers, and tensors and arrays among the attributes of modules, that are no parameters themselves."""
+    for _, member in _others(model, {id(parameter) for parameter in model.parameters()}):
+        yield member
 
 
 def share_bytes(one: Span, other: Span) -> bool:
@@ -135,16 +141,19 @@ def _share_in_step(one: Span, other: Span) -> bool:
     return any(share_bytes(first, apart.at(index)) for index in apart.between(first.start, first.end))
 
 
-def _members(model: nn.Module) -> Iterator[tuple[Place, _Member]]:
+def _members(model: nn.Module) -> Iterator[tuple[Place, Member]]:
     seen: set[int] = set()
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, parameter in module.named_parameters(recurse=False):
-            yield from _member(f"{prefix}{name}", "parameter", parameter, seen)
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            yield from _member(name, "parameter", parameter, seen)
+    yield from _others(model, seen)
+
+
+def _others(model: nn.Module, seen: set[int]) -> Iterator[tuple[Place, Member]]:
     for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            yield from _member(name, "buffer", buffer, seen)
         prefix = f"{path}." if path else ""
-        for name, buffer in module.named_buffers(recurse=False):
-            yield from _member(f"{prefix}{name}", "buffer", buffer, seen)
         for name, value in _attributes(module):
             if isinstance(value, torch.Tensor):
                 yield from _member(f"{prefix}{name}", "attribute", value, seen)
@@ -174,7 +183,7 @@ def _within(name: str, value: object, depth: int) -> Iterator[tuple[str, torch.T
             yield from _within(f"{name}[{key!r}]", item, depth - 1)
 
 
-def _array(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[Place, _Member]]:
+def _array(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[Place, Member]]:
     """A NumPy array as an attribute; `parameter.detach().numpy()` lies over the parameter's memory."""
     if array.size == 0 or array.dtype.hasobject:
         return
@@ -182,10 +191,10 @@ def _array(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[Place, _Mem
     for size, stride in zip(array.shape, array.strides, strict=True):
         start += min(0, stride) * (size - 1)  # a flipped array begins at its end
     strides = tuple(abs(stride) for stride in array.strides)
-    yield ("cpu", 0), _Member(name, "attribute", span_of(start, array.shape, strides, array.itemsize), False)
+    yield ("cpu", 0), Member(name, "attribute", span_of(start, array.shape, strides, array.itemsize), False)
 
 
-def _member(name: str, kind: str, tensor: torch.Tensor, seen: set[int]) -> Iterator[tuple[Place, _Member]]:
+def _member(name: str, kind: str, tensor: torch.Tensor, seen: set[int]) -> Iterator[tuple[Place, Member]]:
     """Nothing for tensors that were seen, that have no elements, or that are no strided memory."""
     if id(tensor) in seen:
         return
@@ -199,12 +208,12 @@ def _member(name: str, kind: str, tensor: torch.Tensor, seen: set[int]) -> Itera
     else:
         place, start = (tensor.device.type, tensor.device.index or 0), tensor.data_ptr()
     trainable = kind == "parameter" and tensor.requires_grad
-    yield place, _Member(name, kind, span_of(start, tuple(tensor.shape), strides, width), trainable)
+    yield place, Member(name, kind, span_of(start, tuple(tensor.shape), strides, width), trainable)
 
 
-def _first_overlap(members: list[_Member]) -> tuple[_Member, _Member] | None:
+def _first_overlap(members: list[Member]) -> tuple[Member, Member] | None:
     """The first two that share memory of which one trains; a sweep over addresses, in which few are open at a time."""
-    open_now: list[_Member] = []
+    open_now: list[Member] = []
     for member in sorted(members, key=lambda each: each.span.start):
         open_now = [other for other in open_now if other.span.end > member.span.start]
         for other in open_now:
@@ -215,7 +224,7 @@ def _first_overlap(members: list[_Member]) -> tuple[_Member, _Member] | None:
     return None
 
 
-def _refusal(parameter: _Member, other: _Member) -> str:
+def _refusal(parameter: Member, other: Member) -> str:
     if other.is_parameter:
         return (
             f"{parameter.name!r} and {other.name!r} are two parameters over the same memory. Sharded, each would have "

@@ -25,6 +25,7 @@ from zeroshard.engine.core.forward import Forward
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inspection import Inspection
 from zeroshard.engine.core.interrupted import refuse_half_done, refuse_transform
+from zeroshard.engine.core.kept_views import KeptViews
 from zeroshard.engine.core.outside_reads import OutsideReads
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker
@@ -75,6 +76,7 @@ class Runtime:
         self.gradients = Gradients(plan, storage, streams, reduces, log, peers, self.updates)
         self.inspection = Inspection(storage.units)
         self._whole_changes = WholeChanges(storage.units, storage.device)
+        self._kept_views = KeptViews(model, storage.gather_slots)
         self.names_in_state_dict = False
         """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
         self.reducing = Reducing()
@@ -123,6 +125,8 @@ class Runtime:
             self._recover()
         self.backward.order.forward_begins()
         self.parameters.changes.begin_pass()
+        if self.parameters.changes.active:
+            self._kept_views.look()
         self.inspection.before_pass()
         if torch.is_autocast_enabled(self.storage.device.type):
             torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
@@ -243,8 +247,10 @@ class Runtime:
 
     def _adopt(self, plan: Plan) -> None:
         self.drain()
+        self._kept_views.look()
         self.parameters.release_all()
         self.storage.adopt(plan)
+        self._kept_views.adopt(self.storage.gather_slots)
         self.parameters.adopt(plan)
         self.gradients.adopt(plan)
         self._set_plan(plan)
