@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         ZeroOneAdam,
     )
     from zeroshard.plan.builder import Precision, Recipe, build_plan
+    from zeroshard.plan.hops import Feedback, GradientCodes
     from zeroshard.plan.offload import Offload
     from zeroshard.plan.placement import STAGES, Blocks, Sharding, Tier
     from zeroshard.plan.plan import Plan
@@ -89,6 +90,8 @@ _HOME = {
     "AdamW4bit": "zeroshard.optim.named",
     "AdamW8bit": "zeroshard.optim.named",
     "Blocks": "zeroshard.plan.placement",
+    "Feedback": "zeroshard.plan.hops",
+    "GradientCodes": "zeroshard.plan.hops",
     "AutoPlan": "zeroshard.engine.automatic",
     "CPUAdam": "zeroshard.optim.adam.host_adam",
     "ExecutionPolicy": "zeroshard.plan.policy",
@@ -176,7 +179,9 @@ __all__ = [
     "Blocks",
     "CPUAdam",
     "ExecutionPolicy",
+    "Feedback",
     "GatheredParameters",
+    "GradientCodes",
     "GraphedStep",
     "HostUpdate",
     "Init",

@@ -8,6 +8,7 @@ from zeroshard.errors import PlanError
 from zeroshard.mesh import Mesh
 from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import MAX_PREFETCH, NO_MASTER, Precision, Recipe
+from zeroshard.plan.hops import Feedback, GradientCodes
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import GATHER_CODES, STAGES, Sharding, Tier
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
@@ -59,6 +60,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         live_numel=zero.max_live_parameters,
         codes=GATHER_CODES if zero.codes == "all" else None,
         frozen_codes=None if zero.codes == "none" else GATHER_CODES,
+        gradient_codes=_gradient_codes(config),
     )
 
 
@@ -69,7 +71,18 @@ def mesh_of(config: Config) -> Mesh:
 
 def _sharding(row: Sharding, config: Config) -> Sharding:
     mesh = mesh_of(config)
-    return row.with_second_copies(mesh) if config.zero.second_copies else row.on(mesh)
+    return row.nested(mesh) if config.zero.second_copies else row.on(mesh)
+
+
+def _gradient_codes(config: Config) -> GradientCodes | None:
+    """What codes leave out comes back: of 4 bits always, of the only hop, in 8 bits, where the config says how."""
+    zero = config.zero
+    if not zero.quantized_gradients:
+        return None
+    asked = zero.error_beta is not None or zero.error_reset is not None
+    twice = zero.subgroup not in (None, config.world_size)
+    feedback = Feedback(zero.error_beta or 0.0, zero.error_reset or 0) if asked or twice else None
+    return GradientCodes(feedback=feedback)
 
 
 def _on_nonfinite(precision: PrecisionConfig) -> OnNonFinite:

@@ -142,6 +142,12 @@ def test_ways_to_use_a_large_cluster_are_compared() -> None:
     assert by_name["HSDP"].memory > by_name["ZeRO-3"].memory
     assert by_name["hpZ"].seconds <= by_name["ZeRO-3"].seconds
     assert not by_name["ZeRO-1 + tensor + pipeline"].executed
+    for nic, gains in ((1e9, True), (1e13, False)):  # codes pay on slow links, and the table says where they do not
+        ways = compare(_work(), BF16, replace(parse_cluster("8xH100"), nic=nic), [64], Checkpointing.OFF)
+        by_name = {way.name: way for way in ways}
+        codes, plain = by_name["hpZ, qwZ, qgZ"], by_name["hpZ"]
+        assert (codes.seconds < plain.seconds) == gains
+        assert ("codes lose here" in codes.remark) != gains
     with pytest.raises(PlanError, match="numbers of GPUs"):
         parse_sizes("8,many")
 

@@ -30,7 +30,8 @@ def held_bytes(model: nn.Module) -> StateBytes:
             group.shard if group.plan.param.divided else group.whole for group in groups if not group.plan.param.away
         )
         + _nbytes(group.second for group in groups if group.plan.param.divided),
-        grad=_nbytes(group.grad for group in groups if not group.plan.grad_away),
+        grad=_nbytes(group.grad for group in groups if not group.plan.grad_away)
+        + _nbytes(error for group in groups for error in group.errors),
         master=_nbytes(
             in_place(g.master) for g in groups if g.master is not None and not (g.plan.master and g.plan.master.away)
         ),

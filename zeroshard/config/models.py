@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from zeroshard.config.fields import (
     LARGEST,
@@ -31,6 +31,7 @@ from zeroshard.config.fields import (
     Text,
     TextList,
     one_of,
+    real_number,
     whole,
 )
 
@@ -78,6 +79,11 @@ class AutomaticSection(Section):
     sequence_length: Count | None = None
 
 
+class LocoSection(Section):
+    err_beta: Annotated[float, BeforeValidator(real_number(0, below=1))] | None = None
+    reset_T: Count | None = None
+
+
 class ZeroSection(Section):
     stage: Stage = 0
     automatic: AutomaticSection = Field(default_factory=AutomaticSection)
@@ -92,6 +98,8 @@ class ZeroSection(Section):
     zero_hpz_partition_size: Count = 1
     zero_quantized_weights: Flag = False
     zero_quantized_nontrainable_weights: Flag = False
+    zero_quantized_gradients: Flag = False
+    zeropp_loco_param: LocoSection = Field(default_factory=LocoSection)
     mics_shard_size: Annotated[int, whole(-1)] | None = None
     leaf_module: LeafModuleSection = Field(default_factory=LeafModuleSection)
     offload_optimizer: OffloadOptimizerSection = Field(default_factory=OffloadOptimizerSection)

@@ -68,7 +68,10 @@ class ZeroConfig:
         stage: "auto" until the planner has chosen.
         subgroup: ranks that hold a whole copy of something; None where all ranks are one group.
         codes: which sharded parameters are gathered as 8-bit codes.
-        second_copies: that is a second copy of the parameters (hpZ), else all of the state (MiCS).
+        second_copies: that is a second copy of the parameters (hpZ), or nothing but the way of sums in codes where
+            these rest whole; else all of the state (MiCS).
+        quantized_gradients: whether gradients are summed in codes.
+        error_beta, error_reset: how what these codes leave out comes back; None where the config does not say.
         ignore_unused: whether parameters may stay without a gradient.
         look_always: whether every pass looks for what its code writes on parameters.
         automatic_memory, automatic_length: for that choice: bytes of each device, tokens of a sequence.
@@ -86,6 +89,9 @@ class ZeroConfig:
     subgroup: int | None = None
     second_copies: bool = False
     codes: Literal["none", "frozen", "all"] = "none"
+    quantized_gradients: bool = False
+    error_beta: float | None = None
+    error_reset: int | None = None
     ignore_unused: bool = True
     look_always: bool = False
     automatic_memory: int | None = None

@@ -1,4 +1,4 @@
-"""What the keys of `zero_optimization` mean together: subgroups of ranks, gathers in codes, offload.
+"""What the keys of `zero_optimization` mean together: subgroups of ranks, gathers and sums in codes, offload.
 
 Values have been checked one by one before (models.py). Here are the rules between them, and with the stage and the
 number of ranks; what can't hold goes to the list of problems, and the rest of the config is looked at all the same.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from zeroshard.config.models import ZeroSection
+from zeroshard.config.models import LocoSection, ZeroSection
 from zeroshard.config.problems import Problems
 from zeroshard.config.resolved import OffloadConfig
 
@@ -42,8 +42,9 @@ class ZeroRules:
             self._refuse(path, f"is {hpz}, and {section}.mics_shard_size is {mics}: give one of them")
         elif self._zero.stage == "auto":
             self._refuse(path, f'is {size}, and {section}.stage is "auto": the planner does not choose among subgroups')
-        elif copies and self._zero.stage != 3:
-            self._refuse(path, f"is {size}, which is for stage 3; at stage {self._zero.stage} parameters rest whole")
+        elif copies and self._zero.stage != 3 and not (self._zero.zero_quantized_gradients and self._zero.stage):
+            what = "at stages 1 and 2, where parameters rest whole, it needs zero_quantized_gradients"
+            self._refuse(path, f"is {size}, which is for stage 3; {what}")
         elif state and self._zero.stage == 0:
             self._refuse(path, f"is {size}, but at stage 0 nothing is divided; use stage 1, 2 or 3")
         elif self._world_size % size:
@@ -61,6 +62,23 @@ class ZeroRules:
             path = f"zero_optimization.zero_quantized_{'weights' if every else 'nontrainable_weights'}"
             self._refuse(path, f"is true, which is for stage 3; at stage {self._zero.stage} parameters rest whole")
         return "all" if every else "frozen"
+
+    def quantized_gradients(self) -> bool:
+        """Whether gradients are summed in codes."""
+        zero, section = self._zero, "zero_optimization"
+        path = f"{section}.zero_quantized_gradients"
+        if not zero.zero_quantized_gradients:
+            if zero.zeropp_loco_param != LocoSection():
+                where = f"{section}.zeropp_loco_param"
+                self._problems.warn(f"{where} ({self._origin(where)}) has no effect without {path}")
+            return False
+        if zero.stage == 0:
+            self._refuse(path, "is true, but at stage 0 every rank keeps all gradients; use stage 1, 2 or 3")
+        elif zero.mics_shard_size is not None and zero.mics_shard_size > 0:
+            what = "whose subgroups each hold a copy of the state; sums over copies are exact. Use"
+            copies = f"{section}.zero_hpz_partition_size"
+            self._refuse(path, f"is true, and {section}.mics_shard_size is {zero.mics_shard_size}, {what} {copies}")
+        return True
 
     def offload(self) -> OffloadConfig | None:
         """What rests in host memory or on disk."""

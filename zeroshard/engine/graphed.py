@@ -117,6 +117,8 @@ class GraphedStep:
             raise PlanError("GraphedStep: the model runs on streams of another kind than CUDA's")
         if handle.plan.updates or any(g.param.away for _, g in handle.plan.groups()):
             raise PlanError("GraphedStep: state in host memory can't be stepped in a graph; keep it on the GPU")
+        if any(hop.feedback and hop.feedback.reset for _, g in handle.plan.groups() for hop in g.hops):
+            raise PlanError("GraphedStep: errors of codes that are reset are counted on the host; leave reset_T out")
         if not isinstance(stepper, DeviceStepper) or type(stepper.update_method) is not DeviceAdam:
             raise PlanError(f"GraphedStep: {optimizer.name} decides on the host; use Adam or AdamW")
         self._streams, self._stepper, self._update = streams, stepper, stepper.update_method

@@ -7,7 +7,7 @@ state is kept, and how a step runs. Everything else (padding, slots, order) foll
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -16,6 +16,7 @@ from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
+from zeroshard.plan.hops import GradientCodes, Hop, hops_of
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
@@ -78,6 +79,7 @@ class Recipe:
         peer_copies: see ExecutionPolicy; None lets the caller choose, and is False here.
         offload: what rests in host memory; None is nothing.
         codes, frozen_codes: blocks of 8-bit codes as which trainable and frozen sharded parameters are gathered (qwZ).
+        gradient_codes: gradients are summed in codes, within subgroups and between them (qgZ).
     """
 
     sharding: Sharding = STAGES[3]
@@ -97,6 +99,7 @@ class Recipe:
     offload: Offload | None = None
     codes: Blocks | None = None
     frozen_codes: Blocks | None = None
+    gradient_codes: GradientCodes | None = None
 
 
 def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
@@ -151,13 +154,33 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
             budget -= numel
             row = Sharding(param=False, grad=row.grad, state=row.state, axes=row.axes)
         second = SecondCopy((SHARD,), mesh.size((SHARD,))) if row.axes == NESTED else None
-        planned.append(_unit_plan(unit, row, mesh.size(row.axes), recipe, second))
+        hops = _hops(row, mesh, recipe)
+        planned.append(_unit_plan(unit, row, mesh.size(row.axes), recipe, second, hops))
     planned = with_owners(planned, recipe.matrices)
     policy = recipe_policy(planned, recipe)
     if recipe.offload is not None:
         planned, policy = with_host_state(planned, policy, recipe.offload)
     plan = with_order(planned, tuple(range(len(planned))), policy, mesh)
     return with_peer_copies(plan) if recipe.peer_copies else plan
+
+
+def _hops(row: Sharding, mesh: Mesh, recipe: Recipe) -> tuple[Hop, ...]:
+    """How gradients of a unit with this row are summed in codes; () where they are not."""
+    codes = recipe.gradient_codes
+    if codes is None or mesh.size(row.axes) == 1 or not row.state:
+        return ()
+    if recipe.compressed:
+        raise PlanError(
+            "sums of gradients in codes (zero_quantized_gradients): a 1-bit optimizer averages momentum in its own "
+            "codes, after steps with exact gradients; leave one of them out"
+        )
+    if mesh.size(DATA) > mesh.size(row.axes):
+        raise PlanError(
+            "sums of gradients in codes (zero_quantized_gradients): each subgroup holds a copy of the state (MiCS, "
+            "HSDP), and sums over copies are exact; divide over all ranks (zero_hpz_partition_size), or leave it out"
+        )
+    within = (SHARD,) if row.axes == NESTED else ()
+    return hops_of(codes, row.axes, within, one_each=mesh.size((SHARD,)) == 1)
 
 
 def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
@@ -178,9 +201,11 @@ def with_order(
     sharded = [index for index in order if units[index].sharded]
     root = [index for index in dict.fromkeys(sharded) if units[index].name == "" or index in kept]
     sizes = [unit.gathered_nbytes for unit in units]
-    gather = _with_records(_gather_slots(sharded, root, sizes, policy), units)
+    records = (group.record_nbytes * group.records for unit in units for group in unit.groups)
+    gather = _with_last(_gather_slots(sharded, root, sizes, policy), records)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
+    reduce = _with_last(reduce, (group.exchange_nbytes for unit in units for group in unit.groups))
     return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
 
 
@@ -200,9 +225,9 @@ def _gather_slots(
     return slots
 
 
-def _with_records(slots: SlotPlan, units: Sequence[UnitPlan]) -> SlotPlan:
-    """With a last slot, which no unit has, for records of the group with the most; gathers follow one another."""
-    nbytes = max((group.record_nbytes * group.records for unit in units for group in unit.groups), default=0)
+def _with_last(slots: SlotPlan, needed: Iterable[int]) -> SlotPlan:
+    """With a last slot, which no unit has, for codes of the group with the most; what passes it does so in turn."""
+    nbytes = max(needed, default=0)
     return replace(slots, nbytes=(*slots.nbytes, nbytes)) if nbytes else slots
 
 
@@ -264,7 +289,12 @@ def _numel(parameter: ParameterSpec) -> int:
 
 
 def _unit_plan(
-    unit: UnitSpec, row: Sharding, shards: int, recipe: Recipe, second: SecondCopy | None = None
+    unit: UnitSpec,
+    row: Sharding,
+    shards: int,
+    recipe: Recipe,
+    second: SecondCopy | None = None,
+    hops: tuple[Hop, ...] = (),
 ) -> UnitPlan:
     members: dict[tuple[str, bool, bool, Blocks | None], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
@@ -281,7 +311,7 @@ def _unit_plan(
         _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments, blocks)
         for (dtype, trainable, matrix, blocks), parameters in members.items()
     )
-    groups = tuple(groups) if second is None else tuple(replace(group, second=second) for group in groups)
+    groups = tuple(replace(group, second=second, hops=hops if group.trainable else ()) for group in groups)
     return UnitPlan(unit.name, row.axes, groups, unit.aliases)
 
 
@@ -317,11 +347,13 @@ def _group_plan(
     blocks: Blocks | None,
 ) -> GroupPlan:
     codes = (recipe.codes if trainable else recipe.frozen_codes) if row.param and shards > 1 else None
+    summed = recipe.gradient_codes if trainable and row.state and shards > 1 else None
+    block = math.lcm(*(one.size for one in (blocks, codes) if one is not None), 1 if summed is None else summed.block)
     layout = flat_layout(
         ((parameter.name, parameter.shape) for parameter in parameters),
         shards=shards,
         itemsize=itemsize(dtype),
-        block=math.lcm(*(one.size for one in (blocks, codes) if one is not None)),
+        block=block,
     )
     residency = Residency.AROUND_USE if row.param else Residency.RESIDENT
     param = Placement(row.placed(row.param), dtype, residency=residency)

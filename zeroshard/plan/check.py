@@ -9,6 +9,7 @@ from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
+from zeroshard.plan.hops import hop_problem
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.layout import FlatLayout
@@ -66,6 +67,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.sums must be {list(DATA)}: all ranks read different data")
         _check_second(plan, unit, group, where)
         _check_codes(group, where)
+        _check_hops(plan, unit, group, where)
         divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
         if group.trainable and divided and not group.update_axes:
             raise PlanError(f"{where}.update_axes must be {list(unit.axes)} where parameters or gradients are divided")
@@ -96,7 +98,8 @@ def _check_second(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> No
     wanted = SecondCopy((SHARD,), plan.mesh.size((SHARD,))) if unit.axes == NESTED else None
     if group.second != wanted:
         raise PlanError(f"{path}.second must be {wanted}, since the unit's axes are {list(unit.axes)}")
-    if wanted is not None and group.trainable and (group.grad is None or not group.grad.divided):
+    summed_whole = group.trainable and not group.hops and (group.grad is None or not group.grad.divided)
+    if wanted is not None and summed_whole:
         raise PlanError(f"{path}.second: a second copy in each subgroup needs gradients that are divided")
     if wanted is not None and group.owners:
         raise PlanError(
@@ -117,6 +120,27 @@ def _check_codes(group: GroupPlan, path: str) -> None:
         raise PlanError(f"{path}.codes: float64 parameters are not gathered in 8-bit codes; make them float32")
     if group.layout.shard_numel % group.codes.size:
         raise PlanError(f"{path}.codes.size {group.codes.size} does not divide shards of {group.layout.shard_numel}")
+
+
+def _check_hops(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None:
+    """Sums in codes end in parts of whole blocks, and go over all ranks that hold a part of the gradients."""
+    if not group.hops:
+        return
+    if not group.update_axes or group.compressed:
+        what = "an optimizer that averages in compressed form" if group.compressed else "gradients that all ranks keep"
+        raise PlanError(f"{path}.hops: {what} can't be summed in codes")
+    if any(axis not in unit.axes for axis in group.sums):
+        raise PlanError(f"{path}.hops: where subgroups hold copies of the state, gradients are not summed in codes")
+    within = () if group.second is None else group.second.axes
+    axes = (within, unit.axes[len(within) :]) if within else (unit.axes,)
+    if tuple(hop.axes for hop in group.hops) != axes:
+        raise PlanError(f"{path}.hops must go over {[list(one) for one in axes]}, one after the other")
+    if group.wire == "float64":
+        raise PlanError(f"{path}.hops: float64 gradients are not summed in codes, which keep 8 bits; make them float32")
+    for number, (hop, size) in enumerate(zip(group.hops, group.hop_sizes, strict=True)):
+        problem = hop_problem(hop, size)
+        if problem is not None:
+            raise PlanError(f"{path}.hops[{number}].blocks: {problem}")
 
 
 def _is_split(group: GroupPlan) -> bool:
@@ -211,6 +235,8 @@ def peer_problem(plan: Plan) -> str | None:
         return "parameters have a second copy in each subgroup"
     if any(group.codes is not None for _, group in groups):
         return "parameters are gathered in codes"
+    if any(group.hops for _, group in groups):
+        return "gradients are summed in codes"
     if any(group.param.away for _, group in groups):
         return "parameters rest in host memory"
     trainable = [group for _, group in groups if group.trainable]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.hops import ERROR_DTYPE, Hop, HopSize, exchange_nbytes, hop_size
 from zeroshard.plan.placement import Blocks, Placement, StateKind, Tier
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.layout import FlatLayout
@@ -48,6 +49,7 @@ class GroupPlan:
         second: the copy of the parameters in each subgroup; None where there is none.
         codes: blocks as which sharded parameters are gathered between ranks that hold different shards; None for their
             own dtype.
+        hops: the sums of gradients in codes, one after the other; () where they are summed in wire dtype.
     """
 
     layout: FlatLayout
@@ -65,6 +67,7 @@ class GroupPlan:
     compressed: bool = False
     second: SecondCopy | None = None
     codes: Blocks | None = None
+    hops: tuple[Hop, ...] = ()
 
     def placement(self, kind: StateKind) -> Placement | None:
         return {
@@ -148,6 +151,39 @@ class GroupPlan:
         return part * self.second_numel, (part + 1) * self.second_numel
 
     @property
+    def hop_sizes(self) -> tuple[HopSize, ...]:
+        """What each hop moves on one rank."""
+        found: list[HopSize] = []
+        numel, left = self.layout.numel, self.layout.shards
+        for hop in self.hops:
+            ranks = self.second.parts if self.second is not None and not found else left
+            found.append(hop_size(hop, numel, ranks))
+            numel, left = numel // ranks, left // ranks
+        return tuple(found)
+
+    @property
+    def error_numels(self) -> tuple[int, ...]:
+        """Elements of what each hop rounded off and gives back; 0 where it does not."""
+        pairs = zip(self.hops, self.hop_sizes, strict=True)
+        return tuple(0 if hop.feedback is None else size.numel for hop, size in pairs)
+
+    @property
+    def errors_nbytes(self) -> int:
+        """Bytes of that on one rank."""
+        return sum(self.error_numels) * itemsize(ERROR_DTYPE)
+
+    @property
+    def exchange_nbytes(self) -> int:
+        """Bytes through which sums in codes pass: codes that go out, those that come in, the sum between two hops."""
+        codes, middle = exchange_nbytes(self.hop_sizes)
+        return 2 * codes + middle
+
+    @property
+    def summed_in_place(self) -> bool:
+        """Whether the last hop sums straight into the gradient where it rests."""
+        return bool(self.hops) and not self.grad_away
+
+    @property
     def needs_reduce_slot(self) -> bool:
         """Whether gradients pass through a slot on their way to the wire, instead of being reduced where they rest."""
         return self.grad is not None and (self.grad.divided or self.grad.dtype != self.wire)
@@ -160,7 +196,8 @@ class GroupPlan:
     @property
     def staging_nbytes(self) -> int:
         """Bytes of this rank's reduced part where it lands beside the slot."""
-        return self.layout.shard_numel * itemsize(self.wire) if self.staged else 0
+        beside = self.staged and not self.summed_in_place
+        return self.layout.shard_numel * itemsize(self.wire) if beside else 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     gather    [copy SHARD -> WHOLE]      all-gather SHARD (or SECOND) -> WHOLE
     keep      collect AUTOGRAD -> LOCAL                                    gradients wait for a later reduce
     pending   [cast LOCAL -> WIRE]       reduce-scatter ... [all-reduce ...] [land | copy | all-gather]
+              [cast LOCAL -> WIRE]       encode, all-to-all, sum; twice where there are two hops    sums in codes
     reduce    collect AUTOGRAD -> WIRE, then as pending; or keep, then pending, where gradients rest whole
 
 The engine turns the lists into calls, the traffic count adds their payloads up, and the planner's clocks add their
@@ -20,6 +21,7 @@ from enum import Enum
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
+from zeroshard.plan.hops import ERROR_DTYPE, SUM_DTYPE
 from zeroshard.plan.placement import Tier
 
 
@@ -43,9 +45,11 @@ class LegKind(str, Enum):
     COLLECT = "collect"
     """Gradients leave their parameters, over what the target holds or added to it."""
     ENCODE = "encode"
-    """Parameters are written as 8-bit codes and scales."""
+    """The source is written as codes and scales; of gradients with what the last rounding left out added before."""
     DECODE = "decode"
     """And read from these."""
+    SUM = "sum"
+    """What the codes of several ranks stand for is summed in float32."""
     CAST = "cast"
     """The whole is copied, into the dtype of the target."""
     DIVIDE = "divide"
@@ -53,6 +57,7 @@ class LegKind(str, Enum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
     SQUARE = "square"
     """The squares of the source are summed, while it is on the device."""
     LAND = "land"
@@ -84,6 +89,12 @@ class Buffer(str, Enum):
     """This rank's part of the reduced gradients, beside WIRE in the slot."""
     GRAD = "grad"
     """Where this rank's part of the reduced gradients rests."""
+    CODES = "codes"
+    """Gradients in codes, a record for each rank of a hop."""
+    ARRIVED = "arrived codes"
+    """The records that all ranks of a hop have for this one."""
+    MIDDLE = "middle"
+    """This rank's part of the sum over its subgroup, in float32, between two hops."""
     LATE = "late"
     """Whole gradients that came after those of their unit were reduced."""
     LATE_PART = "late part"
@@ -110,6 +121,8 @@ class Leg:
         axes: mesh axes over which ranks take part; () for a leg that sends nothing.
         adds: the target may hold something to which the leg adds.
         route: of legs that send.
+        hop: of sums in codes, which one the leg belongs to.
+        besides: bytes of codes, scales and errors that the leg reads and writes besides its elements.
     """
 
     kind: LegKind
@@ -122,6 +135,8 @@ class Leg:
     axes: Axes = ()
     adds: bool = False
     route: Route = Route.COLLECTIVE
+    hop: int = 0
+    besides: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -131,10 +146,13 @@ class Leg:
     @property
     def moved_nbytes(self) -> int:
         """Bytes that the leg reads and writes in the memory of its device."""
+        if self.besides:  # codes on one side, elements on the other
+            return self.besides + self.numel * itemsize(self.read) * (2 if self.adds else 1)
         return self.numel * (itemsize(self.read) + (2 if self.adds else 1) * itemsize(self.dtype))
 
 
 Legs = tuple[Leg, ...]
+_BYTES = ("uint8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -245,9 +263,9 @@ def _shards_gathered(
     dtype, shard, nbytes = group.param.dtype, group.layout.shard_numel, group.record_nbytes * group.records
     records, stream = Buffer.RECORDS, Stream.GATHER
     return (
-        Leg(LegKind.ENCODE, source, records, shard, "uint8", dtype, stream),
+        Leg(LegKind.ENCODE, source, records, shard, "uint8", dtype, stream, besides=group.record_nbytes),
         Leg(LegKind.ALL_GATHER, records, records, nbytes, "uint8", "uint8", stream, axes),
-        Leg(LegKind.DECODE, records, target, numel, dtype, "uint8", stream),
+        Leg(LegKind.DECODE, records, target, numel, dtype, dtype, stream, besides=nbytes),
     )
 
 
@@ -270,7 +288,7 @@ def _divide(ways: Ways, buffer: Buffer, numel: int, dtype: str) -> Legs:
 def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
     """From the wire slot to where reduced gradients rest."""
     assert group.grad is not None
-    landing = Buffer.STAGING if group.staged else Buffer.GRAD
+    landing = Buffer.STAGING if group.staged and not group.summed_in_place else Buffer.GRAD
     sent = _reduced(unit, group, Buffer.WIRE, landing)
     if not group.update_axes:
         numel, kept = group.layout.numel, group.grad.dtype
@@ -300,6 +318,8 @@ def _rest_of_copies(unit: UnitPlan, group: GroupPlan) -> Legs:
 
 
 def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
+    if group.hops and source is not Buffer.LATE:
+        return _summed_in_codes(group, source, landing)
     if group.second is not None and source is Buffer.WIRE:
         return _reduced_twice(unit, group, group.second, landing)
     return (_reduce_scatter(unit, group, source, landing), *_over_replicas(unit, group, landing))
@@ -317,6 +337,33 @@ def _reduced_twice(unit: UnitPlan, group: GroupPlan, second: SecondCopy, landing
         replace(_reduce_scatter(unit, group, Buffer.WIRE, Buffer.WIRE_PART), axes=second.axes),
         Leg(LegKind.REDUCE_SCATTER, Buffer.WIRE_PART, landing, group.second_numel, wire, wire, Stream.REDUCE, outer),
     )
+
+
+def _summed_in_codes(group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
+    """Hop after hop: codes go to the ranks that keep the sums of what they stand for."""
+    assert group.grad is not None
+    found: list[Leg] = []
+    read = group.grad.dtype if source is Buffer.LOCAL else group.wire
+    last = len(group.hops) - 1
+    for number, (hop, size) in enumerate(zip(group.hops, group.hop_sizes, strict=True)):
+        target = landing if number == last else Buffer.MIDDLE
+        kept = group.grad.dtype if target is Buffer.GRAD else group.wire if number == last else SUM_DTYPE
+        codes, errors = size.nbytes, 2 * group.error_numels[number] * itemsize(ERROR_DTYPE)
+        adds = target is Buffer.GRAD and group.staged
+        there, back = codes + errors, codes
+        found += [
+            _coded(LegKind.ENCODE, source, Buffer.CODES, size.numel, "uint8", read, number, there),
+            replace(_coded(LegKind.ALL_TO_ALL, Buffer.CODES, Buffer.ARRIVED, codes, *_BYTES, number), axes=hop.axes),
+            replace(_coded(LegKind.SUM, Buffer.ARRIVED, target, size.landed, kept, kept, number, back), adds=adds),
+        ]
+        source, read = target, kept
+    return tuple(found)
+
+
+def _coded(
+    kind: LegKind, source: Buffer, target: Buffer, numel: int, dtype: str, read: str, hop: int, besides: int = 0
+) -> Leg:
+    return Leg(kind, source, target, numel, dtype, read, Stream.REDUCE, hop=hop, besides=besides)
 
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:

@@ -21,6 +21,7 @@ class StateBytes:
     param: int
     """With second copies in subgroups."""
     grad: int
+    """With what codes of gradients have left out."""
     master: int
     moments: int
     gather_slots: int
@@ -59,7 +60,7 @@ def state_bytes(plan: Plan) -> StateBytes:
     )
     return StateBytes(
         param=kinds[StateKind.PARAM] + sum(group.second_nbytes for _, group in plan.groups()),
-        grad=kinds[StateKind.GRAD],
+        grad=kinds[StateKind.GRAD] + sum(group.errors_nbytes for _, group in plan.groups()),
         master=kinds[StateKind.MASTER],
         moments=kinds[StateKind.MOMENTS],
         gather_slots=plan.gather_slots.total_nbytes,

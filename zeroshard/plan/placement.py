@@ -167,8 +167,15 @@ class Sharding:
                 "a second copy of the parameters in each subgroup (zero_hpz_partition_size) saves gathers of stage 3; "
                 "at this stage parameters rest whole"
             )
+        return self.nested(mesh)
+
+    def nested(self, mesh: Mesh) -> Sharding:
+        """The row over all ranks, those of a subgroup together: what is sent goes within subgroups, then between them.
+
+        Where parameters are divided each subgroup has a second copy of them.
+        """
         several = mesh.size((REPLICATE,)) > 1 and mesh.size((SHARD,)) > 1
-        return self.over(NESTED if several else DATA)
+        return replace(self, axes=NESTED if several else DATA)
 
 
 STAGES = {

@@ -21,9 +21,10 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
 from zeroshard.engine.core.collect import Collector
 from zeroshard.engine.core.inspection import refuse_leftover
-from zeroshard.engine.core.leg_actions import Action, LegActions, Turn
+from zeroshard.engine.core.leg_actions import LegActions
 from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.pending_updates import PendingUpdates
+from zeroshard.engine.core.places import Action, Turn
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Group
@@ -96,6 +97,7 @@ class Gradients:
             self._log,
             self._peers,
             plan.policy.predivide,
+            self._storage.exchange,
         )
         self._bind()
         self.clear()
@@ -129,6 +131,14 @@ class Gradients:
             unit.gradients = GradientState.NONE
             for group in unit.trainable:
                 group.drop_grad()
+
+    def forget_errors(self) -> None:
+        """What codes of gradients have left out belongs to another training: start from nothing."""
+        for unit in self._storage.units:
+            for group in unit.trainable:
+                for error in group.errors:
+                    if error is not None:
+                        error.zero_()
 
     def moved(self) -> None:
         """Buffers have other addresses than before."""

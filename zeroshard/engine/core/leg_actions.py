@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.core.coded_sums import CodedSums
 from zeroshard.engine.core.collect import Collector
 from zeroshard.engine.core.peer_reduce import PeerReduce
+from zeroshard.engine.core.places import IN_EXCHANGE, IN_SLOT, Action, Place, Turn
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Buffers, Event, Streams
 from zeroshard.engine.memory.group import Group
@@ -30,50 +30,6 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import own_grad
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
-
-
-class Turn(NamedTuple):
-    """What differs from one backward to the next.
-
-    Attributes:
-        fired: per parameter, whether it has got a gradient on this rank; collecting sets it.
-        factor: what gradients are multiplied by when they are collected.
-        fresh: no local gradients wait, so that collecting writes over what the buffer holds.
-        add: reduced gradients rest already, to which this backward's are added.
-    """
-
-    fired: list[bool]
-    factor: float
-    fresh: bool
-    add: bool
-
-
-Action = Callable[[Turn], object]
-Tensors = Callable[[Buffer], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a list of legs works."""
-
-    unit: Unit
-    group: Group
-    legs: Legs
-    slot: int | None
-    tensor: Tensors
-
-    def names(self, *buffers: Buffer) -> Buffers:
-        """What streams call buffers."""
-        return tuple(dict.fromkeys(map(self._name, buffers)))
-
-    def _name(self, buffer: Buffer) -> tuple[str, int | None]:
-        if buffer in _IN_SLOT:
-            return "wire", self.slot
-        return ("late" if buffer in _LATE else "grad"), self.unit.index
-
-
-_IN_SLOT = (Buffer.WIRE, Buffer.WIRE_PART, Buffer.STAGING)
-_LATE = (Buffer.LATE, Buffer.LATE_PART)
 
 
 class LegActions:
@@ -85,6 +41,7 @@ class LegActions:
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: what sends gradients where ranks copy to each other.
         predivide: what gradients are divided by before they are summed.
+        exchange: what sums in codes pass through; None where there are none.
     """
 
     def __init__(
@@ -97,12 +54,14 @@ class LegActions:
         log: OperationLog,
         peers: PeerReduce | None,
         predivide: float,
+        exchange: torch.Tensor | None,
     ) -> None:
         self._slots, self._collector, self._squares = slots, collector, squares
         self._streams, self._reduces, self._log = streams, reduces, log
         self._peers, self._predivide = peers, predivide
         self._free: dict[int, Event] = {}
-        self._makers: dict[LegKind, Callable[[Leg, _Place], Action]] = {
+        self._sums = sums = CodedSums(streams, reduces, log, exchange)
+        self._makers: dict[LegKind, Callable[[Leg, Place], Action]] = {
             LegKind.COLLECT: self._collect,
             LegKind.CAST: self._cast,
             LegKind.DIVIDE: self._divide,
@@ -112,6 +71,9 @@ class LegActions:
             LegKind.SQUARE: self._square,
             LegKind.LAND: self._land,
             LegKind.COPY: self._copy,
+            LegKind.ENCODE: sums.encode,
+            LegKind.ALL_TO_ALL: sums.exchange,
+            LegKind.SUM: sums.sum,
         }
 
     def bind(
@@ -123,8 +85,8 @@ class LegActions:
             others: buffers that the group itself does not have.
         """
         slot = self._slots[unit.index]
-        place = _Place(unit, group, legs, slot, partial(self._tensor, group, others or {}))
-        through_slot = any(leg.source in _IN_SLOT and leg.route is Route.COLLECTIVE and leg.axes for leg in legs)
+        place = Place(unit, group, legs, slot, partial(self._tensor, group, others or {}))
+        through_slot = any(leg.source in IN_SLOT and _leaves_slot(leg) for leg in legs)
         actions: list[Action] = []
         entered = beside = False
         for leg in legs:
@@ -150,6 +112,8 @@ class LegActions:
             return others[buffer]
         if buffer is Buffer.WIRE_PART:
             return group.wire_part
+        if buffer in IN_EXCHANGE:
+            return self._sums.tensor(group, buffer)
         found = group.wire if buffer is Buffer.WIRE else group.staging
         assert found is not None
         return found
@@ -167,7 +131,7 @@ class LegActions:
         # Read after write: what was collected belongs to compute until that has run.
         self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE, "collected"))
 
-    def _leave_slot(self, place: _Place, _: Turn) -> None:
+    def _leave_slot(self, place: Place, _: Turn) -> None:
         if self._streams.poisons:
             wire = place.tensor(Buffer.WIRE)
             self._streams.follow(Stream.REDUCE, lambda: wire.fill_(math.nan), (), (("wire", place.slot),))
@@ -176,7 +140,7 @@ class LegActions:
 
     # On compute.
 
-    def _collect(self, leg: Leg, place: _Place) -> Action:
+    def _collect(self, leg: Leg, place: Place) -> Action:
         collect, group, peers = self._collector.collect, place.group, self._peers
         if leg.target is not Buffer.LOCAL:
             target = place.tensor(leg.target)
@@ -190,7 +154,7 @@ class LegActions:
 
         return into_local
 
-    def _cast(self, leg: Leg, place: _Place) -> Action:
+    def _cast(self, leg: Leg, place: Place) -> Action:
         if leg.stream is Stream.COMPUTE:
             return lambda _: place.tensor(leg.target).copy_(place.tensor(leg.source))
         source, reads, writes = place.tensor(leg.source), place.names(leg.source), place.names(leg.target)
@@ -201,12 +165,12 @@ class LegActions:
 
         return beside
 
-    def _divide(self, leg: Leg, place: _Place) -> Action:
+    def _divide(self, leg: Leg, place: Place) -> Action:
         return lambda _: place.tensor(leg.source).div_(self._predivide)
 
     # Beside compute.
 
-    def _reduce_scatter(self, leg: Leg, place: _Place) -> Action:
+    def _reduce_scatter(self, leg: Leg, place: Place) -> Action:
         if leg.route is Route.COPIES:
             return self._by_copies(leg, place)
         collectives, label, nbytes = self._reduces[leg.axes], place.unit.label, leg.nbytes
@@ -219,7 +183,7 @@ class LegActions:
 
         return send
 
-    def _by_copies(self, leg: Leg, place: _Place) -> Action:
+    def _by_copies(self, leg: Leg, place: Place) -> Action:
         """Send to the peers; squares are made with the sums where these are the last ones."""
         peers, unit, group, slot = self._peers, place.unit, place.group, place.slot
         assert peers is not None
@@ -236,7 +200,7 @@ class LegActions:
 
         return send
 
-    def _all_reduce(self, leg: Leg, place: _Place) -> Action:
+    def _all_reduce(self, leg: Leg, place: Place) -> Action:
         collectives, label, writes = self._reduces[leg.axes], place.unit.label, place.names(leg.target, Buffer.GRAD)
 
         def send(_: Turn) -> None:
@@ -245,7 +209,7 @@ class LegActions:
 
         return send
 
-    def _all_gather(self, leg: Leg, place: _Place) -> Action:
+    def _all_gather(self, leg: Leg, place: Place) -> Action:
         collectives, label = self._reduces[leg.axes], place.unit.label
         reads, writes = place.names(leg.target), place.names(leg.target, leg.source, Buffer.GRAD)
 
@@ -255,7 +219,7 @@ class LegActions:
 
         return send
 
-    def _square(self, leg: Leg, place: _Place) -> Action:
+    def _square(self, leg: Leg, place: Place) -> Action:
         squares, source = self._squares.of(place.group), place.tensor(leg.source)
         buffers = place.names(leg.source), place.names(Buffer.GRAD)
 
@@ -265,7 +229,7 @@ class LegActions:
 
         return lambda _: self._streams.follow(leg.stream, square, *buffers)
 
-    def _land(self, leg: Leg, place: _Place) -> Action:
+    def _land(self, leg: Leg, place: Place) -> Action:
         source, buffers = place.tensor(leg.source), (place.names(leg.source), place.names(leg.target))
 
         def land(turn: Turn) -> None:
@@ -275,7 +239,7 @@ class LegActions:
 
         return land
 
-    def _copy(self, leg: Leg, place: _Place) -> Action:
+    def _copy(self, leg: Leg, place: Place) -> Action:
         source, buffers = place.tensor(leg.source), (place.names(leg.source), place.names(leg.target))
 
         def copy(_: Turn) -> None:
@@ -284,3 +248,8 @@ class LegActions:
             self._streams.follow(leg.stream, lambda: target.copy_(source, non_blocking=True), *buffers)
 
         return copy
+
+
+def _leaves_slot(leg: Leg) -> bool:
+    """Whether the leg takes gradients out of the slot through the reduce stream, which peers do by themselves."""
+    return leg.kind is LegKind.ENCODE or (leg.route is Route.COLLECTIVE and bool(leg.axes))

@@ -47,6 +47,8 @@ class Group:
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
     second: torch.Tensor | None = None
     """This rank's part of the second copy of the parameters; of those that rest whole, a part of `whole`."""
+    errors: list[torch.Tensor | None] = field(default_factory=list)
+    """By hop of sums in codes, what this rank's codes have left out and is to be added; None where it is dropped."""
     in_shard: frozenset[int] = frozenset()
     """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
     opened: set[int] = field(default_factory=set)

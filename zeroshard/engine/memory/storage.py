@@ -32,6 +32,7 @@ from zeroshard.engine.memory.unowned_values import take_whole
 from zeroshard.engine.memory.update_view import update_range
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
+from zeroshard.plan.hops import ERROR_DTYPE
 from zeroshard.plan.offload import lands_beside, returns_beside, window_nbytes
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import Plan
@@ -99,6 +100,9 @@ class Storage:
         """Where gathers in codes bring shards together, one after the other."""
         shared, nbytes = self._shared, plan.reduce_slots.nbytes
         self.reduce_slots = self._slots(nbytes) if shared is None else shared.slots(nbytes)
+        summed = any(group.hops for _, group in plan.groups())
+        self.exchange = self.reduce_slots[-1] if summed else None
+        """What sums of gradients in codes pass through, one group after the other."""
 
     def _slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in nbytes]
@@ -126,6 +130,8 @@ class Storage:
             start, end = update_range(group)
             group.master = self._row(end - start, plan.master)
         group.grad = self._resident_grad(plan)
+        errors = torch_dtype(ERROR_DTYPE)
+        group.errors = [torch.zeros(n, dtype=errors, device=self.device) if n else None for n in plan.error_numels]
         self._place_on_host(group)
         for index, parameter in enumerate(members):
             if not parameter.is_meta:

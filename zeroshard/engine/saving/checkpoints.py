@@ -436,6 +436,7 @@ class _Load:
                 with torch.no_grad():
                     self._stepper.update.finish_load()
             self._handle.runtime.clear_gradients()
+            self._handle.runtime.gradients.forget_errors()
             self._handle.runtime.parameters.written()
             self._refresh_whole()
             on_all_ranks(barrier, self._load_rest, self.reader.folder)

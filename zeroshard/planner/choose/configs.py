@@ -52,10 +52,10 @@ class Meaning:
     shard: int | None = None
 
 
-_COPIES, _SUBGROUPS = "zero_hpz_partition_size", "mics_shard_size"
+_COPIES, _SUBGROUPS, _SUMS = "zero_hpz_partition_size", "mics_shard_size", "zero_quantized_gradients"
 _FOR_STAGE_3 = (_COPIES, "zero_quantized_weights", "zero_quantized_nontrainable_weights")
-_NOT_AT = {0: (*_FOR_STAGE_3, _SUBGROUPS), 1: _FOR_STAGE_3, 2: _FOR_STAGE_3}
-"""Keys that mean nothing at a stage, and are refused there."""
+_NOT_AT = {0: (*_FOR_STAGE_3, _SUBGROUPS, _SUMS), 1: _FOR_STAGE_3, 2: _FOR_STAGE_3}
+"""Keys that mean nothing at a stage, and are refused there; second copies but for sums in codes."""
 
 
 def default_document(gpu: Gpu) -> Document:
@@ -134,7 +134,9 @@ def with_setting(document: Document, setting: Setting) -> Document:
     zero["stage"] = setting.stage
     optimizer, parameters = zero.pop("offload_optimizer", None), zero.pop("offload_param", None)
     for key in _NOT_AT.get(setting.stage, ()):
-        zero.pop(key, None)
+        # Where parameters rest whole, second copies say what sums in codes go within first.
+        if key != _COPIES or not zero.get(_SUMS) or setting.stage == 0:
+            zero.pop(key, None)
     if setting.offload is not Offload.NONE:
         device = "nvme" if setting.offload is Offload.NVME else "cpu"
         zero["offload_optimizer"] = {"device": device, "pin_memory": True}

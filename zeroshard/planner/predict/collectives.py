@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zeroshard.planner.machine.hardware import Cluster
 
-FACTORS = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0}
+FACTORS = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "all-reduce": 2.0}
 
 
 @dataclass(frozen=True)

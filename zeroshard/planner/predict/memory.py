@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.groups import GroupPlan
+from zeroshard.plan.hops import ERROR_DTYPE
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import buffer_host_nbytes, stream_buffer_nbytes, window_nbytes
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
@@ -156,6 +157,9 @@ def tier_bytes(plan: Plan) -> TierBytes:
         if group.second_nbytes:
             device = found[Tier.DEVICE]
             device["parameters"] = device.get("parameters", 0) + group.second_nbytes
+        if group.errors_nbytes:
+            device = found[Tier.DEVICE]
+            device["gradients"] = device.get("gradients", 0) + group.errors_nbytes
         beside = buffer_host_nbytes(group)
         if beside:
             found[Tier.HOST]["buffers"] = found[Tier.HOST].get("buffers", 0) + beside
@@ -217,6 +221,7 @@ def _allocations(plan: Plan) -> Iterator[int]:
                 yield from [group.nbytes(kind) // placement.copies] * placement.copies
         if group.second_nbytes:
             yield group.second_nbytes
+        yield from (numel * itemsize(ERROR_DTYPE) for numel in group.error_numels if numel)
     yield from plan.gather_slots.nbytes
     yield from () if peers else plan.reduce_slots.nbytes
     yield from stream_buffer_nbytes(plan)

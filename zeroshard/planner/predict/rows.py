@@ -166,7 +166,9 @@ def make_row(
         compiling: every block is compiled; an estimate.
     """
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
-    chosen = replace(recipe, sharding=STAGES[setting.stage].over(recipe.sharding.axes), policy=policy)
+    axes, row = recipe.sharding.axes, STAGES[setting.stage]
+    row = row.over(axes) if recipe.gradient_codes is None else replace(row, axes=axes)
+    chosen = replace(recipe, sharding=row, policy=policy)
     chosen = gpu_recipe(chosen, setting.offload, setting.ratio)
     plan, traced = work.plan(chosen, Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
     if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:

@@ -3,11 +3,12 @@
     ZeRO-3         parameters, gradients and states over all ranks; every gather crosses the network
     HSDP           parameters, gradients and states within a node, gradients summed between nodes
     hpZ            as ZeRO-3, with a second copy of the parameters in each node (arXiv:2306.10209, section 4.2)
+    hpZ, qwZ, qgZ  the same, and what leaves a node goes in codes (sections 4.1 and 4.3)
     ZeRO-1 + 3D    a block over the GPUs of a node, stages over nodes, the rest data parallel with ZeRO-1
 
-The first three are simulated as every other row. 3D is arithmetic on the traced block: 1/(tp x pp) of its kernels, four
+The first four are simulated as every other row. 3D is arithmetic on the traced block: 1/(tp x pp) of its kernels, four
 all-reduces of the block's output, and a bubble of (pp - 1) / (micro-batches + pp - 1). (Narayanan et al. 2021,
-arXiv:2104.04473.) zeroshard executes the first three today; the last is drawn to know when it would pay.
+arXiv:2104.04473.) zeroshard executes the first four today; the last is drawn to know when it would pay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass, replace
 from zeroshard.errors import PlanError
 from zeroshard.mesh import NESTED, SHARD
 from zeroshard.plan.builder import Recipe
-from zeroshard.plan.placement import STAGES
+from zeroshard.plan.hops import GradientCodes
+from zeroshard.plan.placement import GATHER_CODES, STAGES
 from zeroshard.planner.machine.hardware import Cluster
 from zeroshard.planner.predict.collectives import Ranks, collective_seconds
 from zeroshard.planner.predict.cost import kernels_seconds
@@ -93,6 +95,11 @@ def _ways(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) 
         copied = replace(recipe, sharding=replace(STAGES[3], axes=NESTED))
         copies = make_row(work, copied, setting, cluster, shard=cluster.per_node)
         yield _way("hpZ", copies, executed=True, remark=f"a second copy in each {cluster.per_node}")
+        coded = replace(copied, codes=GATHER_CODES, frozen_codes=GATHER_CODES, gradient_codes=GradientCodes())
+        codes = make_row(work, coded, setting, cluster, shard=cluster.per_node)
+        lost = codes.time.seconds >= copies.time.seconds
+        remark = "codes lose here: making them takes longer than what they save" if lost else "8 bits, 4 between nodes"
+        yield _way("hpZ, qwZ, qgZ", codes, executed=True, remark=remark)
     yield _three_dimensions(work, whole, cluster)
 
 

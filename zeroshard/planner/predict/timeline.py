@@ -35,6 +35,8 @@ STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cp
 WARM_UP = 2
 BOTH_WAYS = 71 / 54
 """A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
+CODE_PASSES = {LegKind.ENCODE: 10, LegKind.DECODE: 4, LegKind.SUM: 15}
+"""Codes are made and read by torch's operations one after the other, which move so many times what one kernel would."""
 STEP_LAUNCHES = 40
 """Small operations of a step besides one update per unit: norm, coefficient, table of scalars."""
 
@@ -259,7 +261,11 @@ class _Simulation:
 
     def _pass_seconds(self, leg: Leg) -> float:
         """A leg that sends nothing: a pass over memory. Squares are part of the norm, which counts all of them."""
-        return 0.0 if leg.kind is LegKind.SQUARE else copy_seconds(self._cluster, leg.moved_nbytes)
+        return (
+            0.0
+            if leg.kind is LegKind.SQUARE
+            else copy_seconds(self._cluster, leg.moved_nbytes) * CODE_PASSES.get(leg.kind, 1)
+        )
 
     # Clocks.
 

@@ -1,0 +1,104 @@
+"""The legs of sums in codes (qgZ): encode, all-to-all, sum, all of them on the reduce stream.
+
+    exchange    [ codes for each rank | codes from each rank | float32 sum between two hops ]
+
+Groups pass through the same memory one after the other, since the legs of a stream run in their order; what the last
+codes of a group left out is its own (`Group.errors`). Rejected: memory per reduce slot, which is there twice while only
+one all-to-all runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.engine.core.places import Action, Place, Turn
+from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.memory.block_codes import decode_sum, encode
+from zeroshard.engine.memory.group import Group
+from zeroshard.mesh import Axes
+from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.hops import SUM_DTYPE, exchange_nbytes
+from zeroshard.plan.legs import Buffer, Leg
+
+
+class CodedSums:
+    """Makes the actions of these legs.
+
+    Args:
+        reduces: the reduce communicators, by mesh axes.
+        log: what this rank issues, in the order of the lists.
+        memory: what codes pass through, uint8; None where the plan has no such sums.
+    """
+
+    def __init__(
+        self, streams: Streams, reduces: Mapping[Axes, Collectives], log: OperationLog, memory: torch.Tensor | None
+    ) -> None:
+        self._streams, self._reduces, self._log, self._memory = streams, reduces, log, memory
+
+    def tensor(self, group: Group, buffer: Buffer, hop: int = 0) -> torch.Tensor:
+        """A part of the memory, as a leg of this hop reads or writes it."""
+        assert self._memory is not None
+        sizes = group.plan.hop_sizes
+        most, middle = exchange_nbytes(sizes)
+        if buffer is Buffer.MIDDLE:
+            return self._memory[2 * most : 2 * most + middle].view(torch_dtype(SUM_DTYPE))
+        start = 0 if buffer is Buffer.CODES else most
+        return self._memory[start : start + sizes[hop].nbytes]
+
+    def encode(self, leg: Leg, place: Place) -> Action:
+        """Write a record of the source for each rank of the hop."""
+        group, hop = place.group, place.group.plan.hops[leg.hop]
+        ranks, error = group.plan.hop_sizes[leg.hop].ranks, group.errors[leg.hop]
+        records = self.tensor(group, Buffer.CODES, leg.hop)
+        buffers = place.names(leg.source), place.names(leg.target)
+        sums = 0
+
+        def renew() -> None:
+            nonlocal sums
+            if hop.feedback is not None and error is not None and hop.feedback.reset:
+                if sums == hop.feedback.reset:
+                    error.zero_()
+                    sums = 0
+                sums += 1
+
+        def run(_: Turn) -> None:
+            source = place.tensor(leg.source)
+
+            def work() -> None:
+                renew()
+                encode(source, records, hop.blocks, ranks=ranks, error=error, feedback=hop.feedback)
+
+            self._streams.follow(leg.stream, work, *buffers)
+
+        return run
+
+    def exchange(self, leg: Leg, place: Place) -> Action:
+        """Each record goes to the rank that it is for."""
+        collectives, label, nbytes = self._reduces[leg.axes], place.unit.label, leg.nbytes
+        size, buffers = place.group.plan.hop_sizes[leg.hop], place.names(leg.source, leg.target)
+        out, codes = (self.tensor(place.group, buffer, leg.hop) for buffer in (leg.target, leg.source))
+        split = [size.record] * size.ranks
+
+        def send(_: Turn) -> None:
+            self._log.record("all-to-all", label, nbytes)
+            self._streams.launch(
+                leg.stream, lambda: collectives.all_to_all(out, codes, split, split, label, nbytes), (), buffers
+            )
+
+        return send
+
+    def sum(self, leg: Leg, place: Place) -> Action:
+        """Sum what the records stand for, in the order of ranks."""
+        group, hop, ranks = place.group, place.group.plan.hops[leg.hop], place.group.plan.hop_sizes[leg.hop].ranks
+        records = self.tensor(group, Buffer.ARRIVED, leg.hop)
+        buffers = place.names(leg.source), place.names(leg.target, Buffer.GRAD)
+
+        def run(turn: Turn) -> None:
+            target, add = place.tensor(leg.target), leg.adds and turn.add
+            self._streams.follow(leg.stream, lambda: decode_sum(records, ranks, target, hop.blocks, add=add), *buffers)
+
+        return run

@@ -1,0 +1,137 @@
+"""Hops: sums of gradients in codes (qgZ), within each subgroup of ranks and then between subgroups.
+
+    whole --encode--> all-to-all within --sum in float32--> a part --encode--> all-to-all between --sum--> shard
+
+This is qgZ (Wang et al. 2023, arXiv:2306.10209, section 4.3): codes can't be added on their way as a ring would, so
+each rank gets the codes of its part from all others, and sums what they stand for. What the hop between nodes rounds
+off is kept and added to the next gradients (error feedback), since 4 bits alone are not enough to hold the loss.
+Rejected: one hop over all ranks, through which each rank sends all of its gradients out of its node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from zeroshard.errors import PlanError
+from zeroshard.mesh import Axes
+from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.placement import Blocks
+
+ERROR_DTYPE = "bfloat16"
+"""Of what is kept: a rounding of a rounding, far below the 4 bits that it makes good for."""
+SUM_DTYPE = "float32"
+_CODE_ALIGNMENT = 4
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How what a hop rounds off comes back: error = beta * error + (1 - beta) * (what was just rounded off).
+
+    The average over sums is that of LoCo (Xie et al. 2024, arXiv:2407.04480); a beta of 0 is plain error feedback.
+
+    Attributes:
+        reset: sums after which errors start from zero again; 0 is never.
+    """
+
+    beta: float = 0.0
+    reset: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.beta) and 0 <= self.beta < 1):
+            raise PlanError(f"error feedback beta {self.beta}: a number from 0 to below 1 is needed")
+        if self.reset < 0:
+            raise PlanError(f"error feedback reset {self.reset}: a number of sums above 0 is needed, or 0 for never")
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One sum over ranks: the codes in which gradients travel, and whether what is rounded off comes back."""
+
+    axes: Axes
+    blocks: Blocks
+    feedback: Feedback | None = None
+
+
+WITHIN, BETWEEN = Blocks(bits=8, size=256), Blocks(bits=4, size=128)
+
+
+@dataclass(frozen=True)
+class GradientCodes:
+    """What a recipe says of sums in codes.
+
+    Attributes:
+        within: blocks of the hop within each subgroup, or of the only one.
+        between: blocks of the hop between subgroups.
+        feedback: of the last hop; None is none.
+    """
+
+    within: Blocks = WITHIN
+    between: Blocks = BETWEEN
+    feedback: Feedback | None = Feedback()
+
+    @property
+    def block(self) -> int:
+        """Elements that no rank's part may cut."""
+        return math.lcm(self.within.size, self.between.size)
+
+
+def hops_of(codes: GradientCodes, axes: Axes, within: Axes, *, one_each: bool) -> tuple[Hop, ...]:
+    """The hops of gradients that are divided over `axes`.
+
+    Args:
+        within: the axes of the subgroups, the first ones of `axes`; () where all ranks are one group.
+        one_each: every rank is a subgroup of its own, so that the only hop is between subgroups.
+    """
+    if within:
+        return (Hop(within, codes.within), Hop(axes[len(within) :], codes.between, codes.feedback))
+    return (Hop(axes, codes.between if one_each else codes.within, codes.feedback),)
+
+
+@dataclass(frozen=True)
+class HopSize:
+    """What one hop moves on one rank.
+
+    Attributes:
+        numel: elements that are encoded.
+        ranks: that meet in the hop.
+        record: bytes of the codes and scales for one of them.
+    """
+
+    numel: int
+    ranks: int
+    record: int
+
+    @property
+    def landed(self) -> int:
+        """Elements of the sum that this rank keeps."""
+        return self.numel // self.ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Payload: what a rank sends, its own part included."""
+        return self.record * self.ranks
+
+
+def hop_size(hop: Hop, numel: int, ranks: int) -> HopSize:
+    """The sizes of a hop over so many ranks."""
+    part = numel // ranks
+    return HopSize(numel, ranks, hop.blocks.code_nbytes(part) + hop.blocks.scale_nbytes(part))
+
+
+def exchange_nbytes(sizes: tuple[HopSize, ...]) -> tuple[int, int]:
+    """Bytes for the codes of the larger hop, either way, and for the sum between two hops."""
+    codes = max((size.nbytes for size in sizes), default=0)
+    return codes, sum(size.landed for size in sizes[:-1]) * itemsize(SUM_DTYPE)
+
+
+def hop_problem(hop: Hop, size: HopSize) -> str | None:
+    """Why a hop can't be made; None where it can."""
+    blocks = hop.blocks
+    if size.landed % blocks.size:
+        return f"blocks of {blocks.size} do not divide the {size.landed} elements of a rank's part"
+    if blocks.code_nbytes(blocks.size) % _CODE_ALIGNMENT:
+        return (
+            f"blocks of {blocks.size} have codes of {blocks.code_nbytes(blocks.size)} bytes; a multiple of 4 is needed"
+        )
+    return None
