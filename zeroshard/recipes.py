@@ -94,5 +94,11 @@ def _on_nonfinite(precision: PrecisionConfig) -> OnNonFinite:
 
 def _offload(offload: OffloadConfig) -> Offload:
     spill = Spill(offload.paths, offload.encrypt, offload.allow_visible) if offload.paths else None
-    tier = Tier.HOST if spill is None else Tier.NVME
-    return Offload(offload.ratio, offload.param, pin_memory=offload.pin_memory, tier=tier, spill=spill)
+    return Offload(
+        offload.ratio,
+        offload.param,
+        pin_memory=offload.pin_memory,
+        tier=Tier.NVME if offload.state_on_disk else Tier.HOST,
+        spill=spill,
+        param_tier=Tier.NVME if offload.param_on_disk else Tier.HOST,
+    )

@@ -26,7 +26,7 @@ GOOD = """{
   "zero_optimization": {"stage": 3, "contiguous_gradients": true, "reduce_bucket_size": 5e8}
 }
 """
-BAD = '{"stage": 3,\n "zero_optimization": {"offload_param": {"device": "nvme"}}}'
+BAD = '{"stage": 3,\n "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_bad_config_leaves_with_status_1_and_every_problem(command: str, bad: 
     assert done.exit_code == 1
     assert done.stdout == ""
     assert "stage (bad.json line 1): unknown key" in done.stderr
-    assert "zero_optimization.offload_param.device (bad.json line 2)" in done.stderr
+    assert "zero_optimization.offload_optimizer.device (bad.json line 2)" in done.stderr
     as_json = run(command, bad, "--json")
     assert as_json.exit_code == 1
     assert len(json.loads(as_json.stdout)["problems"]) == 3

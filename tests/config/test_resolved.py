@@ -201,7 +201,16 @@ DISK = {"device": "nvme", "nvme_path": "/a"}
         ({"stage": "auto", "offload_optimizer": DISK}, '"stage": "auto" does not choose among'),
         ({"stage": 3, "offload_optimizer": {**DISK, "nvme_path": ["/a", "/a"]}}, "nvme_path .* names a folder twice"),
         ({"stage": 3, "offload_optimizer": {**DISK, "nvme_path": 5}}, "nvme_path .*must be a"),
-        ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}, "offload_param.device .* not built yet"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.device .* set nvme_path beside it"),
+        ({"stage": "auto", "offload_param": DISK}, 'offload_param.device .*"stage": "auto" does not choose among'),
+        (
+            {"stage": 3, "offload_param": {**DISK, "nvme_path": ["/a", "/a"]}},
+            "offload_param.nvme_path .* a folder twice",
+        ),
+        (
+            {"stage": 3, "offload_param": DISK, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            'offload_param.device .* is "nvme", which needs an offload_optimizer of ratio 1',
+        ),
         (
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {**DISK, "ratio": 0.5}},
             "offload_param.device .* ratio 1",
@@ -222,11 +231,30 @@ def test_offload_to_the_host_is_obeyed() -> None:
 
 def test_offload_to_disk_is_obeyed() -> None:
     zero = {"stage": 2, "offload_optimizer": {**DISK, "ratio": 0.3, "pipeline_read": True, "buffer_count": 9}}
-    assert load(zero_optimization=zero).zero.offload == OffloadConfig(0.3, False, True, ("/a",))
+    assert load(zero_optimization=zero).zero.offload == OffloadConfig(0.3, False, True, ("/a",), state_on_disk=True)
     several = {**DISK, "nvme_path": ["/a", "/b"], "encrypt": True, "allow_visible_spill": True, "pin_memory": False}
     zero = {"stage": 3, "offload_optimizer": several, "offload_param": CPU}
-    expected = OffloadConfig(1.0, True, False, ("/a", "/b"), encrypt=True, allow_visible=True)
+    expected = OffloadConfig(1.0, True, False, ("/a", "/b"), encrypt=True, allow_visible=True, state_on_disk=True)
     assert load(zero_optimization=zero).zero.offload == expected
+
+
+def test_parameters_on_disk_are_obeyed_whatever_place_the_state_has() -> None:
+    unneeded = {"buffer_count": 9, "buffer_size": 10, "max_in_cpu": 5, "pipeline_read": True, "pipeline_write": True}
+    zero = {"stage": 3, "offload_param": {**DISK, **unneeded}, "offload_optimizer": CPU}
+    assert load(zero_optimization=zero).zero.offload == OffloadConfig(1.0, True, True, ("/a",), param_on_disk=True)
+    both = OffloadConfig(1.0, True, True, ("/b", "/a"), encrypt=True, state_on_disk=True, param_on_disk=True)
+    elsewhere = {
+        "stage": 3,
+        "offload_param": {**DISK, "encrypt": True},
+        "offload_optimizer": {**DISK, "nvme_path": "/b"},
+    }
+    assert load(zero_optimization=elsewhere).zero.offload == both
+    alone = {"stage": 3, "offload_param": {**DISK, "pin_memory": False}}
+    with pytest.warns(ZeroShardWarning, match="takes the optimizer's state to disk too"):
+        found = load(optimizer={"type": "Adam"}, zero_optimization=alone).zero.offload
+    assert found == OffloadConfig(1.0, True, False, ("/a",), state_on_disk=True, param_on_disk=True)
+    with pytest.warns(ZeroShardWarning, match='"nvme" has no effect at stage 2'):
+        assert load(zero_optimization={"stage": 2, "offload_param": DISK}).zero.offload is None
 
 
 def test_a_deprecated_key_may_not_contradict_its_successor() -> None:

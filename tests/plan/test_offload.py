@@ -94,7 +94,7 @@ def test_one_rank_alone_offloads_as_many_do() -> None:
 
 
 def test_parameters_on_the_host_are_not_copied_between_peers() -> None:
-    assert peer_problem(plan_with(Offload(param=True))) == "parameters rest in host memory"
+    assert peer_problem(plan_with(Offload(param=True))) == "parameters rest off the device"
     assert peer_problem(plan_with(Offload())) is None
 
 

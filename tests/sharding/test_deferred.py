@@ -403,7 +403,7 @@ def test_a_plain_meta_model_that_cannot_reset_is_refused_by_module() -> None:
     [
         {"module": nn.Linear(1, 1)},
         {"data_parallel_group": "group"},
-        {"remote_device": "cpu"},
+        {"remote_device": "tape"},
         {"pin_memory": True},
         {"mpu": "mpu"},
         {"zero_quantized_weights": True},
@@ -418,7 +418,8 @@ def test_arguments_that_mean_nothing_here_are_refused_by_name(arguments: dict[st
 
 
 def test_inert_arguments_and_any_config_are_taken() -> None:
-    Init(None, None, False, "none", False, {"bf16": {"enabled": True}}, "path.json", True, None, None)
+    for remote in (None, "none", "cpu", "nvme"):
+        Init(None, None, False, remote, False, {"bf16": {"enabled": True}}, "path.json", True, None, None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from zeroshard.errors import PlanError
 from zeroshard.nvme.choose import best_transfers
-from zeroshard.nvme.memory import NvmeMemory
+from zeroshard.nvme.memory import DiskRow, NvmeMemory
 from zeroshard.nvme.places import Spill
 from zeroshard.nvme.spill import SpillFile
 from zeroshard.nvme.transfers import Transfer
+from zeroshard.tiers import Completion
 
 
 @contextmanager
@@ -43,6 +46,31 @@ def spill_descriptors(folder: Path) -> list[int]:
         if target.startswith(f"{folder}/") and target.endswith(" (deleted)"):
             found.append(int(name))
     return found
+
+
+class CountedMemory(NvmeMemory):
+    """Memory on disk that counts the bytes of its rows that are read and written."""
+
+    read = written = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> DiskRow:
+        return CountedRow(self, super().allocate(numel, dtype))
+
+
+class CountedRow(DiskRow):
+    """A row of `CountedMemory`."""
+
+    def __init__(self, memory: CountedMemory, row: DiskRow) -> None:
+        super().__init__(memory, row._begin, row.numel, row.dtype)
+        self._counts = memory
+
+    def read(self, start: int, into: torch.Tensor) -> Completion | None:
+        self._counts.read += into.nbytes
+        return super().read(start, into)
+
+    def write(self, start: int, source: torch.Tensor) -> Completion | None:
+        self._counts.written += source.nbytes
+        return super().write(start, source)
 
 
 class FailingTransfer:

@@ -251,14 +251,15 @@ class Watchdog:
             self._alarm += 1
             self._alert_until = now + _ALERT_S
         wait = self._current_wait()
-        if now < self._alert_until or self._connection_lost:
+        impatient = wait is not None and now - max(wait[1], self._heard_at) > self._patience_s
+        # Impatience too: a rank that has announced why it can't go on need not have raised an alarm.
+        if now < self._alert_until or self._connection_lost or impatient:
             verdict = board.verdict()
             if verdict is not None:
                 self._deliver(board, verdict)
                 return
         if wait is None:
             return
-        impatient = now - max(wait[1], self._heard_at) > self._patience_s
         if (impatient or self._connection_lost) and board.raise_alarm(self._alarm):
             self._judge(board, *wait)
 

@@ -72,6 +72,10 @@ class OffloadOptimizerSection(Section):
 
 class OffloadParamSection(Section):
     device: Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")] = "none"
+    pin_memory: Flag = True
+    nvme_path: Names | None = None
+    encrypt: Flag = False
+    allow_visible_spill: Flag = False
 
 
 class AutomaticSection(Section):

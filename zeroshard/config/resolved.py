@@ -48,8 +48,10 @@ class OffloadConfig:
     """What rests off the device: at least the share `ratio` of the optimizer's state, and parameters or not.
 
     Attributes:
-        paths: folders in which that state rests in files; () where it is in host memory.
-        encrypt, allow_visible: how it does there.
+        param: whether sharded parameters do.
+        state_on_disk, param_on_disk: whether they rest in files, else in host memory.
+        paths: the folders of these files; () where there are none.
+        encrypt, allow_visible: how they are kept.
     """
 
     ratio: float
@@ -58,6 +60,8 @@ class OffloadConfig:
     paths: tuple[str, ...] = ()
     encrypt: bool = False
     allow_visible: bool = False
+    state_on_disk: bool = False
+    param_on_disk: bool = False
 
 
 @dataclass(frozen=True)

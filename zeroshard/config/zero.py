@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from zeroshard.config.models import LocoSection, ZeroSection
+from zeroshard.config.models import LocoSection, OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from zeroshard.config.problems import Problems
 from zeroshard.config.resolved import OffloadConfig
 
@@ -83,26 +83,29 @@ class ZeroRules:
     def offload(self) -> OffloadConfig | None:
         """What rests in host memory or on disk."""
         optimizer, param, section = self._zero.offload_optimizer, self._zero.offload_param, "zero_optimization"
-        if param.device == "nvme":
-            what = 'is "nvme", which is not built yet; use "cpu" or "none", and "nvme" for offload_optimizer.device'
-            self._refuse(f"{section}.offload_param.device", what)
         if optimizer.device != "none" and self._zero.stage == 0:
             what = f'is "{optimizer.device}", which needs state that is divided; use stage 1, 2 or 3'
             self._refuse(f"{section}.offload_optimizer.device", what)
-        paths = self._paths()
-        moves_param = param.device == "cpu" and self._moves_param()
+        moves_param = param.device != "none" and self._moves_param()
         if optimizer.device == "none" and not moves_param:
             return None
-        ratio = 1.0 if moves_param else optimizer.ratio
-        private = (optimizer.encrypt, optimizer.allow_visible_spill) if paths else (False, False)
-        return OffloadConfig(ratio, moves_param, optimizer.pin_memory, paths, *private)
+        sections = {"offload_optimizer": optimizer} | ({"offload_param": param} if moves_param else {})
+        on_disk = {name: found for name, found in sections.items() if found.device == "nvme"}
+        state = param.device if optimizer.device == "none" else optimizer.device
+        return OffloadConfig(
+            1.0 if moves_param else optimizer.ratio,
+            moves_param,
+            (param if optimizer.device == "none" else optimizer).pin_memory,
+            tuple(dict.fromkeys(path for name, found in on_disk.items() for path in self._paths(name, found))),
+            any(found.encrypt for found in on_disk.values()),
+            any(found.allow_visible_spill for found in on_disk.values()),
+            state_on_disk=state == "nvme",
+            param_on_disk=moves_param and param.device == "nvme",
+        )
 
-    def _paths(self) -> tuple[str, ...]:
-        """The folders for state on disk; () where none is to go there."""
-        optimizer, section = self._zero.offload_optimizer, "zero_optimization.offload_optimizer"
-        if optimizer.device != "nvme":
-            return ()
-        paths = optimizer.nvme_path or ()
+    def _paths(self, name: str, asked: OffloadOptimizerSection | OffloadParamSection) -> tuple[str, ...]:
+        """The folders of a section whose device is "nvme"."""
+        section, paths = f"zero_optimization.{name}", asked.nvme_path or ()
         if self._zero.stage == "auto":
             what = 'is "nvme", which "stage": "auto" does not choose among; write the stage, or leave the device out'
             self._refuse(f"{section}.device", what)
@@ -114,18 +117,21 @@ class ZeroRules:
         return paths
 
     def _moves_param(self) -> bool:
-        """Whether parameters rest in host memory, where offload_param asks for it; says what goes along, or why not."""
-        optimizer, path = self._zero.offload_optimizer, "zero_optimization.offload_param.device"
+        """Whether parameters rest off the device, where offload_param asks for it; says what goes along, or why not."""
+        optimizer, device = self._zero.offload_optimizer, self._zero.offload_param.device
+        path, where = "zero_optimization.offload_param.device", "disk" if device == "nvme" else "host memory"
         origin = self._origin(path)
         if self._zero.stage not in (3, "auto"):
-            self._problems.warn(f'{path} ({origin}): "cpu" has no effect at stage {self._zero.stage}, only at stage 3')
+            self._problems.warn(
+                f'{path} ({origin}): "{device}" has no effect at stage {self._zero.stage}, only at stage 3'
+            )
             return False
         if optimizer.device != "none" and optimizer.ratio < 1:
-            self._refuse(path, 'is "cpu", which needs an offload_optimizer of ratio 1')
+            self._refuse(path, f'is "{device}", which needs an offload_optimizer of ratio 1')
         elif optimizer.device == "none" and self._trains:
             self._problems.warn(
-                f'{path} ({origin}): "cpu" takes the optimizer\'s state to host memory too; say so with '
-                '"offload_optimizer": {"device": "cpu"}'
+                f'{path} ({origin}): "{device}" takes the optimizer\'s state to {where} too; say so with '
+                f'"offload_optimizer": {{"device": "{device}"{", ..." if device == "nvme" else ""}}}'
             )
         return True
 

@@ -26,7 +26,7 @@ from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
-from zeroshard.errors import PlanError, UsageError
+from zeroshard.errors import PlanError, SpillError, UsageError
 from zeroshard.mesh import NESTED, Axes
 from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
@@ -96,14 +96,19 @@ def _start_engine(
     peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
     opened = open_tiers(plan, device, tiers, comm.control)
-    storage = Storage(plan, parameters, comm.mesh.rank, device, opened, allocator)
-    if is_deferred(model):
-        _materialize(model, plan, storage, device)
+    try:
+        storage = Storage(plan, parameters, comm.mesh.rank, device, opened, allocator)
+        if is_deferred(model):
+            _materialize(model, plan, storage, device)
+    except SpillError as error:  # the first values could not be written
+        comm.watchdog.announce(error)
+        raise
     guard_unowned(model)
     unguard_closed_state(model)
     if streams is None:
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
-    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers)
+    tell = comm.watchdog.announce
+    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers, tell)
     handle = Handle(runtime, comm, device, install_hooks(model, runtime))
     attach(model, handle)
     return handle

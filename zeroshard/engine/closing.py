@@ -8,13 +8,14 @@ part of the first one is kept. No communication: a rank that closes alone, in an
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
 from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
-from zeroshard.engine.memory.rank_values import is_split, rank_part, read_values
+from zeroshard.engine.memory.rank_values import is_split, rank_part, rank_shard, read_values
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
@@ -57,7 +58,16 @@ def _values(group: Group, whole: Row | None) -> torch.Tensor:
         return read_values(group, device=group.device) if whole is None else loaded(whole, slice(None))
     except SpillError as error:
         _LOGGER.warning("closing, parameters keep the precision of compute: %s", error)
-        return group.shard
+        return _compute_values(group)
+
+
+def _compute_values(group: Group) -> torch.Tensor:
+    """This rank's shard; NaN where the disk that had it failed."""
+    try:
+        return rank_shard(group)
+    except SpillError as error:
+        _LOGGER.warning("closing, parameters are lost and become NaN: %s", error)
+        return torch.full_like(group.shard, math.nan, device=group.device)
 
 
 def _refuse_open(handle: Handle) -> None:
@@ -71,11 +81,12 @@ def _refuse_open(handle: Handle) -> None:
 
 
 def _hang(unit: Unit, group: Group, mesh: RankMesh) -> None:
-    layout, values = group.plan.layout, group.shard
+    layout = group.plan.layout
     if group.plan.update_axes:
         # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
-        whole = None if is_split(group) else group.master
-        values = _values(group, whole)
+        values = _values(group, None if is_split(group) else group.master)
+    else:
+        values = _compute_values(group)
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
         parts = [_part(unit.plan, group, segment, mesh.mesh, rank) for rank in range(mesh.world_size)]
         own, _ = rank_part(group, index)

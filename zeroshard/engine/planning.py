@@ -22,7 +22,7 @@ from zeroshard.optim.host.choose import processor_keeps_up
 from zeroshard.optim.sources import Source
 from zeroshard.plan.builder import Recipe, build_plan, for_gpu, with_peer_copies
 from zeroshard.plan.check import peer_problem
-from zeroshard.plan.placement import STAGES, Tier
+from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.units import find_units
@@ -146,7 +146,7 @@ def _with_update(recipe: Recipe, source: Source | None, device: torch.device) ->
     """
     if recipe.offload is None or recipe.offload.update is not None:
         return recipe
-    on_disk = recipe.offload.tier is Tier.NVME  # whose state passes host memory anyway
+    on_disk = recipe.offload.on_disk  # what passes host memory anyway
     streamed = not on_disk and device.type == "cuda" and source is not None and source.on_device is not None
     streamed = streamed and not (source is not None and source.on_host is not None and processor_keeps_up())
     update = HostUpdate.STREAMED if streamed else HostUpdate.PROCESSOR

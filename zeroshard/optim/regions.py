@@ -47,6 +47,7 @@ class Region:
         allocate: gives rows for the update's state where that does not rest on the device.
         away: which of 'master', 'param' and 'grad' rest off the device.
         row: where `master` rests that does not lie in place; `master` has its size and dtype then, and no elements.
+        param_row: where `param` rests that does not lie in place, as `row` is for `master`; it is only written.
         window: host memory in which state that does not lie in place is updated, `window_numel` elements at a time;
             None where all of it does.
         whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
@@ -72,6 +73,7 @@ class Region:
     allocate: Callable[[int, torch.dtype], Row] | None = None
     away: frozenset[str] = frozenset()
     row: Row | None = None
+    param_row: Row | None = None
     window: torch.Tensor | None = None
     window_numel: int = 0
 
@@ -88,6 +90,11 @@ class Region:
     def rests(self) -> Row:
         """Where `master` rests."""
         return RowInPlace(self.master) if self.row is None else self.row
+
+    @property
+    def read_elsewhere(self) -> bool:
+        """Whether gathers read, from where it rests, what an update of this region writes there."""
+        return self.param_row is not None or (self.row is not None and self.param is None)
 
     @property
     def low(self) -> bool:
@@ -110,6 +117,14 @@ class Region:
                 found.append(Run(low, high, hyper, step))
             previous = index
         return found
+
+    def clear_padding(self) -> None:
+        """Zero what of `param` belongs to no parameter, where all of it is to be written."""
+        assert self.param is not None
+        at = 0
+        for _, low, high in (*self.pieces, (0, self.param.numel(), 0)):
+            self.param[at:low].zero_()
+            at = high
 
     def refresh_untouched(self, active: Sequence[bool]) -> None:
         """Write `param` from `master` where no update does: `param` may lie where the gradients were.

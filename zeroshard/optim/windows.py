@@ -9,8 +9,9 @@
 
 The order of a step's regions is known when it begins, so reading ahead goes on from one region to the next. A piece is
 a region of its own: updates are element-wise, so cutting changes no bits. Regions whose state lies in place are given
-as they are. Rejected: tensors mapped from files, of which the system decides what is in memory; a window as large as a
-unit, which grows with the model.
+as they are. Parameters that rest on disk are written from the window too, and are there when their region has been
+updated, for gathers read them. Rejected: tensors mapped from files, of which the system decides what is in memory; a
+window as large as a unit, which grows with the model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,23 @@ class _Piece:
     region: int
     low: int
     high: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The elements of a piece in one row: where they lie, or in its window.
+
+    Attributes:
+        read: their old values are needed.
+    """
+
+    row: Row
+    values: torch.Tensor
+    read: bool = True
+
+    @property
+    def moved(self) -> bool:
+        return self.row.values is None
 
 
 class Windows:
@@ -88,6 +106,9 @@ class Windows:
                 assert self._pieces[self._done] == piece, "regions are opened in the order that the step began with"
                 yield self._arrive(piece)
                 self._put_back()
+            if self._regions[number].read_elsewhere:
+                self._read_up_to(self._done + WINDOWS - 2)
+                self._wait_until_all_left()
         except BaseException as error:  # also where the update failed: some of the state is a step ahead
             self._failure = self._failure or error
             raise
@@ -108,51 +129,58 @@ class Windows:
         self._read_up_to(self._done + WINDOWS - 2)
         for arrived in self._arriving.pop(self._done):
             finish(arrived)
-        places = [place for _, place in self._moves(self._done)]
-        region = self._regions[piece.region]
-        master, state = region.master[piece.low : piece.high], places
-        if region.row is not None:
-            *state, master = places
-        cut = slice(piece.low, piece.high)
+        places = [place.values for place in self._places(self._done)]
+        region, cut = self._regions[piece.region], slice(piece.low, piece.high)
+        param = None if region.param is None else region.param[cut]
+        if region.param_row is not None:
+            param = places.pop()
+        master = region.master[cut] if region.row is None else places.pop()
         opened = replace(
-            region,
-            master=master,
-            param=None if region.param is None else region.param[cut],
-            grad=lambda: region.grad()[cut],
-            start=region.start + piece.low,
+            region, master=master, param=param, grad=lambda: region.grad()[cut], start=region.start + piece.low
         )
-        return opened, state
+        if region.param_row is not None:
+            opened.clear_padding()
+        return opened, places
 
     def _put_back(self) -> None:
-        moves = self._moves(self._done)
-        cut = self._pieces[self._done]
-        self._leaving[self._done % WINDOWS] = [row.write(cut.low, place) for row, place in moves]
+        low, places = self._pieces[self._done].low, self._places(self._done)
+        self._leaving[self._done % WINDOWS] = [one.row.write(low, one.values) for one in places if one.moved]
         self._done += 1
         if self._done == len(self._pieces):
-            for turn in range(WINDOWS):
-                self._wait_until_left(turn)
+            self._wait_until_all_left()
 
     def _read_up_to(self, last: int) -> None:
         """Begin to read the pieces up to number `last`, each as soon as its window is free."""
         while self._read < min(last + 1, len(self._pieces)):
             self._wait_until_left(self._read % WINDOWS)
             low = self._pieces[self._read].low
-            self._arriving[self._read] = [row.read(low, place) for row, place in self._moves(self._read)]
+            places = [one for one in self._places(self._read) if one.moved and one.read]
+            self._arriving[self._read] = [one.row.read(low, one.values) for one in places]
             self._read += 1
+
+    def _wait_until_all_left(self) -> None:
+        for turn in range(WINDOWS):
+            self._wait_until_left(turn)
 
     def _wait_until_left(self, turn: int) -> None:
         for left in self._leaving.pop(turn, ()):
             finish(left)
 
-    def _moves(self, number: int) -> list[tuple[Row, torch.Tensor]]:
-        """The rows of a piece, master last, and their places in its window: whole blocks, so that nothing is copied."""
+    def _places(self, number: int) -> list[_Place]:
+        """A piece's state, then what is moved of master and parameters; in whole blocks, so that none is copied."""
         piece = self._pieces[number]
         region, rows = self._regions[piece.region], self._rows[piece.region]
         assert region.window is not None
         size = region.window.numel() // WINDOWS
-        used, found = number % WINDOWS * size, list[tuple[Row, torch.Tensor]]()
-        for row in [*rows, *([] if region.row is None else [region.row])]:
+        used, found = number % WINDOWS * size, list[_Place]()
+        for row in (*rows, region.row, region.param_row):
+            if row is None:
+                continue
+            if row.values is not None:
+                found.append(_Place(row, row.values[piece.low : piece.high]))
+                continue
             nbytes = (piece.high - piece.low) * row.dtype.itemsize
-            found.append((row, region.window[used : used + nbytes].view(row.dtype)))
+            values = region.window[used : used + nbytes].view(row.dtype)
+            found.append(_Place(row, values, read=row is not region.param_row))
             used += in_blocks(nbytes)
         return found

@@ -238,7 +238,7 @@ def peer_problem(plan: Plan) -> str | None:
     if any(group.hops for _, group in groups):
         return "gradients are summed in codes"
     if any(group.param.away for _, group in groups):
-        return "parameters rest in host memory"
+        return "parameters rest off the device"
     trainable = [group for _, group in groups if group.trainable]
     if any(not group.update_axes for group in trainable):
         return "every rank updates all parameters (stage 0)"

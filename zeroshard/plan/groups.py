@@ -98,8 +98,9 @@ class GroupPlan:
 
     @property
     def passes_windows(self) -> bool:
-        """Whether the processor updates state on disk, which passes through windows in host memory."""
-        below = any(one is not None and one.tier is Tier.NVME for one in (self.master, self.moments))
+        """Whether the processor updates state or parameters on disk, which pass through windows in host memory."""
+        held = (self.param, self.master, self.moments)
+        below = any(one is not None and one.tier is Tier.NVME for one in held)
         return self.update is HostUpdate.PROCESSOR and below
 
     @property
@@ -221,6 +222,11 @@ class UnitPlan:
     def sharded(self) -> bool:
         """Whether the parameters rest divided, so that the unit is gathered around its use."""
         return any(group.param.divided for group in self.groups)
+
+    @property
+    def reads(self) -> bool:
+        """Whether a gather reads parameters from disk first."""
+        return any(group.param.tier is Tier.NVME for group in self.groups)
 
     @property
     def trainable(self) -> bool:

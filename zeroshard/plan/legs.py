@@ -1,7 +1,7 @@
 """Legs: what a gather or a reduce of one flat group is made of, in order. The one place that knows.
 
     refresh   [copy SHARD -> SECOND]     all-gather SHARD -> SECOND        where subgroups have a second copy
-    gather    [copy SHARD -> WHOLE]      all-gather SHARD (or SECOND) -> WHOLE
+    gather    [[read SHARD -> WINDOW]  copy -> WHOLE]      all-gather SHARD (or SECOND) -> WHOLE
     keep      collect AUTOGRAD -> LOCAL                                    gradients wait for a later reduce
     pending   [cast LOCAL -> WIRE]       reduce-scatter ... [all-reduce ...] [land | copy | all-gather]
               [cast LOCAL -> WIRE]       encode, all-to-all, sum; twice where there are two hops    sums in codes
@@ -63,7 +63,9 @@ class LegKind(str, Enum):
     LAND = "land"
     """This rank's reduced part is copied to where it rests, or added to what rests there."""
     COPY = "copy"
-    """Between tiers."""
+    """Between device and host memory."""
+    READ = "read"
+    """From disk into host memory; begun by an operation of its own, which the list has before the gather."""
 
 
 class Buffer(str, Enum):
@@ -71,6 +73,8 @@ class Buffer(str, Enum):
 
     SHARD = "shard"
     """This rank's part of the parameters."""
+    WINDOW = "window"
+    """This rank's part of the parameters in host memory, on its way from disk."""
     WHOLE = "whole"
     """All of the parameters, in compute dtype."""
     SECOND = "second"
@@ -251,7 +255,12 @@ def _brought_up(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
     if group.param.tier is Tier.DEVICE:
         return (), Buffer.SHARD
     numel, dtype = group.layout.shard_numel, group.param.dtype
-    return (Leg(LegKind.COPY, Buffer.SHARD, target, numel, dtype, dtype, Stream.GATHER),), target
+    if group.param.tier is not Tier.NVME:
+        return (Leg(LegKind.COPY, Buffer.SHARD, target, numel, dtype, dtype, Stream.GATHER),), target
+    return (
+        Leg(LegKind.READ, Buffer.SHARD, Buffer.WINDOW, numel, dtype, dtype, Stream.GATHER),
+        Leg(LegKind.COPY, Buffer.WINDOW, target, numel, dtype, dtype, Stream.GATHER),
+    ), target
 
 
 def _shards_gathered(

@@ -10,6 +10,7 @@ each unit separately; so the units that it needs first are those that stay.
     streamed    host: master 4 or 2, moments 8, gradient 2; device: three buffers for pieces of them
     param       host: the shard of the parameters, 2; a gather copies it into its place in the slot first
     on disk     disk: master 4, moments 8; host: gradient 2 and three windows, whatever the size of the model
+    and param   disk: parameter 2; host: three windows of the largest unit's shard, through which gathers read it
 
 A gradient rests on the host where there is one micro-batch per step and gradients are divided; accumulators stay on the
 device. After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and its Twin-Flow ratio. Rejected: cutting units between
@@ -27,7 +28,7 @@ from zeroshard.nvme.places import Spill
 from zeroshard.nvme.transfers import in_blocks
 from zeroshard.plan.dtypes import itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, UnitPlan
-from zeroshard.plan.placement import Placement, Residency, Tier
+from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
@@ -40,6 +41,8 @@ WINDOW_NUMEL = 1 << 22
 """Elements of a window: 48 MiB of Adam's state, so that a disk is at its full speed, and little beside a model."""
 WINDOWS = 3
 """One that is read ahead, one that is updated, one that is written behind."""
+READ_WINDOWS = 3
+"""For parameters on their way to a gather: one is copied to the device, one has been read, one is being read."""
 
 ALIGNMENT = 64
 """Bytes: what lies side by side in host memory begins at multiples of a cache line, which the widest vectors like."""
@@ -53,10 +56,11 @@ class Offload:
     """What rests in host memory or on disk.
 
     Attributes:
-        tier: where master weights and moments rest; gradients and parameters that go rest in host memory.
+        tier: where master weights and moments rest; gradients that go rest in host memory.
         spill: the folders on disk, for Tier.NVME.
         ratio: share of the optimizer state, by elements and whole units, at least; 1 is all of it.
-        param: sharded parameters rest there too; needs a ratio of 1.
+        param: sharded parameters rest off the device too; needs a ratio of 1.
+        param_tier: where they rest then.
         update: how it is updated; None lets the caller choose, and is PROCESSOR here.
         stream_numel: see ExecutionPolicy.
         pin_memory: see ExecutionPolicy.
@@ -71,6 +75,7 @@ class Offload:
     tier: Tier = Tier.HOST
     spill: Spill | None = None
     window_numel: int = WINDOW_NUMEL
+    param_tier: Tier = Tier.HOST
 
     def __post_init__(self) -> None:
         if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
@@ -81,8 +86,9 @@ class Offload:
         if self.update is not None and not isinstance(self.update, HostUpdate):
             known = ", ".join(f"HostUpdate.{update.name}" for update in HostUpdate)
             raise PlanError(f"offload update {self.update!r} must be one of {known}, or None")
-        if self.tier not in (Tier.HOST, Tier.NVME):
-            raise PlanError(f"offload tier {self.tier!r} must be Tier.HOST or Tier.NVME")
+        for name, tier in (("tier", self.tier), ("param_tier", self.param_tier)):
+            if tier not in (Tier.HOST, Tier.NVME):
+                raise PlanError(f"offload {name} {tier!r} must be Tier.HOST or Tier.NVME")
         for name, numel in (("stream_numel", self.stream_numel), ("window_numel", self.window_numel)):
             if type(numel) is not int:
                 raise PlanError(f"offload {name} {numel!r} must be a whole number")
@@ -90,14 +96,21 @@ class Offload:
                 raise PlanError(f"offload {name} {numel} must be above 0")
         if self.spill is not None and not isinstance(self.spill, Spill):
             raise PlanError(f"offload spill {self.spill!r} must be a Spill, with the folders on disk")
-        if self.spill is not None and self.tier is not Tier.NVME:
-            raise PlanError("offload spill names folders on disk, which needs tier=Tier.NVME")
+        if self.param_tier is not Tier.HOST and not self.param:
+            raise PlanError("offload param_tier says where parameters rest off the device, which needs param=True")
+        if self.spill is not None and not self.on_disk:
+            raise PlanError("offload spill names folders on disk, which needs tier or param_tier to be Tier.NVME")
         if not 0 <= self.ratio <= 1:
             raise PlanError(f"offload ratio {self.ratio} must be between 0 (none) and 1 (all)")
         if self.param and self.ratio != 1:
             raise PlanError(
                 f"offload of parameters needs all of the optimizer's state there, but its ratio is {self.ratio}"
             )
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything rests there."""
+        return Tier.NVME in (self.tier, self.param_tier)
 
 
 def with_host_state(
@@ -112,7 +125,7 @@ def with_host_state(
     if not chosen and not offload.param:
         return list(units), policy
     update = offload.update or HostUpdate.PROCESSOR
-    units = [_with_param(unit) for unit in units] if offload.param else units
+    units = [_with_param(unit, offload.param_tier) for unit in units] if offload.param else units
     moved = [_moved(unit, update, offload.tier) if index in chosen else unit for index, unit in enumerate(units)]
     streamed = offload.stream_numel if update is HostUpdate.STREAMED else 0
     windowed = offload.window_numel if any(group.passes_windows for unit in moved for group in unit.groups) else 0
@@ -121,7 +134,7 @@ def with_host_state(
         stream_numel=streamed,
         pin_memory=offload.pin_memory,
         window_numel=windowed,
-        spill=offload.spill if chosen else None,
+        spill=offload.spill if chosen or offload.param else None,
     )
 
 
@@ -137,11 +150,10 @@ def _on_host(units: Sequence[UnitPlan], ratio: float) -> set[int]:
     return chosen
 
 
-def _with_param(unit: UnitPlan) -> UnitPlan:
-    """A unit whose parameters, where they are divided, rest on the host."""
+def _with_param(unit: UnitPlan, tier: Tier) -> UnitPlan:
+    """A unit whose parameters, where they are divided, rest in a tier."""
     groups = (
-        replace(group, param=replace(group.param, tier=Tier.HOST)) if group.param.divided else group
-        for group in unit.groups
+        replace(group, param=replace(group.param, tier=tier)) if group.param.divided else group for group in unit.groups
     )
     return replace(unit, groups=tuple(groups))
 
@@ -222,10 +234,28 @@ def window_nbytes(plan: Plan) -> int:
 
 def _window_nbytes(group: GroupPlan, numel: int) -> int:
     """Bytes of a piece of a group's state, each row of it in whole blocks, so that it is moved where it lies."""
-    held = (one for one in (group.master, group.moments) if one is not None)
+    held = (one for one in (group.param, group.master, group.moments) if one is not None)
     numel = min(numel, group.layout.shard_numel)
     rows = (numel * itemsize(one.dtype) for one in held if one.tier is Tier.NVME for _ in range(one.copies))
     return sum(map(in_blocks, rows))
+
+
+def read_window_nbytes(plan: Plan) -> int:
+    """Bytes of each of the windows in host memory through which gathers read parameters on disk; 0 without any.
+
+    A window holds the shard of any unit, so it is never larger than a slot on the device.
+    """
+    return max((sum(map(_param_disk_nbytes, unit.groups)) for unit in plan.units), default=0)
+
+
+def _param_disk_nbytes(group: GroupPlan) -> int:
+    """Bytes of a group's parameters on disk, in whole blocks."""
+    return in_blocks(group.held_on(Tier.NVME, StateKind.PARAM))
+
+
+def windows_nbytes(plan: Plan) -> int:
+    """Bytes of all windows in host memory, for updates and for gathers."""
+    return window_nbytes(plan) + READ_WINDOWS * read_window_nbytes(plan)
 
 
 def disk_nbytes(plan: Plan) -> int:
@@ -233,14 +263,23 @@ def disk_nbytes(plan: Plan) -> int:
     return sum(
         in_blocks(group.layout.shard_numel * itemsize(one.dtype)) * one.copies
         for _, group in plan.groups()
-        for one in (group.master, group.moments)
+        for one in (group.param, group.master, group.moments)
         if one is not None and one.tier is Tier.NVME
     )
 
 
+def update_disk_nbytes(group: GroupPlan) -> tuple[int, int]:
+    """Bytes of a group that one rank's update reads from disk, and those that it writes there."""
+    if group.update is None:
+        return 0, 0
+    both = sum(group.held_on(Tier.NVME, kind) for kind in (StateKind.MASTER, StateKind.MOMENTS))
+    param = group.held_on(Tier.NVME, StateKind.PARAM)
+    return both + (param if group.master is None else 0), both + param
+
+
 def host_nbytes(plan: Plan) -> int:
     """Bytes of host memory that one rank takes under `plan`."""
-    return sum(group_host_nbytes(group) for _, group in plan.groups()) + window_nbytes(plan)
+    return sum(group_host_nbytes(group) for _, group in plan.groups()) + windows_nbytes(plan)
 
 
 def stream_element_nbytes(group: GroupPlan) -> int:

@@ -4,6 +4,9 @@
     backward   USE n, GATHER n-1, REDUCE n, RELEASE n, GATHER n-2, USE n-1, REDUCE n-1, RELEASE n-1, ...
     after step GATHER of every unit whose resident parameters are stale, then of the first units of the next forward
 
+Where parameters rest on disk each list has READ of a unit two gathers before its GATHER: READ 0, READ 1, GATHER 0, READ
+2, GATHER 1, READ 3, ...
+
 The engine keeps a cursor per list and runs it forward to the USE of the module that is being called. What lies between
 (units that this rank skipped) is issued on the way, so every rank issues the same collectives whatever it computes.
 
@@ -15,14 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, islice
 
+from zeroshard.plan.offload import READ_WINDOWS
 from zeroshard.plan.plan import Plan
 
 
 class OpKind(str, Enum):
     """What is done to a unit."""
 
+    READ = "read"
+    """Begin to read what of the unit rests on disk into host memory, unless the slot holds the unit already."""
     GATHER = "gather"
     """All-gather the unit into its slot, unless the slot holds it already; runs beside compute."""
     USE = "use"
@@ -55,14 +61,30 @@ class Programs:
 
 def build_programs(plan: Plan) -> Programs:
     """The operation lists of `plan`."""
-    forward = _pass(plan, plan.order, reduce=False)
-    backward = _pass(plan, tuple(reversed(plan.order)), reduce=True)
+    forward = _with_reads(plan, _pass(plan, plan.order, reduce=False))
+    backward = _with_reads(plan, _pass(plan, tuple(reversed(plan.order)), reduce=True))
     stale = [
         unit for unit in _unique(plan.order) if not plan.units[unit].sharded and plan.units[unit].stepped_in_shards
     ]
     ahead = _first_gathers(forward, limit=plan.policy.prefetch + 1, skip=set(stale))
     after_step = tuple(Op(OpKind.GATHER, unit) for unit in (*stale, *ahead))
-    return Programs(forward, backward, after_step)
+    return Programs(forward, backward, _with_reads(plan, after_step))
+
+
+def _with_reads(plan: Plan, ops: Program) -> Program:
+    """The list with each READ as far ahead of its GATHER as there are windows to read into."""
+    read = [unit.reads for unit in plan.units]
+    gathers = [op.unit for op in ops if op.kind is OpKind.GATHER and read[op.unit]]
+    if not gathers:
+        return ops
+    ahead = READ_WINDOWS - 1
+    found = [Op(OpKind.READ, unit) for unit in gathers[:ahead]]
+    following = iter(gathers[ahead:])
+    for op in ops:
+        found.append(op)
+        if op.kind is OpKind.GATHER and read[op.unit]:
+            found += [Op(OpKind.READ, unit) for unit in islice(following, 1)]
+    return tuple(found)
 
 
 def _unique(order: Sequence[int]) -> tuple[int, ...]:

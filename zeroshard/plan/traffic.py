@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from zeroshard.mesh import DATA, Axes
 from zeroshard.plan.compression import compressed_nbytes
-from zeroshard.plan.legs import Legs
+from zeroshard.plan.legs import LegKind, Legs
 from zeroshard.plan.matrices import MATRICES, exchange_nbytes
+from zeroshard.plan.offload import update_disk_nbytes
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.program import OpKind, Program, build_programs
 from zeroshard.sharding.slots import SlotLedger
@@ -61,6 +62,31 @@ def step_traffic(
 def traffic_by_axes(plan: Plan, *, micro_batches: int = 1) -> dict[Kind, tuple[int, int]]:
     """Calls and payload bytes of one steady optimizer step, by kind and axes."""
     return dict(_counted(plan, micro_batches).found)
+
+
+@dataclass(frozen=True)
+class DiskTraffic:
+    """Bytes between one rank and its disks in a step.
+
+    Attributes:
+        gathered: parameters that are read for gathers.
+        read, written: parameters and optimizer state that an update reads, and writes.
+    """
+
+    gathered: int
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.read + self.written
+
+
+def disk_traffic(plan: Plan, *, micro_batches: int = 1) -> DiskTraffic:
+    """What one steady optimizer step of `micro_batches` forward and backward passes moves to and from disk."""
+    updates = [update_disk_nbytes(group) for _, group in plan.groups()]
+    gathered = _counted(plan, micro_batches).gathered
+    return DiskTraffic(gathered, sum(read for read, _ in updates), sum(written for _, written in updates))
 
 
 def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
@@ -145,10 +171,13 @@ class _Counter:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.found: dict[Kind, tuple[int, int]] = {}
+        self.gathered = 0
+        """Bytes that gathers read from disk."""
         self._several: dict[Axes, Axes] = {}
 
     def clear(self) -> None:
         self.found.clear()
+        self.gathered = 0
 
     def add(self, kind: str, nbytes: int, axes: Axes) -> None:
         over = self._several.get(axes)
@@ -176,5 +205,7 @@ class _Counter:
 
     def _legs(self, legs: Legs) -> None:
         for leg in legs:
+            if leg.kind is LegKind.READ:
+                self.gathered += leg.nbytes
             if leg.axes:
                 self.add(leg.kind.value, leg.nbytes, leg.axes)

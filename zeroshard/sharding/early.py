@@ -48,12 +48,16 @@ class ShardedInit(Init):
 
     Args:
         param_dtype: of all floating parameters afterwards; None leaves each its own.
+        remote_device: with "cpu" or "nvme" each rank's part rests in host memory until the model is sharded.
         options: those of `Init`.
     """
 
-    def __init__(self, *, param_dtype: torch.dtype | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, *, param_dtype: torch.dtype | None = None, remote_device: str | None = None, **options: Any
+    ) -> None:
+        super().__init__(remote_device=remote_device, **options)
         self._param_dtype = param_dtype
+        self._on_host = remote_device in ("cpu", "nvme")
         self._modules: dict[int, nn.Module] = {}
         self._members: list[nn.Parameter] = []
         self._shapes: list[torch.Size] = []
@@ -128,10 +132,10 @@ class ShardedInit(Init):
         value = value.to(dtype)
         fill_in_place(name, tensor, value.new_empty(0))
         if not _several_ranks():
-            shard_unowned(tensor, value, name)
+            shard_unowned(tensor, value, name, on_host=self._on_host)
         elif dist.get_rank() == 0:
             _broadcast(torch.tensor([self._numbers[id(tensor)]], device=value.device))
-            shard_unowned(tensor, _broadcast(value), name)
+            shard_unowned(tensor, _broadcast(value), name, on_host=self._on_host)
 
     def _receive(self) -> None:
         """On other ranks than 0: its parameters in the order in which it makes them, which may be another than here."""
@@ -141,7 +145,8 @@ class ShardedInit(Init):
         for _ in members:
             number = int(_broadcast(torch.zeros(1, dtype=torch.int64, device=self.device)))
             shape, empty = self._shapes[number], members[number]
-            shard_unowned(empty, _broadcast(torch.empty(shape, dtype=empty.dtype, device=self.device)))
+            value = _broadcast(torch.empty(shape, dtype=empty.dtype, device=self.device))
+            shard_unowned(empty, value, on_host=self._on_host)
 
 
 @contextmanager

@@ -71,10 +71,14 @@ def even_parts(numel: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
     return parts, parts[rank]
 
 
-def shard_unowned(parameter: torch.Tensor, value: torch.Tensor, name: str = "") -> None:
-    """Hang an even share of `value` on `parameter`, which rests from here. No communication."""
+def shard_unowned(parameter: torch.Tensor, value: torch.Tensor, name: str = "", *, on_host: bool = False) -> None:
+    """Hang an even share of `value` on `parameter`, which rests from here. No communication.
+
+    Args:
+        on_host: the share is kept in host memory, wherever `value` is.
+    """
     parts, (start, end) = even_parts(value.numel())
-    own = value.detach().reshape(-1)[start:end].clone()
+    own = value.detach().reshape(-1)[start:end].to("cpu" if on_host else value.device, copy=True)
     hang(parameter, tuple(value.shape), parts, own)
     rest_unowned(parameter, name)
 

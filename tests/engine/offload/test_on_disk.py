@@ -232,7 +232,7 @@ def _refused(rank: int, world: int, folder: Path) -> None:
         zeroshard.shard(model, adamw(model), plan=plan)
     assert spill_descriptors(folder) == []
     streamed = on_disk(offloaded(recipe(3, "bf16"), HostUpdate.STREAMED), [folder])
-    with pytest.raises(PlanError, match="state on disk is updated by the processor"):
+    with pytest.raises(PlanError, match="state on disk are updated by the processor"):
         zeroshard.shard(model, adamw(model), plan=streamed)
 
 

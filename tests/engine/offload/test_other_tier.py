@@ -28,7 +28,7 @@ from zeroshard.plan.policy import HostUpdate
 
 TASK = Task(Stack, square_loss)
 CASES = [
-    # update, stage, micro-batches, share of the state in files, parameters in host memory
+    # update, stage, micro-batches, share of the state in files, parameters there (or in host memory if streamed)
     (HostUpdate.PROCESSOR, 3, 1, 1.0, False),
     (HostUpdate.STREAMED, 3, 1, 1.0, False),
     (HostUpdate.PROCESSOR, 1, 2, 0.5, False),
@@ -39,8 +39,10 @@ CASES = [
 
 
 def _in_files(plan: Recipe) -> Recipe:
-    assert plan.offload is not None
-    return replace(plan, offload=replace(plan.offload, tier=Tier.NVME))
+    offload = plan.offload
+    assert offload is not None
+    both = offload.param and offload.update is HostUpdate.PROCESSOR
+    return replace(plan, offload=replace(offload, tier=Tier.NVME, param_tier=Tier.NVME if both else Tier.HOST))
 
 
 def _shard(folder: Path, setting: Setting) -> tuple[nn.Module, ShardedOptimizer, FileTier]:
@@ -147,11 +149,11 @@ def _refused(rank: int, world: int, folder: Path) -> None:
     plan = zeroshard.plan_of(shard_task(TASK, Setting(plan=offloaded(recipe(3, "bf16"), param=True)))[0])
     text = plan.to_json().replace('"tier": "host"', '"tier": "nvme"').replace('"window_numel": 0', '"window_numel": 9')
     moved = type(plan).from_json(text)
-    with pytest.raises(PlanError, match="param rests on 'nvme', where master weights and moments can rest"):
+    with pytest.raises(PlanError, match="grad rests on 'nvme', where all other state can rest"):
         zeroshard.shard(model, adamw(model), plan=moved, tiers={Tier.NVME: FileTier(folder / str(rank))})
 
 
-def test_what_is_read_where_it_lies_is_refused_there(tmp_path: Path) -> None:
+def test_what_is_written_where_it_lies_is_refused_there(tmp_path: Path) -> None:
     run_ranks(1, _refused, tmp_path)
 
 

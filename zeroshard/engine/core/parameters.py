@@ -10,7 +10,8 @@ Owns the memory of the gather slots. A slot is written on the gather stream and 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -21,13 +22,14 @@ from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.interrupted import refuse_tracing
+from zeroshard.engine.core.parameter_reads import ParameterReads
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, Streams
 from zeroshard.engine.memory.block_codes import decode, encode
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit, UnitState
-from zeroshard.errors import UsageError
+from zeroshard.errors import SpillError, UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Route, Stream
 from zeroshard.plan.plan import Plan
@@ -43,6 +45,7 @@ class Parameters:
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the shards are, where ranks copy from each other instead.
         updates: updates that are under way beside compute.
+        tell: lets all ranks know of a disk that failed.
 
     Attributes:
         each_by_itself: all gathers wait for their own unit alone, not only the first ones.
@@ -58,6 +61,7 @@ class Parameters:
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,
+        tell: Callable[[SpillError], None] | None = None,
     ) -> None:
         self._peers = peers
         self._updates = PendingUpdates() if updates is None else updates
@@ -67,6 +71,8 @@ class Parameters:
         self._gathers = gathers
         self.each_by_itself = False
         self.changes = ForwardChanges(storage.device)
+        tell = _tell_nobody if tell is None else tell
+        self._reads = ParameterReads(storage.units, storage.read_windows, streams, self._updates, tell)
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -106,12 +112,22 @@ class Parameters:
 
     def _step(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor, writes: Buffers) -> Step:
         part = ("second" if leg.source is Buffer.SECOND else "shard", unit.index)
-        makers = {LegKind.COPY: self._copy, LegKind.ENCODE: self._encode, LegKind.DECODE: self._decode}
+        makers = {
+            LegKind.READ: self._read,
+            LegKind.COPY: self._copy,
+            LegKind.ENCODE: self._encode,
+            LegKind.DECODE: self._decode,
+        }
         make = makers.get(leg.kind, self._all_gather)
         return Step(make(unit, group, leg, whole), (part,), writes, sends=bool(leg.axes))
 
+    def _read(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+        return partial(self._reads.arrive, unit.index)
+
     def _copy(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
         target = _own_part(group, leg.target, whole)
+        if leg.source is Buffer.WINDOW:
+            return lambda: target.copy_(self._reads.arrived(unit.index, group), non_blocking=True)
         return lambda: target.copy_(group.shard, non_blocking=True)
 
     def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
@@ -151,6 +167,11 @@ class Parameters:
             own = _second(group)
         return lambda: gathers.all_gather(target, own, label)
 
+    def read(self, index: int) -> None:
+        """Begin to read a unit from disk for its next gather, unless its whole parameters are there already."""
+        if not self._ledger.holds(index) and not _all_opened(self._storage.units[index]):
+            self._reads.begin(index)
+
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
         unit = self._storage.units[index]
@@ -186,10 +207,15 @@ class Parameters:
                 self._unmet.append(index)
 
     def _run_gather(self, unit: Unit, steps: Sequence[Step]) -> None:
+        """Let the gather stream run what brings a unit."""
+        if unit.plan.reads:
+            self._reads.begin(unit.index)
         for step in steps:
             if step.sends:
                 self._log.record("all-gather", unit.label, self._sizes[unit.index])
         self._streams.run(Stream.GATHER, steps)
+        if unit.plan.reads:
+            self._reads.taken(unit.index)
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
@@ -332,6 +358,7 @@ class Parameters:
         self.finish_updates()
         self.release_all()
         self.settle()
+        self._reads.drop()
         if self._peers is not None:
             # Write after read: the shards belong to the peers' gathers until all ranks have come here.
             self._gathers[self._mesh.names].wait(self._peers.barrier(Channel.WRITE))
@@ -390,6 +417,10 @@ class Parameters:
             self._streams.wait(Stream.COMPUTE, self._met)
             self._met = None
 
+    def await_reads(self) -> None:
+        """Nothing is read from disk any more; what has been read may serve the next gathers."""
+        self._reads.settle()
+
     def meet_peers(self) -> None:
         """Gathers after a write have been issued: what rests whole may be changed in place by whoever settles."""
         if self._unmet:
@@ -423,6 +454,10 @@ class Parameters:
     def _buffer(self, index: int) -> tuple[str, int]:
         slot = self._slots[index]
         return ("whole", index) if slot is None else ("slot", slot)
+
+
+def _tell_nobody(error: SpillError) -> None:
+    pass
 
 
 def _second(group: Group) -> torch.Tensor:

@@ -20,11 +20,22 @@ class PendingUpdates:
     def __init__(self) -> None:
         self._finish: dict[int, Callable[[], Event]] = {}
         self._read: dict[int, Event] = {}
+        self._ended: dict[int, Callable[[], object]] = {}
 
-    def defer(self, unit: int, finish: Callable[[], Event]) -> None:
-        """An update has begun. `finish` waits for it and returns the point after which the shards are written."""
+    def defer(self, unit: int, finish: Callable[[], Event], ended: Callable[[], object] | None = None) -> None:
+        """An update has begun. `finish` waits for it and returns the point after which the shards are written.
+
+        Args:
+            ended: returns, on any thread, when it has ended; for what reads shards that do not lie in place.
+        """
         assert unit not in self._finish, "an update begins before the one before it was finished"
         self._finish[unit] = finish
+        if ended is not None:
+            self._ended[unit] = ended
+
+    def ended(self, unit: int) -> Callable[[], object] | None:
+        """What waits, on any thread, for an update that is under way; None where there is none."""
+        return self._ended.get(unit) if unit in self._finish else None
 
     def begun(self, unit: int) -> bool:
         """Whether an update is under way that nobody has finished."""
@@ -37,6 +48,7 @@ class PendingUpdates:
         """
         event = self._finish[unit]()
         del self._finish[unit]
+        self._ended.pop(unit, None)
         return event
 
     def reads_until(self, unit: int, event: Event) -> None:

@@ -10,7 +10,7 @@ only, never configs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit
-from zeroshard.errors import UsageError
+from zeroshard.errors import SpillError, UsageError
 from zeroshard.mesh import Axes
 from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered, with_kept
@@ -53,6 +53,7 @@ class Runtime:
         gathers, reduces: communicators by mesh axes, for all-gathers and for reduces.
         log: what this rank issues, in the order of the lists.
         peers: peer memory with the shards and reduce slots, where ranks copy from each other; else they send.
+        tell: lets all ranks know of a disk that failed.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Runtime:
         reduces: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
+        tell: Callable[[SpillError], None] | None = None,
     ) -> None:
         self.model = model
         self.storage = storage
@@ -72,7 +74,7 @@ class Runtime:
         self.peers = peers
         self.updates = PendingUpdates()
         self.parking = Parking()
-        self.parameters = Parameters(plan, storage, streams, gathers, log, peers, self.updates)
+        self.parameters = Parameters(plan, storage, streams, gathers, log, peers, self.updates, tell)
         self.gradients = Gradients(plan, storage, streams, reduces, log, peers, self.updates)
         self.inspection = Inspection(storage.units)
         self._whole_changes = WholeChanges(storage.units, storage.device)
@@ -149,6 +151,8 @@ class Runtime:
     def _execute(self, op: Op) -> None:
         if op.kind is OpKind.GATHER:
             self.parameters.gather(op.unit)
+        elif op.kind is OpKind.READ:
+            self.parameters.read(op.unit)
         elif op.kind is OpKind.USE:
             self.parameters.use(op.unit)
         elif op.kind is OpKind.REDUCE:
@@ -280,6 +284,7 @@ class Runtime:
         self.streams.follow_caller()
         self.parameters.finish_updates()
         self.parameters.settle()
+        self.parameters.await_reads()
         self.streams.drain()
         if self.plan.away:
             self.streams.settle_host()

@@ -21,9 +21,11 @@ from zeroshard.plan.policy import HostUpdate
 
 
 def rests_on_disk(plan: Plan) -> bool:
-    """Whether a plan keeps any state there."""
+    """Whether a plan keeps any parameters or state there."""
     return any(
-        one is not None and one.tier is Tier.NVME for _, group in plan.groups() for one in (group.master, group.moments)
+        one is not None and one.tier is Tier.NVME
+        for _, group in plan.groups()
+        for one in (group.param, group.master, group.moments)
     )
 
 
@@ -36,7 +38,7 @@ def open_disk_memory(plan: Plan, rank: int) -> NvmeMemory:
     assert plan.policy.spill is not None
     if HostUpdate.STREAMED in plan.updates:
         raise PlanError(
-            "offload: state on disk is updated by the processor, in windows of host memory that it has to pass anyway; "
+            "offload: parameters and state on disk are updated by the processor, in windows of host memory; "
             "leave Offload.update open, or set it to HostUpdate.PROCESSOR"
         )
     return NvmeMemory(plan.policy.spill, rank, disk_nbytes(plan))

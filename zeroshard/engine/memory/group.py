@@ -37,6 +37,8 @@ class Group:
     empties: list[torch.Tensor]
     records: list[Resting]
     classes: list[type[nn.Parameter]]
+    row: Row | None = None
+    """Where the shard rests that does not lie in place; `shard` has its size and dtype then, and no elements."""
     master: Row | None = None
     grad: torch.Tensor | None = None
     wire: torch.Tensor | None = None

@@ -18,7 +18,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.update_view import update_param, update_range
 from zeroshard.optim.split import join, split
 from zeroshard.sharding.layout import Segment
-from zeroshard.tiers import loaded, store
+from zeroshard.tiers import RowInPlace, loaded, store
 
 _ALL = slice(None)
 
@@ -32,11 +32,31 @@ def rank_range(group: Group) -> tuple[int, int]:
     return 0, group.plan.layout.numel
 
 
-def rank_param(group: Group) -> torch.Tensor:
-    """The compute-dtype parameters of `rank_range`."""
+def rank_param(group: Group, cut: slice = _ALL) -> torch.Tensor:
+    """The compute-dtype parameters of `rank_range`: where they lie, or read from their row.
+
+    Args:
+        cut: which of them.
+    """
+    return loaded(group.row, cut) if group.row is not None else _lying(group)[cut]
+
+
+def _lying(group: Group) -> torch.Tensor:
     if group.plan.trainable:
         return update_param(group)
     return group.shard if group.plan.param.divided else group.whole
+
+
+def _put_param(group: Group, cut: slice, values: torch.Tensor) -> None:
+    if group.row is not None:
+        store(group.row, cut, values)
+    else:
+        _lying(group)[cut].copy_(values)
+
+
+def rank_shard(group: Group) -> torch.Tensor:
+    """This rank's shard of the parameters: where it lies, or read from its row."""
+    return group.shard if group.row is None else loaded(group.row, _ALL)
 
 
 def is_divided(group: Group) -> bool:
@@ -62,28 +82,27 @@ def read_values(group: Group, cut: slice = _ALL, device: torch.device | None = N
         device: where they are wanted; None for wherever they rest.
     """
     if group.master is None:
-        return _to(rank_param(group)[cut], device)
+        return _to(rank_param(group, cut), device)
     master = loaded(group.master, cut)
     if not is_split(group):
         return _to(master, device)
-    param = rank_param(group)[cut]
+    param = rank_param(group, cut)
     where = param.device if device is None else device
     return join(param.to(where), master.to(where))
 
 
 def write_values(group: Group, cut: slice, values: torch.Tensor) -> None:
     """Give elements of `rank_range` new values, master weights first."""
-    param = rank_param(group)[cut]
     if group.master is None:
-        param.copy_(values)
+        _put_param(group, cut, values)
         return
     if not is_split(group):
         store(group.master, cut, values)
-        param.copy_(values.to(group.master.dtype))
+        _put_param(group, cut, values.to(group.master.dtype))
         return
     upper, remainder = split(values.to(group.device).float())
     store(group.master, cut, remainder)
-    param.copy_(upper)
+    _put_param(group, cut, upper)
 
 
 def write_parameter(group: Group, index: int, value: torch.Tensor) -> None:
@@ -105,7 +124,7 @@ def write_changed(group: Group, index: int, value: torch.Tensor, before: torch.T
     if group.master is not None:
         own, of_value = rank_part(group, index)
         old, new = read_values(group, own, group.device), flat[of_value].to(group.device)
-        current = rank_param(group)[own].to(group.device) if before is None else before.reshape(-1)[of_value]
+        current = rank_param(group, own).to(group.device) if before is None else before.reshape(-1)[of_value]
         _write_master(group, own, torch.where(current == new, old, new.to(old.dtype)))
     _write_compute(group, segment, flat)
 
@@ -129,7 +148,7 @@ def _write_compute(group: Group, segment: Segment, flat: torch.Tensor) -> None:
         group.whole[segment.offset : segment.end].copy_(flat)
     else:
         own, of_value = _overlap(segment, *group.plan.layout.shard_range(group.rank))
-        group.shard[own].copy_(flat[of_value])
+        store(RowInPlace(group.shard) if group.row is None else group.row, own, flat[of_value])
 
 
 def _to(values: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -33,7 +33,7 @@ from zeroshard.engine.memory.update_view import update_range
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.hops import ERROR_DTYPE
-from zeroshard.plan.offload import lands_beside, returns_beside, window_nbytes
+from zeroshard.plan.offload import READ_WINDOWS, lands_beside, read_window_nbytes, returns_beside, window_nbytes
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
@@ -85,6 +85,11 @@ class Storage:
         nbytes = window_nbytes(plan)
         self.window = in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
         """Host memory through which state passes that does not lie in place; the first, so it begins at a page."""
+        nbytes = read_window_nbytes(plan)
+        self.read_windows = [
+            in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) for _ in range(READ_WINDOWS if nbytes else 0)
+        ]
+        """Host memory through which gathers get parameters that don't lie in place; behind it, so at pages too."""
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
             position, counts = plan.mesh.position(rank, unit.axes), plan.mesh.first(rank, unit.axes)
@@ -111,17 +116,18 @@ class Storage:
         layout, dtype = plan.layout, torch_dtype(plan.param.dtype)
         nothing = torch.empty(0, dtype=dtype, device=self.device)
         if not plan.param.divided:
-            whole = self._shard(plan, layout.numel)
+            whole, row = self._shard(plan, layout.numel)
             start, end = layout.shard_range(rank)
             shard = whole[start:end]
         else:
-            whole, shard = nothing, self._shard(plan, layout.shard_numel)
+            whole = nothing
+            shard, row = self._shard(plan, layout.shard_numel)
         members = [parameters[segment.name] for segment in layout.segments]
         one = self._at_rest.setdefault(dtype, stretched((1,), dtype, self.device))
         empties = [stretch(one, segment.shape) for segment in layout.segments]
         records = [Resting(segment.name) for segment in layout.segments]
         classes = [whole_class(member) for member in members]
-        group = Group(plan, rank, members, whole, shard, [], empties, records, classes)
+        group = Group(plan, rank, members, whole, shard, [], empties, records, classes, row)
         if plan.second is not None and plan.param.divided:
             group.second = torch.zeros(plan.second_numel, dtype=dtype, device=self.device)
         elif plan.second is not None:
@@ -140,10 +146,15 @@ class Storage:
             parameter.grad = None
         return group
 
-    def _shard(self, plan: GroupPlan, numel: int) -> torch.Tensor:
-        if self._shared is None or plan.param.away or not plan.travels:
-            return in_place(self._row(numel, plan.param))
-        return self._shared.shard(numel, torch_dtype(plan.param.dtype))
+    def _shard(self, plan: GroupPlan, numel: int) -> tuple[torch.Tensor, Row | None]:
+        """Elements where they lie; or on the meta device, and the row that they have to be read from."""
+        dtype = torch_dtype(plan.param.dtype)
+        if self._shared is not None and plan.travels and not plan.param.away:
+            return self._shared.shard(numel, dtype), None
+        row = self._row(numel, plan.param)
+        if row.values is not None:
+            return row.values, None
+        return torch.empty(numel, dtype=dtype, device="meta"), row
 
     def place_slots(self, plan: Plan) -> None:
         """Point every group at its part of its unit's slots, and every parameter at its resting data."""

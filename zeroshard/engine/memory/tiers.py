@@ -4,8 +4,8 @@
     Tier.NVME     NvmeMemory, in the folders that the plan names
     others        what the engine is given for them (build_handle's `tiers`), also in place of NvmeMemory
 
-Parameters and gradients are read where they lie, by gathers and reduces, so they rest in place; master weights and
-moments may rest in a tier that is only read and written.
+Gradients are written where they lie, by reduces, so they rest in place; parameters, master weights and moments may rest
+in a tier that is only read and written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zeroshard.engine.memory.host_memory import open_host_memory
 from zeroshard.errors import PlanError
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import HostUpdate
 from zeroshard.tiers import RowInPlace, TierMemory
 
 Tiers = Mapping[Tier, TierMemory]
@@ -78,8 +79,9 @@ def check_tiers(plan: Plan, given: Mapping[Tier, TierFactory]) -> None:
             where = f"unit {unit.label!r}: {kind.value} rests on '{held.tier.value}'"
             if held.tier not in given and plan.policy.spill is None:
                 raise PlanError(
-                    f"{where}, but no folder is named; make the plan with Offload(tier=Tier.NVME, "
-                    "spill=Spill(('/local/disk',)))"
+                    f"{where}, but no folder is named; make the plan with Offload(..., spill=Spill(('/local/disk',)))"
                 )
-            if kind in (StateKind.PARAM, StateKind.GRAD):
-                raise PlanError(f"{where}, where master weights and moments can rest; use 'host' or 'device' for it")
+            if kind is StateKind.PARAM and group.update is HostUpdate.STREAMED:
+                raise PlanError(f"{where}, which the processor has to update; leave Offload.update open")
+            if kind is StateKind.GRAD:
+                raise PlanError(f"{where}, where all other state can rest; use 'host' or 'device' for it")

@@ -22,7 +22,7 @@ def update_range(group: Group) -> tuple[int, int]:
 
 
 def update_param(group: Group) -> torch.Tensor:
-    """The compute-dtype parameters that this rank's optimizer step writes."""
+    """The compute-dtype parameters that this rank's optimizer step writes; on the meta device where those don't lie."""
     return group.shard if group.plan.update_axes else group.whole
 
 

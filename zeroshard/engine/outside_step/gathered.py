@@ -17,7 +17,7 @@ from torch import nn
 from zeroshard.arguments import need_kind
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
-from zeroshard.engine.memory.rank_values import is_divided, rank_param, read_values, write_changed
+from zeroshard.engine.memory.rank_values import is_divided, rank_param, rank_shard, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.unowned_values import gather_unowned
 from zeroshard.errors import UsageError
@@ -133,7 +133,7 @@ class GatheredParameters:
                 wake(parameter, parameter.detach().clone())
             else:
                 if id(group) not in wholes:
-                    wholes[id(group)] = gather_whole(handle, unit, group, group.shard)
+                    wholes[id(group)] = gather_whole(handle, unit, group, rank_shard(group))
                 wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
             self._gathered.append((unit, group, index))
             group.opened.add(index)

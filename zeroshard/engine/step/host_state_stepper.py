@@ -97,7 +97,7 @@ class HostStateStepper(HostStepper):
         """Let the worker update a unit, and the next forward wait for it."""
         arrivals = [arrival for group in unit.trainable if (arrival := self._bring_down(unit, group)) is not None]
         future = self._worker.submit(update, arrivals)
-        self.handle.runtime.updates.defer(unit.index, partial(self._finish, unit, future))
+        self.handle.runtime.updates.defer(unit.index, partial(self._finish, unit, future), future.exception)
 
     def _bring_down(self, unit: Unit, group: Group) -> _Arrival | None:
         """Copy gradients that rest on the device to where the processor reads them."""

@@ -52,13 +52,19 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                     allocate=_allocate(group, tiers),
                     away=_away(group),
-                    row=group.master if group.master is not None and group.master.values is None else None,
+                    row=_moved(group.row if group.master is None else group.master),
+                    param_row=None if group.master is None else group.row,
                     window=window if group.plan.passes_windows else None,
                     window_numel=handle.plan.policy.window_numel,
                 )
             )
             first_flag += len(group.parameters)
     return regions
+
+
+def _moved(row: Row | None) -> Row | None:
+    """A row whose elements have to be moved first; None for one that lies in place."""
+    return None if row is None or row.values is not None else row
 
 
 def _state_dtype(group: Group) -> torch.dtype:

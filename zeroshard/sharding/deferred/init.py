@@ -66,6 +66,9 @@ class Materialized:
     peak_bytes: int
 
 
+REMOTE_DEVICES = ("none", "cpu", "nvme")
+
+
 class Init:
     """Context in which models are built without memory, as `deepspeed.zero.Init`, and without patching torch.
 
@@ -81,6 +84,8 @@ class Init:
         config_dict_or_path, config: taken for compatibility; `initialize` reads the config, and decides the dtypes of
             compute and master weights. Init keeps the constructor's own dtype, so that the master is exact.
         mem_efficient_linear: taken for compatibility; `F.linear` is never replaced.
+        remote_device: "none", "cpu" or "nvme", taken for compatibility: parameters take no memory until `initialize`,
+            whose offload_param.device says where they rest then.
         device: where values will be made and random numbers drawn. Default: the current accelerator, else the CPU.
 
     The other arguments of DeepSpeed's class are decided by the plan here, and refused unless they are inert.
@@ -110,7 +115,6 @@ class Init:
             {
                 "module": (module, "pass an existing model to zeroshard.shard or zeroshard.initialize"),
                 "data_parallel_group": (data_parallel_group, "give the group to zeroshard.initialize"),
-                "remote_device": (None if remote_device == "none" else remote_device, "use offload_param.device"),
                 "pin_memory": (pin_memory, "use offload_param.pin_memory in the config"),
                 "mpu": (mpu, "give it to zeroshard.initialize"),
                 "zero_param_parallel_group": (zero_param_parallel_group, "use zero_hpz_partition_size in the config"),
@@ -123,6 +127,9 @@ class Init:
                 "param_swapper": (param_swapper, "use offload_param in the config"),
             }
         )
+        if remote_device not in (None, *REMOTE_DEVICES):
+            known = ", ".join(REMOTE_DEVICES)
+            raise UsageError(f"zeroshard.Init(remote_device={remote_device!r}): there are {known}")
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"zeroshard.Init(dtype={dtype}): parameters are floating. Use torch.bfloat16 or the like.")
         self.enabled = enabled

@@ -47,6 +47,8 @@ class Init(ShardedInit):
         config_dict_or_path, config: say whether bf16 or fp16 is enabled; everything else may still be "auto".
         enabled: False makes this a context that does nothing.
         dtype: instead of the config's.
+        remote_device: "cpu" or "nvme" keeps each rank's part in host memory until `initialize`, whose offload_param
+            says where it rests then.
         others: as those of `zeroshard.Init`, which refuses what it does not obey.
     """
 
@@ -103,7 +105,7 @@ class Init(ShardedInit):
                 value = value.to(self._param_dtype)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(value, 0)
-            shard_unowned(parameter, value, name)
+            shard_unowned(parameter, value, name, on_host=self._on_host)
         describe(module.parameters(), checked=self._checked)
 
 
