@@ -49,6 +49,7 @@ from zeroshard.optim.sources import Source
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
+from zeroshard.sharding.dtensors import data_ranks, has_dtensors, mesh_with_model
 from zeroshard.sharding.early import outside_of_init
 from zeroshard.sharding.marks import (
     set_z3_leaf_modules,
@@ -174,8 +175,8 @@ def _build_engine(
     if model is None:
         raise UsageError("initialize needs a model")
     _join(dist_init_required, distributed_port)
-    mesh = _mesh(mpu, mesh_param)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = _mesh(model, mpu, mesh_param)
+    world = data_ranks(model, mesh)
     own, scheduled = optimizer is not None, lr_scheduler is not None
     document = _config_source(args, config, config_params)
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
@@ -234,22 +235,23 @@ def _join(required: bool | None, port: int) -> None:
         init_distributed(distributed_port=port)
 
 
-def _mesh(mpu: Any, mesh_param: Any) -> Mesh | None:
-    """The mesh that a caller names in either place."""
+def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:
+    """The mesh that a caller names in either place. Raises PlanError where the model is divided over another."""
     if mpu is not None and mesh_param is not None:
         raise UsageError("initialize: give mpu or mesh_param, not both")
     given, name = (mpu, "mpu") if mesh_param is None else (mesh_param, "mesh_param")
     if given is None:
         return None
     if isinstance(given, tuple) and len(given) == 2 and all(type(size) is int for size in given):
-        data, sequence = given
-        return Mesh((MeshAxis(REPLICATE, 1), MeshAxis(SHARD, data), MeshAxis("sp", sequence)))
+        data, other = given
+        axis = "tp" if has_dtensors(model) else "sp"
+        return mesh_with_model(model, Mesh((MeshAxis(REPLICATE, 1), MeshAxis(SHARD, data), MeshAxis(axis, other))))
     if not isinstance(given, DeviceMesh):
         raise UsageError(
-            f"initialize({name}=...): a torch DeviceMesh is needed, or two sizes (data, sequence), not a "
-            f"{type(given).__name__}; tensor and pipeline parallelism are not built yet"
+            f"initialize({name}=...): a torch DeviceMesh is needed, or two sizes (data and tensor, or data and "
+            f"sequence), not a {type(given).__name__}; pipeline parallelism is not built yet"
         )
-    return mesh_from(given)
+    return mesh_with_model(model, mesh_from(given))
 
 
 def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource | None) -> ConfigSource:
@@ -311,8 +313,8 @@ def _shard(
 ) -> ShardedOptimizer | None:
     recipe = recipe_of(config, kept_in_fp32(model))
     if mesh is None:
-        mesh = mesh_of(config)
-    elif config.zero.subgroup is not None and mesh != mesh_of(config):
+        mesh = mesh_with_model(model, None, config.zero.subgroup)
+    elif config.zero.subgroup is not None and mesh.size((SHARD,)) != config.zero.subgroup:
         raise UsageError(
             f"initialize: the config divides ranks in subgroups of {config.zero.subgroup} "
             f"({mesh_of(config)}), but the mesh that was given is {mesh}; leave one of them out"

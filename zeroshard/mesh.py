@@ -25,7 +25,28 @@ DATA: Axes = (REPLICATE, SHARD)
 NESTED: Axes = (SHARD, REPLICATE)
 """The same ranks in another order: parts of ranks with the same place in their subgroups are neighbours, so that a
 gather over `dp_replicate` gives each rank a connected 1/`dp_shard` of the whole, and one over `dp_shard` the rest."""
+MODEL_AXES: Axes = ("tp",)
+"""The axes over which a model itself divides its parameters."""
 KNOWN: Axes = ("pp", REPLICATE, SHARD, "cp", "sp", "tp", "ep")
+
+
+_OTHER_NAMES = {
+    "dp": SHARD,
+    "fsdp": SHARD,
+    "shard": SHARD,
+    "data_parallel": SHARD,
+    "ddp": REPLICATE,
+    "replicate": REPLICATE,
+    "sequence_parallel": "sp",
+    "tensor_parallel": "tp",
+    "pipeline_parallel": "pp",
+    "expert_parallel": "ep",
+}
+
+
+def axis_name(name: str) -> str:
+    """The name of an axis in a plan, from a DeviceMesh's name of it."""
+    return _OTHER_NAMES.get(name, name)
 
 
 @dataclass(frozen=True)

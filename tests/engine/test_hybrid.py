@@ -108,7 +108,7 @@ def test_an_axis_of_one_rank_changes_nothing() -> None:
 
 def _refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(SHARD, "tp"))
-    with pytest.raises(PlanError, match=r"axis 'tp' has 2 ranks, but nothing uses it yet"):
+    with pytest.raises(PlanError, match=r"axis 'tp' has 2 ranks, but nothing uses it: no parameter of the model"):
         _by_shard(3, {"mesh": mesh})
     with pytest.raises(PlanError, match=r"axis 'sp' has 2 ranks, but nothing uses it yet"):
         _by_initialize(3, {"mesh_param": (1, 2)})

@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-import torch._dynamo  # noqa: F401
+import torch._dynamo
+import torch.distributed.tensor.parallel  # noqa: F401
 
 import zeroshard
 
 for _name in zeroshard.__all__:
     getattr(zeroshard, _name)
-for _module in ("distributed", "models", "training", "references", "zoo", "offload", "onebit", "saved", "measure"):
+_MODULES = ("distributed", "models", "training", "references", "zoo", "offload", "onebit", "saved", "measure")
+for _module in (*_MODULES, "parallel_model"):
     import_module(f"tests.support.{_module}")
 
 # What is shared with the server stays shared: a collection would otherwise visit, and so copy, all that was imported.

@@ -10,20 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, KNOWN, REPLICATE, SHARD, Mesh, MeshAxis
-
-_OTHER_NAMES = {
-    "dp": SHARD,
-    "fsdp": SHARD,
-    "shard": SHARD,
-    "data_parallel": SHARD,
-    "ddp": REPLICATE,
-    "replicate": REPLICATE,
-    "sequence_parallel": "sp",
-    "tensor_parallel": "tp",
-    "pipeline_parallel": "pp",
-    "expert_parallel": "ep",
-}
+from zeroshard.mesh import DATA, KNOWN, REPLICATE, SHARD, Mesh, MeshAxis, axis_name
 
 
 def mesh_from(device_mesh: DeviceMesh) -> Mesh:
@@ -42,7 +29,7 @@ def mesh_from(device_mesh: DeviceMesh) -> Mesh:
             "torch.distributed.init_device_mesh"
         )
     sizes = device_mesh.mesh.shape
-    axes = [MeshAxis(_OTHER_NAMES.get(name, name), int(size)) for name, size in zip(names, sizes, strict=True)]
+    axes = [MeshAxis(axis_name(name), int(size)) for name, size in zip(names, sizes, strict=True)]
     present = {axis.name for axis in axes}
     place = next((index for index, axis in enumerate(axes) if axis.name in DATA), len(axes))
     if SHARD not in present:

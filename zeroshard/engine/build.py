@@ -27,11 +27,12 @@ from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, SpillError, UsageError
-from zeroshard.mesh import NESTED, Axes
+from zeroshard.mesh import MODEL_AXES, NESTED, Axes
 from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
+from zeroshard.sharding.dtensors import as_dtensor, holder_of
 from zeroshard.sharding.unowned import whole_shape
 from zeroshard.sharding.unowned_guard import guard_unowned
 
@@ -92,7 +93,8 @@ def _start_engine(
     parameters = dict(model.named_parameters())
     _move_buffers(model, device)
     if sync_parameters and not is_deferred(model):
-        _broadcast(model, comm, device)
+        _broadcast(model, plan, comm, device)
+    _share_random_state(comm, device)
     peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
     opened = open_tiers(plan, device, tiers, comm.control)
@@ -146,11 +148,10 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise UsageError(f"{path or 'the model'} is a {type(module).__name__}; pass the module that it wraps")
     for name, parameter in model.named_parameters():
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter) and as_dtensor(parameter) is None:
             raise UsageError(
-                f"parameter {name!r} is a {type(parameter).__name__}, a tensor made of others (fully_shard, "
-                "parallelize_module, or a quantized one): zeroshard shards plain tensors. Take the model as it was "
-                "before"
+                f"parameter {name!r} is a {type(parameter).__name__}, a tensor made of others (a quantized one, say): "
+                "zeroshard shards plain tensors, and DTensors of tensor parallelism. Take the model as it was before"
             )
         place = place_of(parameter)
         if place is None:
@@ -188,8 +189,12 @@ def _axes_of(plan: Plan) -> list[Axes]:
     found: list[Axes] = []
     for unit, group in plan.groups():
         found += [unit.axes, replica_axes(unit, group), plan.mesh.without(unit.axes)]
+        if group.model_axes:
+            data = plan.mesh.without(group.model_axes)
+            found += [group.model_axes, data, plan.mesh.without((*unit.axes, *group.model_axes))]
         if group.second is not None:
             found += [group.second.axes, unit.axes[len(group.second.axes) :]]
+    found += [(axis,) for axis in plan.mesh.among(MODEL_AXES) if plan.mesh.size((axis,)) > 1]
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
@@ -225,19 +230,43 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _broadcast(model: nn.Module, comm: Comm, device: torch.device) -> None:
+def _broadcast(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Take over rank 0's parameters and buffers, one tensor at a time; as bytes, for gloo does not send all dtypes."""
     if comm.control.size == 1:
         return
+    divided = {
+        segment.name: group.model_axes
+        for _, group in plan.groups()
+        for segment in group.layout.segments
+        if segment.cut is not None
+    }
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.numel() == 0 or tensor.is_meta:
             continue
+        tensor, over = holder_of(tensor), comm.control
+        if name in divided:  # of each part its first rank's, for no rank has the whole
+            over = comm.gathers[comm.mesh.mesh.without(divided[name])]
         value = tensor.detach().to(device).contiguous()
-        comm.control.wait(comm.control.broadcast(value.view(-1).view(torch.uint8), 0, name))
+        over.wait(over.broadcast(value.view(-1).view(torch.uint8), 0, name))
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             tensor.data = value.to(tensor.device)  # expanded: several elements share memory and can't be written
         elif tensor.data_ptr() != value.data_ptr():
             tensor.data.copy_(value)
+
+
+def _share_random_state(comm: Comm, device: torch.device) -> None:
+    """Let the ranks of a model's axis draw what its first one draws: they drop out the same of what all have."""
+    for axis in comm.mesh.mesh.among(MODEL_AXES):
+        over = comm.gathers.get((axis,))
+        if over is None or over.size == 1:
+            continue
+        on_host = torch.get_rng_state().to(device)
+        over.wait(over.broadcast(on_host, 0, "(random state)"))
+        torch.set_rng_state(on_host.cpu())
+        if device.type == "cuda":
+            own = torch.cuda.get_rng_state(device).to(device)
+            over.wait(over.broadcast(own, 0, "(random state)"))
+            torch.cuda.set_rng_state(own.cpu(), device)
 
 
 def _materialize(model: nn.Module, plan: Plan, storage: Storage, device: torch.device) -> None:

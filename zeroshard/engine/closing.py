@@ -21,7 +21,6 @@ from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
 from zeroshard.errors import SpillError, UsageError
-from zeroshard.mesh import Mesh
 from zeroshard.plan.groups import UnitPlan
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import unguarded
@@ -88,15 +87,20 @@ def _hang(unit: Unit, group: Group, mesh: RankMesh) -> None:
     else:
         values = _compute_values(group)
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
-        parts = [_part(unit.plan, group, segment, mesh.mesh, rank) for rank in range(mesh.world_size)]
+        parts = [_part(unit.plan, group, segment, mesh, rank) for rank in range(mesh.world_size)]
         own, _ = rank_part(group, index)
-        hang(parameter, segment.shape, parts, values[own] if unit.counts else values.new_empty(0))
+        hang(parameter, segment.shape, parts, values[own] if group.counts else values.new_empty(0))
         rest_unowned(parameter, segment.name)
 
 
-def _part(unit: UnitPlan, group: Group, segment: Segment, mesh: Mesh, rank: int) -> tuple[int, int]:
-    """The elements of a parameter that a rank keeps: those of its shard, in the first copy of the state."""
-    if not mesh.first(rank, unit.axes):
+def _part(unit: UnitPlan, group: Group, segment: Segment, ranks: RankMesh, rank: int) -> tuple[int, int]:
+    """The elements of a parameter that a rank keeps: those of its shard, in the first copy of the state.
+
+    Of a parameter that the model divides, none where the rank's elements are those of another part than this rank's.
+    """
+    mesh, divided = ranks.mesh, group.plan.model_axes
+    same = mesh.position(rank, divided) == mesh.position(ranks.rank, divided)
+    if not same or not mesh.first(rank, (*unit.axes, *divided)):
         return segment.numel, segment.numel
     start, end = group.plan.layout.shard_range(mesh.position(rank, unit.axes))
     low = min(max(start, segment.offset), segment.end)

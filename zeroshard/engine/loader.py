@@ -197,8 +197,12 @@ def make_loader(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
+    place: tuple[int, int] | None = None,
 ) -> DataLoader[Any]:
     """A loader that gives this rank micro-batches of `batch_size` samples.
+
+    Args:
+        place: this rank's number among those that read different data, and how many these are; by default all do.
 
     Raises:
         UsageError: a batch size below 1, or an unknown route.
@@ -207,9 +211,11 @@ def make_loader(
         raise UsageError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
     if route not in [known.value for known in Route]:
         raise UsageError(f"route must be one of {', '.join(known.value for known in Route)}, got {route!r}")
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    if place is None:
+        place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = place
     if isinstance(data, IterableDataset):
-        if world > 1:
+        if ranks > 1:
             warnings.warn(
                 "the dataset is iterable: every rank reads the whole stream, unless the dataset splits it by rank",
                 ZeroShardWarning,
@@ -218,7 +224,7 @@ def make_loader(
     elif sampler is None:
         need_kind(data, Sized, "a loader's dataset", "a dataset with a length, or an IterableDataset,")
         shuffle = route == Route.TRAIN.value
-        sampler = EpochSampler(data, world, rank, shuffle=shuffle, seed=options.seed, drop_last=options.drop_last)
+        sampler = EpochSampler(data, ranks, rank, shuffle=shuffle, seed=options.seed, drop_last=options.drop_last)
     given: dict[str, Any] = {
         "collate_fn": collate_fn,
         "num_workers": num_workers,

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from zeroshard.comm.device_mesh import mesh_from
-from zeroshard.comm.mesh import world_size
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.engine.automatic import OFFLOADS, AutoPlan, assumed_example, choose, example_of, reachable
 from zeroshard.engine.build import build_handle, default_device
@@ -45,6 +44,7 @@ from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.predict.tiers import Offload as AwayTo
 from zeroshard.sharding.deferred.calls import suspended
+from zeroshard.sharding.dtensors import mesh_with_model
 from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
@@ -109,7 +109,8 @@ def shard(
             is free.
         units: module paths that are gathered as a whole, instead of the ones found.
         mesh: the ranks as named axes, a torch DeviceMesh say: with `dp_replicate` and `dp_shard` a stage divides the
-            state over `dp_shard`, and each of the subgroups holds a copy. By default all ranks are one subgroup.
+            state over `dp_shard`, and each of the subgroups holds a copy. By default all ranks are one subgroup; a
+            model that is divided over an axis `tp` (parallelize_module, tp_plan="auto") has that inside of them.
         shard_size: ranks per subgroup, in place of a mesh.
         accumulate: whether several backwards happen per step; takes an accumulator into the plan.
         clip_norm: global gradient norm above which gradients are scaled down.
@@ -126,7 +127,7 @@ def shard(
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
     device = default_device() if device is None else device
-    ranks = _mesh(mesh, shard_size)
+    ranks = _mesh(model, mesh, shard_size)
     if isinstance(plan, (AutoPlan, str)):
         if isinstance(plan, str) and plan != "auto":
             raise PlanError(f"plan={plan!r}: {_PLANS}")
@@ -181,13 +182,11 @@ def build_optimized(
     return model, attach_optimizer(model, source, stepper)
 
 
-def _mesh(mesh: DeviceMesh | Mesh | None, shard_size: int | None) -> Mesh:
+def _mesh(model: nn.Module, mesh: DeviceMesh | Mesh | None, shard_size: int | None) -> Mesh:
     """The ranks that are running, as axes."""
     if mesh is not None and shard_size is not None:
         raise PlanError("shard: give a mesh or shard_size, not both")
-    if isinstance(mesh, DeviceMesh):
-        return mesh_from(mesh)
-    return Mesh.data_parallel(world_size(), shard_size) if mesh is None else mesh
+    return mesh_with_model(model, mesh_from(mesh) if isinstance(mesh, DeviceMesh) else mesh, shard_size)
 
 
 def _chosen(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm.mesh import world_size
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, Mesh
@@ -25,6 +24,7 @@ from zeroshard.plan.check import peer_problem
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
+from zeroshard.sharding.dtensors import mesh_with_model
 from zeroshard.sharding.units import find_units
 
 _PLANS = "a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto' is needed"
@@ -41,8 +41,8 @@ def make_plan(
     accumulate: bool | None = None,
     clip_norm: float | None = None,
 ) -> Plan:
-    """The plan for `model` on the ranks that are running; they are one data-parallel group, or as `mesh` has them."""
-    mesh = Mesh.data_parallel(world_size()) if mesh is None else mesh
+    """The plan for `model` on the ranks that are running; their axes are the data's and the model's own, or `mesh`."""
+    mesh = mesh_with_model(model, None) if mesh is None else mesh
     asked = {"accumulate": accumulate, "clip_norm": clip_norm}
     changes = {name: value for name, value in asked.items() if value is not None}
     if isinstance(plan, Plan):

@@ -296,20 +296,26 @@ def _unit_plan(
     second: SecondCopy | None = None,
     hops: tuple[Hop, ...] = (),
 ) -> UnitPlan:
-    members: dict[tuple[str, bool, bool, Blocks | None], list[ParameterSpec]] = {}
+    members: dict[tuple[str, bool, bool, Blocks | None, str], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
         matrix = parameter.trainable and parameter.name in recipe.matrices
+        if matrix and parameter.cut is not None:
+            raise PlanError(
+                f"parameter {parameter.name!r} is divided over {parameter.cut.ranks} ranks of {parameter.cut.axis!r}, "
+                "but the optimizer (Muon) works on whole matrices: give it to AdamW, or don't divide it"
+            )
         suits = recipe.blocks is not None and parameter.trainable and recipe.blocks.suit(_numel(parameter))
         key = (
             _compute_dtype(parameter, recipe.precision),
             parameter.trainable,
             matrix,
             recipe.blocks if suits else None,
+            "" if parameter.cut is None else parameter.cut.axis,
         )
         members.setdefault(key, []).append(parameter)
     groups = (
         _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments, blocks)
-        for (dtype, trainable, matrix, blocks), parameters in members.items()
+        for (dtype, trainable, matrix, blocks, _), parameters in members.items()
     )
     groups = tuple(replace(group, second=second, hops=hops if group.trainable else ()) for group in groups)
     return UnitPlan(unit.name, row.axes, groups, unit.aliases)
@@ -354,6 +360,7 @@ def _group_plan(
         shards=shards,
         itemsize=itemsize(dtype),
         block=block,
+        cuts={parameter.name: parameter.cut for parameter in parameters if parameter.cut is not None},
     )
     residency = Residency.AROUND_USE if row.param else Residency.RESIDENT
     param = Placement(row.placed(row.param), dtype, residency=residency)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
+from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SHARD, Mesh
 from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import hop_problem
@@ -48,10 +48,11 @@ def check_plan(plan: Plan) -> None:
 def _check_mesh(mesh: Mesh) -> None:
     if mesh.among(DATA) != DATA:
         raise PlanError(f"mesh: the axes {list(DATA)} are needed, of 1 rank where nothing is replicated or divided")
+    built = (*DATA, *MODEL_AXES)
     for axis in mesh.axes:
-        if axis.name not in DATA and axis.size > 1:
+        if axis.name not in built and axis.size > 1:
             raise PlanError(
-                f"mesh: axis {axis.name!r} has {axis.size} ranks, but nothing uses it yet: only {list(DATA)} are built"
+                f"mesh: axis {axis.name!r} has {axis.size} ranks, but nothing uses it yet: only {list(built)} are built"
             )
 
 
@@ -61,6 +62,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
     for number, group in enumerate(unit.groups):
         where = f"{path}.groups[{number}]"
         _check_layout(group.layout, plan.mesh.size(unit.axes), f"{where}.layout")
+        _check_cuts(plan.mesh, group, f"{where}.layout")
         if group.update_axes not in ((), unit.axes):
             raise PlanError(f"{where}.update_axes must be [] or the unit's axes {list(unit.axes)}")
         if group.trainable and group.sums != DATA:
@@ -174,6 +176,27 @@ def _check_layout(layout: FlatLayout, shards: int, path: str) -> None:
         position = segment.end
 
 
+def _check_cuts(mesh: Mesh, group: GroupPlan, path: str) -> None:
+    """The parameters of a group are divided over the same axes of the mesh, or none of them is."""
+    segments = group.layout.segments
+    for index, segment in enumerate(segments):
+        cut, where = segment.cut, f"{path}.segments[{index}].cut"
+        if (cut is None) != (segments[0].cut is None) or len(group.model_axes) > 1:
+            raise PlanError(f"{where}: all parameters of a group are divided over the same axis, or none of them is")
+        if cut is None:
+            continue
+        if cut.axis not in mesh.among(MODEL_AXES) or mesh.size((cut.axis,)) != cut.ranks:
+            raise PlanError(f"{where} is over {cut.ranks} ranks of {cut.axis!r}, which the mesh ({mesh}) does not have")
+        if not 0 <= cut.dim < len(segment.shape) or cut.blocks < 1 or segment.shape[cut.dim] % cut.blocks:
+            raise PlanError(f"{where} is along dim {cut.dim} in {cut.blocks} blocks, of shape {list(segment.shape)}")
+    if group.model_axes and group.compressed:
+        raise PlanError(
+            f"{path}: 1-bit optimizers do not average parameters that the model divides ({segments[0].name})"
+        )
+    if group.model_axes and group.moments is not None and group.moments.blocks is not None:
+        raise PlanError(f"{path}: moments in few bits are not built for parameters that the model divides")
+
+
 def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
     """What rests off the device must have a way there and back."""
     if group.param.away and (not group.param.divided or group.param.residency is Residency.RESIDENT):
@@ -239,6 +262,8 @@ def peer_problem(plan: Plan) -> str | None:
         return "gradients are summed in codes"
     if any(group.param.away for _, group in groups):
         return "parameters rest off the device"
+    if any(plan.mesh.size((axis,)) > 1 for axis in plan.mesh.among(MODEL_AXES)):
+        return "the mesh has an axis over which the model divides its parameters"
     trainable = [group for _, group in groups if group.trainable]
     if any(not group.update_axes for group in trainable):
         return "every rank updates all parameters (stage 0)"

@@ -69,6 +69,16 @@ class GroupPlan:
     codes: Blocks | None = None
     hops: tuple[Hop, ...] = ()
 
+    @property
+    def model_axes(self) -> Axes:
+        """Mesh axes over which the model divides the parameters, so that their ranks hold other elements."""
+        return tuple(dict.fromkeys(segment.cut.axis for segment in self.layout.segments if segment.cut is not None))
+
+    @property
+    def updated_in_parts(self) -> bool:
+        """Whether no rank updates all elements of the parameters."""
+        return bool(self.model_axes) or (bool(self.update_axes) and self.layout.shards > 1)
+
     def placement(self, kind: StateKind) -> Placement | None:
         return {
             StateKind.PARAM: self.param,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from zeroshard.mesh import DATA, Axes
+from zeroshard.mesh import Axes
 from zeroshard.plan.compression import compressed_nbytes
 from zeroshard.plan.legs import LegKind, Legs
 from zeroshard.plan.matrices import MATRICES, exchange_nbytes
@@ -113,7 +113,7 @@ def _counted(
     programs = build_programs(plan)
     ledger = new_ledger(plan)
     count = _Counter(plan)
-    everyone = plan.mesh.among(DATA)
+    everyone = plan.mesh.names
     for step in range(2):  # the second one is steady: it starts with what the first left in the slots
         if step:
             count.clear()
@@ -160,7 +160,7 @@ def maxima_numel(plan: Plan) -> int:
 def _divided_parameters(plan: Plan) -> int:
     """Trainable parameters of a plan that divides any of them; 0 where every rank updates all of all."""
     trainable = [group for _, group in plan.groups() if group.trainable]
-    if not any(group.update_axes and group.layout.shards > 1 for group in trainable):
+    if not any(group.updated_in_parts for group in trainable):
         return 0
     return sum(len(group.layout.segments) for group in trainable)
 

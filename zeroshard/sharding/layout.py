@@ -16,19 +16,31 @@ ranks inside each parameter and needs a copy per gather.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from zeroshard.sharding.cut import Cut
 
 ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place in a flat buffer: `numel` elements from `offset` on, of the given shape."""
+    """One parameter's place in a flat buffer: `numel` elements from `offset` on, of the given shape.
+
+    Attributes:
+        cut: how the model divides the parameter; `shape` is that of this rank's part then. None for a whole one.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    cut: Cut | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's shape in the model as one process has it."""
+        return self.shape if self.cut is None else self.cut.whole_shape(self.shape)
 
     @property
     def numel(self) -> int:
@@ -88,19 +100,26 @@ class FlatLayout:
 
 
 def flat_layout(
-    parameters: Iterable[tuple[str, Sequence[int]]], *, shards: int, itemsize: int, block: int = 1
+    parameters: Iterable[tuple[str, Sequence[int]]],
+    *,
+    shards: int,
+    itemsize: int,
+    block: int = 1,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> FlatLayout:
     """Lay out (name, shape) pairs one after the other for `shards` ranks.
 
     Args:
         itemsize: bytes per compute element.
         block: parameters and shards begin at multiples of so many elements, besides.
+        cuts: how the model divides parameters, by name.
     """
+    cuts = {} if cuts is None else cuts
     align = math.lcm(max(1, ALIGNMENT_BYTES // itemsize), block)
     segments: list[Segment] = []
     position = 0
     for name, shape in parameters:
-        segment = Segment(name, tuple(shape), position)
+        segment = Segment(name, tuple(shape), position, cuts.get(name))
         segments.append(segment)
         position = -(-segment.end // align) * align
     chunk = align * shards

@@ -23,8 +23,10 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from zeroshard.errors import UsageError
+from zeroshard.sharding.dtensors import holder_of
 
 _RECORD = "_zeroshard_resting"
 
@@ -181,6 +183,20 @@ class Guard:
         raise _refusal(cast("torch.Tensor", self), "dlpack")
 
 
+class PartGuard(Guard):
+    """Of a DTensor, whose own methods are Python's and ask no `__torch_function__`."""
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """As the whole parameter's. So are the others; where the values can't be had they raise UsageError."""
+        return _fetched(self, "to_local").to_local(**options)
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        return _fetched(self, "full_tensor").full_tensor(**options)
+
+    def redistribute(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return _fetched(self, "redistribute").redistribute(*arguments, **options)
+
+
 class GuardedValue(Guard, torch.Tensor):
     """What `detach()` and `.data` of a resting parameter give: as useless, and as guarded, as the parameter."""
 
@@ -242,8 +258,21 @@ def _fetch_all(arguments: object) -> None:
             record.fetch()
 
 
+def _fetched(guard: PartGuard, name: str) -> Any:
+    """The parameter with its values."""
+    tensor = cast("torch.Tensor", guard)
+    _fetch_all((tensor,))
+    if isinstance(tensor, Guard):
+        raise _refusal(tensor, name)
+    return tensor
+
+
 def _guarded(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    value = torch.Tensor.as_subclass(_plain(torch.Tensor.detach, tensor), kind)
+    value = _plain(torch.Tensor.detach, tensor)
+    if isinstance(tensor, PartGuard):
+        value.__class__ = type(tensor)
+    else:
+        value = torch.Tensor.as_subclass(value, kind)
     # Without a way to fetch: it stays what it is when the parameter is gathered.
     vars(value)[_RECORD] = replace(_record(tensor), fetch=None)
     return value
@@ -287,7 +316,9 @@ def _record(tensor: torch.Tensor) -> Resting:
 def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class of a parameter of class `whole` while it rests; a subclass of it."""
     assert not issubclass(whole, Guard)
-    return type(f"Resting{whole.__name__}", (Guard, whole), {"__module__": __name__, "whole_class": whole})
+    guard = PartGuard if is_traceable_wrapper_subclass_type(whole) else Guard
+    members = {"__module__": __name__, "whole_class": whole}
+    return cast("type[torch.Tensor]", type(f"Resting{whole.__name__}", (guard, whole), members))
 
 
 def whole_class(parameter: _P) -> type[_P]:
@@ -327,4 +358,4 @@ def rest(parameter: torch.Tensor, record: Resting, value: torch.Tensor) -> None:
 def wake(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Give the parameter values, and its own class back."""
     parameter.__class__ = whole_class(parameter)
-    parameter.data = value
+    holder_of(parameter).data = value

@@ -21,6 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
+from zeroshard.sharding.cut import Cut
+from zeroshard.sharding.dtensors import cut_of
 from zeroshard.sharding.marks import external_parameters, is_leaf
 from zeroshard.sharding.unowned import whole_numel, whole_shape
 from zeroshard.sharding.whole import can_be_unit, is_whole, takes_hooks
@@ -35,12 +37,17 @@ CONTAINERS = (*LISTS, nn.Sequential)
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What layout needs to know of a parameter; no storage, so that plans can be made for models nobody has built."""
+    """What layout needs to know of a parameter; no storage, so that plans can be made for models nobody has built.
+
+    Attributes:
+        cut: how the model divides it; `shape` is that of one rank's part then.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool = True
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,8 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
             continue
         unit = next(iter(owner[key])) if len(owner[key]) == 1 else ""
         first_name[key] = (path, unit)
-        spec = ParameterSpec(path, whole_shape(parameter), parameter.dtype, parameter.requires_grad)
+        cut = cut_of(path, parameter)
+        spec = ParameterSpec(path, whole_shape(parameter), parameter.dtype, parameter.requires_grad, cut)
         members[unit].append(spec)
     return [
         UnitSpec(name, tuple(members[name]), tuple(aliases[name])) for name in members if name == "" or members[name]

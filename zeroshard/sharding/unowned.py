@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.errors import UsageError
+from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.resting import Resting, is_resting, name_at_rest, rest, stretched
 
 _UNOWNED = "_zeroshard_unowned"
@@ -138,9 +139,9 @@ def forget_unowned(parameter: torch.Tensor) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's shape when it is whole, sharded or not."""
+    """The parameter's shape when it is whole, sharded or not; that of this rank's part where the model divides it."""
     unowned = unowned_shard_of(parameter)
-    return tuple(parameter.shape) if unowned is None else unowned.shape
+    return tuple(holder_of(parameter).shape) if unowned is None else unowned.shape
 
 
 def whole_numel(parameter: torch.Tensor) -> int:

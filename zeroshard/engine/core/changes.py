@@ -155,8 +155,8 @@ class WholeChanges:
                 self._find()
             else:
                 continue
-            for index, parameter in enumerate(group.parameters):
-                follow(group, index, parameter.detach())
+            for index, holder in enumerate(group.holders):
+                follow(group, index, holder.detach())
 
 
 def _can_differ(group: Group) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from zeroshard.engine.memory.group import Group
 from zeroshard.errors import PlanError
@@ -56,12 +55,13 @@ class Collector:
         """Move the gradients of a group, times `factor`, into `target`: over what is there when fresh, else added."""
         cuts = self._cuts_of(group, target)
         views, grads, empty = [], [], []
-        for index, (view, parameter) in enumerate(zip(cuts.views, group.parameters, strict=True)):
-            if parameter.grad is None:
+        members = zip(cuts.views, group.parameters, group.gradients(), strict=True)
+        for index, (view, parameter, grad) in enumerate(members):
+            if grad is None:
                 empty.append(view)
                 continue
             views.append(view)
-            grads.append(_dense(parameter, group, index))
+            grads.append(_dense(grad, group, index))
             parameter.grad = None
             fired[index] = True
         if fresh:
@@ -78,10 +78,9 @@ class Collector:
     def take(self, group: Group, fired: list[bool], factor: float) -> list[torch.Tensor | None]:
         """The gradients of a group times `factor`, taken off their parameters; None where there is none."""
         taken: list[torch.Tensor | None] = []
-        for index, parameter in enumerate(group.parameters):
-            grad = None
-            if parameter.grad is not None:
-                grad = _dense(parameter, group, index).contiguous()
+        for index, (parameter, grad) in enumerate(zip(group.parameters, group.gradients(), strict=True)):
+            if grad is not None:
+                grad = _dense(grad, group, index).contiguous()
                 grad = grad if factor == 1.0 else grad * factor
                 parameter.grad = None
                 fired[index] = True
@@ -99,9 +98,7 @@ class Collector:
         return found
 
 
-def _dense(parameter: nn.Parameter, group: Group, index: int) -> torch.Tensor:
-    grad = parameter.grad
-    assert grad is not None
+def _dense(grad: torch.Tensor, group: Group, index: int) -> torch.Tensor:
     if grad.is_sparse:
         name = group.plan.layout.segments[index].name
         raise PlanError(f"parameter {name!r} got a sparse gradient; build its nn.Embedding with sparse=False")

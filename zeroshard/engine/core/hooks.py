@@ -94,8 +94,8 @@ def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, t
     for unit in runtime.units:
         for group in unit.groups:
             for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
-                if id(parameter) in names and parameter.numel() != segment.numel:
-                    yield names[id(parameter)], segment.shape
+                if id(parameter) in names and parameter.numel() == 0 != segment.numel:
+                    yield names[id(parameter)], segment.whole_shape
 
 
 def _before_loading(runtime: Runtime) -> Callable[..., None]:

@@ -23,6 +23,7 @@ from zeroshard.engine.memory.guard import ShardedGradient
 from zeroshard.engine.memory.rank_values import follow
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
+from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.resting import is_resting, unguarded
 
 _CHANGE = (
@@ -80,42 +81,45 @@ class Inspection:
         self._versions: dict[int, int] = {}
         with unguarded():
             for _, group in self._groups():
-                for parameter in group.parameters:
-                    self.accept(parameter)
+                for holder in group.holders:
+                    self._accept(holder)
 
     def accept(self, parameter: torch.Tensor) -> None:
         """The parameter's values, as they are now, are kept or given back."""
-        self._versions[id(parameter)] = parameter._version
+        self._accept(holder_of(parameter))
+
+    def _accept(self, holder: torch.Tensor) -> None:
+        self._versions[id(holder)] = holder._version
 
     def take_over(self) -> None:
         """Let master weights follow what was changed in place. Raises UsageError for changes that would be lost."""
         with unguarded():
             for unit, group in self._groups():
-                for index, parameter in enumerate(group.parameters):
-                    if parameter._version != self._versions[id(parameter)]:
-                        self._changed(unit, group, index, parameter)
+                for index, holder in enumerate(group.holders):
+                    if holder._version != self._versions[id(holder)]:
+                        self._changed(unit, group, index, holder)
 
-    def _changed(self, unit: Unit, group: Group, index: int, parameter: nn.Parameter) -> None:
-        sharded = group.plan.param.divided
+    def _changed(self, unit: Unit, group: Group, index: int, holder: torch.Tensor) -> None:
+        parameter, sharded = group.parameters[index], group.plan.param.divided
         if sharded and not is_resting(parameter) and (not unit.in_use or index in group.opened) and not unit.held:
             return  # inside a GatheredParameters, which looks itself
-        self.accept(parameter)
+        self._accept(holder)
         if sharded:
             _refuse(group, index, _LOST)
         if type(parameter.grad) is ShardedGradient:
             # Autograd adds to the stand-in, which is the parameter's own memory, where it gets there before us.
             _refuse(group, index, _BETWEEN)
-        if group.master is not None and parameter.shape == group.views[index].shape:
+        if group.master is not None and holder.shape == group.views[index].shape:
             with torch.no_grad():
-                follow(group, index, parameter.detach())
+                follow(group, index, holder.detach())
 
     def before_pass(self) -> None:
         """Raises UsageError when parameters are not what was sharded."""
         with unguarded():
             for _, group in self._groups():
                 dtype, trainable = group.whole.dtype, group.plan.trainable
-                for index, parameter in enumerate(group.parameters):
-                    if parameter.shape != group.views[index].shape:
+                for index, (parameter, holder) in enumerate(zip(group.parameters, group.holders, strict=True)):
+                    if holder.shape != group.views[index].shape:
                         _refuse(group, index, _RESIZED)
                     if parameter.dtype != dtype:
                         _refuse(group, index, f"was sharded as {dtype} and is {parameter.dtype} now; {_DTYPE}")
@@ -135,7 +139,7 @@ class Inspection:
 
     def _before_step(self, unit: Unit, group: Group, present: bool) -> None:
         for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
-            elsewhere = parameter.data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
+            elsewhere = group.holders[index].data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
             if elsewhere and view.numel() and not unit.held:
                 _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)
             if not group.plan.trainable or type(parameter.grad) is ShardedGradient:

@@ -489,4 +489,4 @@ def written_buffers(index: int) -> tuple[Hashable, ...]:
 
 
 def _versions(unit: Unit) -> list[int]:
-    return [parameter._version for group in unit.groups for parameter in group.parameters]
+    return [holder._version for group in unit.groups for holder in group.holders]

@@ -51,7 +51,7 @@ def exchange(
     digest: int,
     whole: bool = False,
 ) -> Statistics:
-    """Sum this rank's statistics over all data-parallel ranks; gradients must be reduced.
+    """Sum this rank's statistics over all ranks; gradients must be reduced.
 
     Args:
         norms: what squares gradients on a GPU; made when first needed and kept there, for its tables are copied over.
@@ -63,7 +63,7 @@ def exchange(
     for unit in runtime.units:
         for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
             flags += fired
-            if unit.counts:
+            if group.counts:
                 on_host = group.plan.grad_away
                 values[0] += (
                     runtime.gradients.squares.total(group) if on_host else _squared_norm(group, norms, whole=whole)

@@ -11,6 +11,7 @@ slot for good. They would show another unit's values as soon as the slot goes to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +38,10 @@ class Group:
     empties: list[torch.Tensor]
     records: list[Resting]
     classes: list[type[nn.Parameter]]
+    holders: Sequence[torch.Tensor]
+    """What has the memory of each parameter: the parameter itself, but for DTensors (see dtensor_group)."""
+    counts: bool = True
+    """Whether this rank enters sums over all ranks for the group: of ranks that hold the same part, the first does."""
     row: Row | None = None
     """Where the shard rests that does not lie in place; `shard` has its size and dtype then, and no elements."""
     master: Row | None = None
@@ -127,10 +132,10 @@ class Group:
 
     def replaced(self) -> int | None:
         """The first parameter in use whose data is not what `show` gave it; None if all are."""
-        if self._apart is not None or list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+        if self._apart is not None or list(map(torch.Tensor.data_ptr, self.holders)) == self._addresses:
             return None
-        for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
-            if index not in self.opened and parameter.data_ptr() != address:
+        for index, (holder, address) in enumerate(zip(self.holders, self._addresses, strict=True)):
+            if index not in self.opened and holder.data_ptr() != address:
                 return index
         return None
 
@@ -143,11 +148,18 @@ class Group:
         if not self._stand_ins:
             # On the slot, not on the shard: what autograd adds to a stand-in is refused, and must harm nothing.
             with unguarded():
-                self._stand_ins = [
-                    sharded_gradient(parameter, self._in(self.whole, index))
-                    for index, parameter in enumerate(self.parameters)
-                ]
+                self._stand_ins = [self._stand_in(index) for index in range(len(self.parameters))]
         return self._stand_ins
+
+    def _stand_in(self, index: int) -> torch.Tensor:
+        return sharded_gradient(self.parameters[index], self._in(self.whole, index))
+
+    def find_holders(self) -> None:
+        """The parameters have the dtype and device of the group by now."""
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """What autograd left on each parameter, in the shape of its segment."""
+        return [parameter.grad for parameter in self.parameters]
 
     def take_grad(self) -> None:
         """Allocate the reduced gradients, where they are there between backward and step only."""

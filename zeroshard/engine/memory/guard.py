@@ -92,6 +92,11 @@ def sharded_gradient(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Ten
     """
     stand_in = parameter.detach()  # has the parameter's version counter: what autograd adds to it is seen there
     stand_in.data = memory
+    return sharded_gradient_of(stand_in)
+
+
+def sharded_gradient_of(stand_in: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, dtype and device as a stand-in."""
     return stand_in.as_subclass(ShardedGradient)
 
 

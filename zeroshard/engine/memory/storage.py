@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zeroshard.engine.memory.dtensor_group import DTensorGroup
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import write_parameter
 from zeroshard.engine.memory.tiers import Tiers
@@ -37,6 +38,7 @@ from zeroshard.plan.offload import READ_WINDOWS, lands_beside, read_window_nbyte
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
+from zeroshard.sharding.dtensors import as_dtensor, prepare_holder
 from zeroshard.sharding.resting import Resting, stretch, stretched, whole_class
 from zeroshard.tiers import Row, in_place
 
@@ -92,10 +94,12 @@ class Storage:
         """Host memory through which gathers get parameters that don't lie in place; behind it, so at pages too."""
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
-            position, counts = plan.mesh.position(rank, unit.axes), plan.mesh.first(rank, unit.axes)
+            position = plan.mesh.position(rank, unit.axes)
             groups = [self._allocate(group, parameters, position) for group in unit.groups]
+            for group in groups:
+                group.counts = plan.mesh.first(rank, (*unit.axes, *group.plan.model_axes))
             trainable = [group for group in groups if group.plan.trainable]
-            self.units.append(Unit(unit, index, groups, counts, trainable=trainable))
+            self.units.append(Unit(unit, index, groups, trainable=trainable))
         self.place_slots(plan)
 
     def _allocate_slots(self, plan: Plan) -> None:
@@ -127,7 +131,8 @@ class Storage:
         empties = [stretch(one, segment.shape) for segment in layout.segments]
         records = [Resting(segment.name) for segment in layout.segments]
         classes = [whole_class(member) for member in members]
-        group = Group(plan, rank, members, whole, shard, [], empties, records, classes, row)
+        kind = Group if all(as_dtensor(member) is None for member in members) else DTensorGroup
+        group = kind(plan, rank, members, whole, shard, [], empties, records, classes, members, row=row)
         if plan.second is not None and plan.param.divided:
             group.second = torch.zeros(plan.second_numel, dtype=dtype, device=self.device)
         elif plan.second is not None:
@@ -142,8 +147,10 @@ class Storage:
         for index, parameter in enumerate(members):
             if not parameter.is_meta:
                 write_parameter(group, index, take_whole(parameter))
+                prepare_holder(parameter, empties[index])
                 group.hide_one(index)
             parameter.grad = None
+        group.find_holders()
         return group
 
     def _shard(self, plan: GroupPlan, numel: int) -> tuple[torch.Tensor, Row | None]:

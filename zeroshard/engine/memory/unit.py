@@ -77,8 +77,6 @@ class Unit:
     """A unit's groups and its state.
 
     Attributes:
-        counts: whether this rank enters sums over all ranks for the unit: of ranks that hold the same part, the first
-            does.
         rests_whole: the plan gives the unit no slot: its parameters are views of its own buffer, and always shown.
         held: its parameters have memory of their own just now, for reads outside of the unit's own forward.
     """
@@ -86,7 +84,6 @@ class Unit:
     plan: UnitPlan
     index: int
     groups: list[Group]
-    counts: bool
     trainable: list[Group] = field(default_factory=list)
     rests_whole: bool = False
     held: bool = False

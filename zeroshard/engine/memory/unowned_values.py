@@ -7,6 +7,7 @@ import math
 import torch
 
 from zeroshard.comm.collectives import gather_over_default
+from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.unowned import UnownedShard, forget_unowned, unowned_shard_of
 
 
@@ -29,9 +30,9 @@ def gather_unowned(unowned: UnownedShard, device: torch.device) -> torch.Tensor:
 
 
 def take_whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's values; those of an unowned one are gathered (called by all ranks) and its shard is given up."""
+    """The parameter's values here; those of an unowned one are gathered (by all ranks), and its shard is given up."""
     unowned = unowned_shard_of(parameter)
     if unowned is None:
-        return parameter.data
+        return holder_of(parameter).data
     forget_unowned(parameter)
     return gather_unowned(unowned, parameter.device)

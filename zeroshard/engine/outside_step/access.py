@@ -12,6 +12,7 @@ are made by all ranks in the same order; a rank that calls alone ends in a Diver
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,10 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_part, read_values, write_parameter, write_values
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_grad
-from zeroshard.engine.outside_step.gathered import place_of
+from zeroshard.engine.outside_step.gathered import own_part, place_of, whole_value
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
+from zeroshard.mesh import DATA
 from zeroshard.optim.saved_state import PackedState, StatePart
 from zeroshard.plan.legs import replica_axes
 from zeroshard.sharding.layout import Segment
@@ -45,7 +47,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
         UsageError: the tensor is not a parameter of a sharded model. So do all functions of this file.
     """
     spot = _spot(param)
-    return spot.assemble(_fp32_part(spot)).view(spot.segment.shape)
+    return spot.full(_fp32_part(spot))
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """
     spot = _spot(param)
     part = _grad(spot)
-    return None if part is None else spot.assemble(part).view(spot.segment.shape)
+    return None if part is None else spot.full(part)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -145,7 +147,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     """
     spot = _spot(param)
     part = _state(spot, optim_state_key)
-    return None if part is None else spot.assemble(part.read()).view(spot.segment.shape)
+    return None if part is None else spot.full(part.read())
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
@@ -219,6 +221,10 @@ class _Spot:
         self._sum(whole.view(torch.int32 if wide.dtype.itemsize == 4 else torch.int64))
         return whole.to(part.dtype)
 
+    def full(self, part: torch.Tensor) -> torch.Tensor:
+        """The parameter's whole value in its shape, from every rank's `part`; as `assemble` does it."""
+        return whole_value(self.handle, self.segment, self.assemble(part))
+
     def _sum(self, whole: torch.Tensor) -> None:
         comm = self.handle.comm
         label = f"{self.segment.name} (safe_get_full_fp32_param or its kin)"
@@ -234,13 +240,14 @@ class _Spot:
         return int(codes)
 
     def from_rank_0(self, value: torch.Tensor, call: str) -> torch.Tensor:
-        """Rank 0's value as a flat copy in `dtype` on the state's device.
+        """Rank 0's value as a flat copy in `dtype` on the state's device; this rank's part where the model divides it.
 
         Whether it could be taken travels with it: a rank that raised alone would leave the others waiting.
         """
         control, name = self.handle.comm.control, self.segment.name
-        problem = _problem(value, self.segment.numel, f"{tuple(self.segment.shape)}")
-        sent = torch.zeros(self.segment.numel + 1, dtype=self.dtype, device=self.handle.device)
+        shape = self.segment.whole_shape
+        problem = _problem(value, math.prod(shape), f"{tuple(shape)}")
+        sent = torch.zeros(math.prod(shape) + 1, dtype=self.dtype, device=self.handle.device)
         if control.rank == 0 and problem is None:
             sent[:-1] = value.detach().reshape(-1)
             sent[-1] = 1
@@ -249,11 +256,11 @@ class _Spot:
             problem = "what rank 0 gave can't be taken: its own error says why"
         if problem is not None:
             raise UsageError(f"{call}: {name!r} {problem}")
-        return sent[:-1]
+        return own_part(self.handle, self.segment, sent[:-1])
 
     def local_value(self, value: torch.Tensor, call: str) -> torch.Tensor:
         """This rank's value, flat; where several ranks update the same elements, that of the first of them."""
-        if not self.divided:
+        if not self.divided and self.segment.cut is None:
             return self.from_rank_0(value, call)
         count = self.own.stop - self.own.start
         problem = _problem(value, count, f"({count},) on this rank")
@@ -265,7 +272,8 @@ class _Spot:
         part = value.detach().to(self.handle.device, self.dtype, copy=True).reshape(-1).contiguous()
         comm = self.handle.comm
         comm.log.record("set", self.segment.name, 0)
-        copies = self.handle.plan.mesh.without(self.unit.plan.axes)
+        divided = self.unit.plan.axes if self.divided else ()
+        copies = self.handle.plan.mesh.without((*divided, *self.group.plan.model_axes))
         if copies:
             replicas = comm.gathers[copies]
             replicas.wait(replicas.broadcast(part, 0, self.segment.name))
@@ -354,7 +362,7 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
     summed = whole / stepper.unscale()
     if spot.unit.gradients.local:
         local = gradients.local(group)[spot.segment.offset : spot.segment.end]
-        first = spot.handle.comm.mesh.rank == 0
+        first = spot.handle.plan.mesh.position(spot.handle.comm.mesh.rank, DATA) == 0
         local.copy_(summed * spot.handle.plan.policy.predivide if first else torch.zeros_like(summed))
         summed = torch.zeros_like(summed)
     if spot.unit.gradients.reduced:

@@ -22,7 +22,9 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.unowned_values import gather_unowned
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred.calls import suspended
+from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.fingerprint import Fingerprints
+from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.marks import PARAMETER_OF
 from zeroshard.sharding.resting import is_resting, name_at_rest, wake
 from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of
@@ -117,7 +119,7 @@ class GatheredParameters:
         self._held = [member for member, _ in (*self._places, *self._unowned)]
         for member in self._held:
             vars(member)[_HELD] = True
-        self._versions = {id(member): member._version for member in self._held}
+        self._versions = {id(member): holder_of(member)._version for member in self._held}
         self._take_fingerprints()
         self._before = [self._copy_before(*place) for place in self._places]
         return self
@@ -130,7 +132,7 @@ class GatheredParameters:
                 continue  # whole already
             if not is_resting(parameter) and self._modifier is None:
                 # What is in use is here, and other ranks need not come; but a pass inside the block may release it.
-                wake(parameter, parameter.detach().clone())
+                wake(parameter, holder_of(parameter).detach().clone())
             else:
                 if id(group) not in wholes:
                     wholes[id(group)] = gather_whole(handle, unit, group, rank_shard(group))
@@ -143,13 +145,13 @@ class GatheredParameters:
         for device in {member.device for member in self._held} if self._modifier is None else ():
             members = [member for member in self._held if member.device == device]
             fingerprints = Fingerprints(device)
-            self._fingerprints.append((members, fingerprints, fingerprints.of(members)))
+            self._fingerprints.append((members, fingerprints, fingerprints.of(map(holder_of, members))))
 
     def _changed(self) -> list[torch.Tensor]:
         """The parameters that are not as they were, in the order in which they were given."""
-        changed = {id(member) for member in self._held if member._version != self._versions[id(member)]}
+        changed = {id(member) for member in self._held if holder_of(member)._version != self._versions[id(member)]}
         for members, fingerprints, before in self._fingerprints:
-            different = (fingerprints.of(members) != before).tolist()
+            different = (fingerprints.of(map(holder_of, members)) != before).tolist()
             changed.update(id(member) for member, differs in zip(members, different, strict=True) if differs)
         return [member for member in self._held if id(member) in changed]
 
@@ -158,7 +160,8 @@ class GatheredParameters:
         _, _, group, index = place
         if index in group.opened:
             return None
-        return parameter.detach().clone() if self._modifier is None or group.master is not None else None
+        kept = self._modifier is None or group.master is not None
+        return holder_of(parameter).detach().clone() if kept else None
 
     @property
     def _drops(self) -> bool:
@@ -199,23 +202,35 @@ class GatheredParameters:
             for (parameter, (_, _, group, index)), before in zip(self._places, self._before, strict=True):
                 if before is not None and id(parameter) in members:
                     group.show_one(index)  # it may have been given other data
-                    parameter.copy_(before)
+                    holder_of(parameter).copy_(before)
 
     def _keep_changes(self, source: int) -> None:
         handles = {id(handle): handle for _, (handle, *_) in self._places}
         for handle in handles.values():
             handle.runtime.parameters.before_write()
         for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
-            value = parameter.detach().contiguous()
-            handle.comm.control.wait(handle.comm.control.broadcast(value, source, name_of(parameter)))
+            value = holder_of(parameter).detach().contiguous()
+            broadcast_part(handle, group, value, source, name_of(parameter))
             write_changed(group, index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.written(())
         for parameter, unowned in self._unowned:
-            value = parameter.detach().contiguous()
+            value = holder_of(parameter).detach().contiguous()
             if unowned.ranks > 1:
                 dist.broadcast(value, source)
             unowned.write(value)
+
+
+def broadcast_part(handle: Handle, group: Group, value: torch.Tensor, source: int, label: str) -> None:
+    """Give all ranks that have the same part of a parameter the `value` of one of them: of rank `source`, or where
+    the model divides the parameter, of the rank at the same place of the data axes as that."""
+    plan, comm = handle.plan, handle.comm
+    if not group.plan.model_axes:
+        comm.control.wait(comm.control.broadcast(value, source, label))
+        return
+    axes = plan.mesh.without(group.plan.model_axes)
+    among = comm.gathers[axes]
+    among.wait(among.broadcast(value, plan.mesh.position(source, axes), label))
 
 
 def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[torch.Tensor]:
@@ -257,6 +272,26 @@ def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -
     return whole
 
 
+def whole_value(handle: Handle, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
+    """A parameter in its shape, from its elements in a group; those that the model divides are gathered."""
+    cut = segment.cut
+    if cut is None:
+        return flat.view(segment.shape)
+    parts = torch.empty(cut.ranks * flat.numel(), dtype=flat.dtype, device=flat.device)
+    gathers = handle.comm.gathers[(cut.axis,)]
+    handle.comm.log.record("all-gather", segment.name, parts.nbytes)
+    gathers.wait(gathers.all_gather(parts, flat.contiguous(), segment.name))
+    return cut.join(parts, segment.shape)
+
+
+def own_part(handle: Handle, segment: Segment, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank's group has of a whole parameter, flat."""
+    cut, ranks = segment.cut, handle.comm.mesh
+    if cut is None:
+        return whole.reshape(-1)
+    return cut.part(whole, segment.shape, ranks.mesh.position(ranks.rank, (cut.axis,)))
+
+
 def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """All parameters, whole, on the CPU, one flat group in memory at a time; every rank must iterate to the end.
 
@@ -271,7 +306,7 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
             part = read_values(group, device=group.device) if master else rank_param(group)
             whole = gather_whole(handle, unit, group, part) if is_divided(group) else part
             for segment in group.plan.layout.segments:
-                yield segment.name, whole[segment.offset : segment.end].view(segment.shape).cpu()
+                yield segment.name, whole_value(handle, segment, whole[segment.offset : segment.end]).cpu()
 
 
 def full_state_dict(model: nn.Module, *, master: bool = True) -> dict[str, Any]:

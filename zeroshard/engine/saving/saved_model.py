@@ -27,8 +27,8 @@ from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import rank_range, read_values, write_values
-from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_range
+from zeroshard.engine.saving.striped import part_target, whole_pieces, writes_scalars
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePart
 from zeroshard.plan.dtypes import torch_dtype
@@ -73,9 +73,9 @@ def pieces(
     return found
 
 
-def _saved_range(handle: Handle, unit: Unit, group: Group) -> tuple[int, int]:
+def _saved_range(group: Group) -> tuple[int, int]:
     """The elements of a group that this rank saves; none in the further copies of a state."""
-    if not unit.counts:
+    if not group.counts:
         return 0, 0
     return group.plan.layout.shard_range(group.rank)
 
@@ -86,12 +86,13 @@ def _parameter_pieces(handle: Handle, frozen: bool) -> Iterator[Piece]:
             if not (frozen or group.plan.trainable):
                 continue
             layout = group.plan.layout
-            start, end = _saved_range(handle, unit, group)
+            start, end = _saved_range(group)
             for index, low, high in layout.pieces(start, end):
                 segment = layout.segments[index]
                 first = start + low - segment.offset
                 values = partial(_parameter_values, group, segment.offset)
-                yield Piece(_parameter_info(group, index), first, first + high - low, values)
+                piece = Piece(_parameter_info(group, index), first, first + high - low, values)
+                yield from whole_pieces(handle, segment, piece)
             for index, segment in enumerate(layout.segments):
                 if not segment.numel and handle.comm.mesh.rank == 0:
                     yield Piece(_parameter_info(group, index), 0, 0, partial(_parameter_values, group, 0))
@@ -101,7 +102,7 @@ def _parameter_info(group: Group, index: int) -> TensorInfo:
     segment, compute = group.plan.layout.segments[index], torch_dtype(group.plan.param.dtype)
     stored = torch.float32 if group.master is not None else compute
     return TensorInfo(
-        segment.name, TensorKind.PARAMETER, stored, tuple(segment.shape), compute, trainable=group.plan.trainable
+        segment.name, TensorKind.PARAMETER, stored, tuple(segment.whole_shape), compute, trainable=group.plan.trainable
     )
 
 
@@ -163,10 +164,10 @@ def differing_buffers(handle: Handle, sums: Mapping[str, int]) -> set[str]:
 def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
     regions = _regions(handle)
     for part in update.state_parts():
-        unit, group = regions[part.region]
+        group = regions[part.region]
         segment = group.plan.layout.segments[part.index]
         begin = update_range(group)[0] + part.low - segment.offset
-        start, end = (position - segment.offset for position in _saved_range(handle, unit, group))
+        start, end = (position - segment.offset for position in _saved_range(group))
         start, end = max(start, begin), min(end, begin + part.high - part.low)
         if start >= end:
             continue
@@ -175,14 +176,14 @@ def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
                 state_name(segment.name, key),
                 TensorKind.OPTIMIZER,
                 values.dtype,
-                tuple(segment.shape),
+                tuple(segment.whole_shape),
                 of=segment.name,
                 key=key,
             )
-            yield Piece(info, start, end, partial(_part_values, values, begin))
+            yield from whole_pieces(handle, segment, Piece(info, start, end, partial(_part_values, values, begin)))
         for key, packed in part.packed.items():
             yield from _packed_pieces(segment, key, packed, start, end, begin)
-        if start == 0:
+        if start == 0 and writes_scalars(handle, segment):
             yield from _scalar_pieces(segment.name, part)
 
 
@@ -232,9 +233,9 @@ def _state_values(values: torch.Tensor, begin: int, low: int, high: int) -> torc
     return values[low - begin : high - begin]
 
 
-def _regions(handle: Handle) -> list[tuple[Unit, Group]]:
-    """Units and groups in the order of the optimizer's regions."""
-    return [(unit, group) for unit in handle.runtime.units for group in unit.trainable]
+def _regions(handle: Handle) -> list[Group]:
+    """Groups in the order of the optimizer's regions."""
+    return [group for unit in handle.runtime.units for group in unit.trainable]
 
 
 # What a rank loads.
@@ -243,7 +244,11 @@ def _regions(handle: Handle) -> list[tuple[Unit, Group]]:
 def parameter_targets(handle: Handle) -> list[Target]:
     """What this rank takes over of parameters."""
     return [
-        Target(segment.name, tuple(segment.shape), low, high, partial(_write_parameter, group, segment.offset))
+        part_target(
+            handle,
+            segment,
+            Target(segment.name, tuple(segment.shape), low, high, partial(_write_parameter, group, segment.offset)),
+        )
         for unit in handle.runtime.units
         for group in unit.groups
         for index, segment in enumerate(group.plan.layout.segments)
@@ -305,10 +310,10 @@ class StateLoad:
     def __init__(self, handle: Handle, update: SavedState, reader: CheckpointReader) -> None:
         self.problems: list[str] = []
         self.targets: list[Target] = []
-        self._update = update
+        self._handle, self._update = handle, update
         self._parts: list[_PartLoad] = []
         saved = _saved_state(reader)
-        for number, (_, group) in enumerate(_regions(handle)):
+        for number, group in enumerate(_regions(handle)):
             start, end = update_range(group)
             for index, low, high in group.plan.layout.pieces(start, end):
                 segment = group.plan.layout.segments[index]
@@ -354,7 +359,8 @@ class StateLoad:
             per = self._update.elements_per_value(part.region, key)
             low, high = (position // per for position in held)
             write = partial(_write_state, part, key, low)
-            self.targets.append(Target(info.name, _saved_shape(segment, per), low, high, write))
+            target = Target(info.name, _saved_shape(segment, per), low, high, write)
+            self.targets.append(part_target(self._handle, segment, target))
 
     def open(self) -> None:
         """Forget the optimizer's state and make room for what is to come. The first change of a load."""

@@ -226,7 +226,7 @@ class DeviceStepper(StepperBase):
 
     def _counted_groups(self) -> list[Group]:
         """The groups whose squares this rank adds; a copy of a unit divided within a subgroup counts once."""
-        return [g for u in self.handle.runtime.units for g in u.trainable if u.counts]
+        return [g for u in self.handle.runtime.units for g in u.trainable if g.counts]
 
     def _landed_groups(self) -> list[Group]:
         """The counted groups whose gradients have been squared already, and rest in host memory."""

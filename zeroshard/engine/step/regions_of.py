@@ -30,7 +30,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     regions: list[Region] = []
     first_flag, tiers = 0, handle.runtime.storage.tiers
-    window = handle.runtime.storage.window
+    window, ranks = handle.runtime.storage.window, handle.comm.mesh
     for unit in handle.runtime.units:
         for group in unit.trainable:
             regions.append(
@@ -44,8 +44,8 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
                     axes=unit.plan.axes,
-                    counts=unit.counts,
-                    divided=bool(group.plan.update_axes) and group.plan.layout.shards > 1,
+                    counts=ranks.mesh.first(ranks.rank, (*group.plan.update_axes, *group.plan.model_axes)),
+                    divided=group.plan.updated_in_parts,
                     blocks=None if group.plan.moments is None else group.plan.moments.blocks,
                     owners=group.plan.owners,
                     state_dtype=_state_dtype(group),

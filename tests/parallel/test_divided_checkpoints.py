@@ -1,0 +1,81 @@
+"""Checkpoints of divided models: whole tensors, which load in any other layout and stage, moments bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.parallel_model import Layout, build, sharded, train
+
+WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
+State = dict[str, torch.Tensor]
+
+
+def _state(model: nn.Module) -> State:
+    """Parameters and moments, whole."""
+    found = dict(zeroshard.full_state_dict(model))
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = zeroshard.safe_get_full_optimizer_state(parameter, key)
+            assert value is not None
+            found[f"{name}.{key}"] = value
+    return found
+
+
+def _assert_same(found: State, wanted: State, what: object) -> None:
+    for name, value in wanted.items():
+        assert name not in found or torch.equal(found[name], value), f"{what}: {name}"
+
+
+def _moved(rank: int, world: int, folder: str, layouts: list[Layout], background: bool) -> None:
+    for layout in layouts:
+        model, optimizer = sharded(layout)
+        train(model, optimizer, layout, range(2))
+        saved = _state(model)
+        zeroshard.save(model, folder, f"{layout.tensor}-{layout.stage}", background=background)
+        zeroshard.wait_for_checkpoint(model)
+        zeroshard.close(model)
+        for other in layouts:
+            model, optimizer = sharded(other)
+            zeroshard.load(model, folder, f"{layout.tensor}-{layout.stage}")
+            _assert_same(_state(model), saved, f"{layout} into {other}")
+            train(model, optimizer, other, range(1))
+            zeroshard.close(model)
+
+
+def test_a_checkpoint_loads_in_any_other_layout(tmp_path: Path) -> None:
+    layouts = [Layout(2, 2, 3), Layout(4, 1, 1)]
+    run_ranks(4, _moved, str(tmp_path), layouts, True, timeout=300)
+
+
+@pytest.mark.skipif(not WHOLE_MATRIX, reason="set ZEROSHARD_ALL_MESHES=1")
+def test_a_checkpoint_of_four_ranks_loads_in_any_other_layout(tmp_path: Path) -> None:
+    shapes = itertools.product(((4, 1), (2, 2), (1, 4)), range(4))
+    run_ranks(4, _moved, str(tmp_path), [Layout(*shape, stage) for shape, stage in shapes], False, timeout=900)
+
+
+def _exported(rank: int, world: int, folder: str) -> None:
+    layout = Layout(1, 2, 3)
+    model, optimizer = sharded(layout)
+    train(model, optimizer, layout, range(1))
+    wanted = zeroshard.full_state_dict(model)
+    zeroshard.save(model, folder, "last")
+    zeroshard.close(model)
+    if rank == 0:
+        from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        found = get_fp32_state_dict_from_zero_checkpoint(folder)
+        plain = build()
+        plain.load_state_dict(found)
+        _assert_same(dict(plain.state_dict()), wanted, "zero_to_fp32")
+
+
+def test_weights_are_exported_whole(tmp_path: Path) -> None:
+    run_ranks(2, _exported, str(tmp_path))

@@ -1,0 +1,56 @@
+"""A flat group with parameters that the model divides itself: DTensors, whose local tensors have the memory.
+
+    parameter     the DTensor: its class says whether it rests; autograd leaves gradients on it
+    holder        its local tensor: a view of the slot in use, stretched over one NaN at rest
+
+Plain parameters may be among them, and are their own holders. Rejected: the question in the group that all models
+have, in each forward and backward of a model without DTensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.guard import sharded_gradient_of
+from zeroshard.sharding.dtensors import as_dtensor, holder_of, local_gradient
+from zeroshard.sharding.resting import resting_class, stretched, unguarded
+
+
+class DTensorGroup(Group):
+    """The tensors of such a group on this rank."""
+
+    def show(self) -> None:
+        """See Group."""
+        values = self.views if self._apart is None else self._apart
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.opened:
+                parameter.__class__ = self.classes[index]
+                self.holders[index].data = values[index]
+
+    def hide(self) -> None:
+        """See Group."""
+        for index, parameter in enumerate(self.parameters):
+            if index not in self.opened:
+                own = self.classes[index]
+                parameter.__class__ = own
+                self.holders[index].data = self.empties[index]
+                parameter.__class__ = resting_class(own)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def find_holders(self) -> None:
+        """See Group."""
+        self.holders = [holder_of(parameter) for parameter in self.parameters]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """See Group; partial sums that autograd left are summed over the model's axis, for which all its ranks come."""
+        return [
+            None if parameter.grad is None else local_gradient(parameter, parameter.grad)
+            for parameter in self.parameters
+        ]
+
+    def _stand_in(self, index: int) -> torch.Tensor:
+        parameter = self.parameters[index]
+        if as_dtensor(parameter) is None:
+            return super()._stand_in(index)
+        with unguarded():
+            return sharded_gradient_of(stretched(tuple(parameter.shape), self.whole.dtype, self.device))
