@@ -1,13 +1,15 @@
 """How fast checkpoints are written and read, and how long training waits, beside what the disk can do.
 
-    python -m benchmarks.checkpoint [--gib 4] [--nproc 2] [--directory .] [--repeat 3] [--json FILE]
+    python -m benchmarks.checkpoint [--gib 4] [--nproc 2] [--directory .] [--repeat 3] [--encrypt]
+                                   [--json FILE]
 
 A stage 3 state of `--gib` GiB (fp32 parameters and Adam's two moments) on `--nproc` gloo ranks. In turn, `--repeat`
 times: `dd oflag=direct bs=16M` of as many bytes, a save, `dd` again, a save in the background, a load. A rate is the
 median of the repeats; that of `dd` counts its writes before and after each save, since a disk that others use changes
 from minute to minute. `stall` is the time in which training waits for a save in the background: the copy into host
 memory, which `copy` measures for itself. A load reads every byte twice, once to check it before anything is changed;
-what it reads was written directly, so the first time comes from the disk.
+what it reads was written directly, so the first time comes from the disk. With `--encrypt` a save and a load of an
+encrypted checkpoint follow each plain one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +31,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from zeroshard.checkpoint.keys import LocalKey
 
 WIDTH = 4096
 GOAL = 0.85
+ENCRYPTED = 0.9
 
 
 def main() -> int:
@@ -39,6 +44,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk that is measured")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--encrypt", action="store_true", help="encrypted checkpoints as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -49,7 +55,7 @@ def main() -> int:
         shared: list[str | None] = [made]
         dist.broadcast_object_list(shared)
         assert shared[0] is not None
-        found = measure(options.gib, options.repeat, Path(shared[0]))
+        found = measure(options.gib, options.repeat, Path(shared[0]), encrypt=options.encrypt)
         dist.barrier()
     if dist.get_rank() == 0:
         report(found, options.json)
@@ -57,7 +63,7 @@ def main() -> int:
     return 0
 
 
-def measure(gib: float, repeat: int, folder: Path) -> dict[str, list[float]]:
+def measure(gib: float, repeat: int, folder: Path, *, encrypt: bool = False) -> dict[str, list[float]]:
     """Rates in GiB/s and times in seconds, of the slowest rank."""
     layers = max(1, round(gib * 2**30 / (3 * 4 * WIDTH * WIDTH)))
     state_gib = layers * 3 * 4 * WIDTH * WIDTH / 2**30
@@ -67,12 +73,12 @@ def measure(gib: float, repeat: int, folder: Path) -> dict[str, list[float]]:
     model(torch.ones(1, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    found: dict[str, list[float]] = {name: [] for name in ("dd", "save", "background", "stall", "copy", "load")}
+    found: dict[str, list[float]] = defaultdict(list)
 
     def rate(name: str, work: Callable[[], object]) -> None:
         found[name].append(state_gib / _seconds(work))
 
-    background = "background"
+    background, key = "background", LocalKey(bytes(32))
     zeroshard.save(model, folder, background, background=True)  # takes the memory for the copy
     zeroshard.wait_for_checkpoint(model)
     for _ in range(repeat):
@@ -85,6 +91,9 @@ def measure(gib: float, repeat: int, folder: Path) -> dict[str, list[float]]:
         found["background"].append(state_gib / _slowest(time.monotonic() - begun))
         found["copy"].append(_copy_seconds(state_gib / dist.get_world_size()))
         rate("load", lambda: zeroshard.load(model, folder, "save"))
+        if encrypt:
+            rate("encrypted save", lambda: zeroshard.save(model, folder, "encrypted", encryption_key=key))
+            rate("encrypted load", lambda: zeroshard.load(model, folder, "encrypted", encryption_key=key))
     zeroshard.close(model)
     found["gib"] = [state_gib]
     return found
@@ -127,6 +136,11 @@ def report(found: dict[str, list[float]], file: Path | None) -> None:
     for name, label in (("save", "save"), ("background", "save in background"), ("load", "load")):
         against = "" if name == "load" else f"   {middle[name] / middle['dd']:.0%} of dd (goal {GOAL:.0%})"
         print(f"  {label:18}  {middle[name]:6.2f} GiB/s{against}")
+    for name in ("save", "load"):
+        if values := found.get(f"encrypted {name}"):
+            rate = statistics.median(values)
+            share = f"{rate / middle[name]:.0%} of {name} (goal {ENCRYPTED:.0%})"
+            print(f"  encrypted {name}      {rate:6.2f} GiB/s   {share}")
     print(f"  training waits      {middle['stall']:6.2f} s; a copy of the rank's state takes {middle['copy']:.2f} s")
     if file is not None:
         file.write_text(json.dumps({**found, "ranks": dist.get_world_size()}, indent=1))

@@ -2,7 +2,8 @@
 
 Each case lets the ranks train and save after every step, kills one or all of them at a random time, looks at the
 directory, and starts them anew on what is there, until the last step is reached. Losses must be those of a run that
-nobody killed: what was drawn at random, moments and counters included. ZEROSHARD_KILLS=200 runs as many cases.
+nobody killed: what was drawn at random, moments and counters included. ZEROSHARD_KILLS=200 runs as many cases,
+ZEROSHARD_KILLS_ENCRYPTED=1 encrypts the checkpoints.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import pytest
 
 from tests.support.kill_loop import train
 from zeroshard.checkpoint.directory import find, whole
+from zeroshard.checkpoint.keys import ENVIRONMENT, new_key_file
 from zeroshard.checkpoint.reader import CheckpointReader
 
 KILLS = int(os.environ.get("ZEROSHARD_KILLS", "8"))
 STEPS = 4 * KILLS
+ENCRYPTED = os.environ.get("ZEROSHARD_KILLS_ENCRYPTED") == "1"
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "zeroshard", "tests.support.kill_loop"])
 
@@ -31,7 +34,9 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "zeroshard", "tes
 def _start(base: Path, ranks: int, steps: int) -> list[BaseProcess]:
     store = tempfile.mktemp(prefix="store-", dir=base)
     processes = [
-        _CONTEXT.Process(target=train, args=(rank, ranks, str(base), store, steps, 0.0), daemon=True)
+        _CONTEXT.Process(
+            target=train, args=(rank, ranks, str(base), store, steps, 0.0, os.environ.get(ENVIRONMENT)), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -80,11 +85,16 @@ def _kill_case(base: Path, ranks: int, chance: random.Random, log: Path, steps: 
 
 
 @pytest.mark.timeout(max(300, 60 * KILLS))
-def test_whoever_is_killed_whenever_the_newest_checkpoint_is_whole_and_the_run_goes_on_the_same(tmp_path: Path) -> None:
+def test_whoever_is_killed_whenever_the_newest_checkpoint_is_whole_and_the_run_goes_on_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks, chance = 2, random.Random(int(os.environ.get("ZEROSHARD_KILL_SEED", "1")))
     base, calm = tmp_path / "killed", tmp_path / "calm"
     base.mkdir()
     calm.mkdir()
+    if ENCRYPTED:
+        new_key_file(tmp_path / "key")
+        monkeypatch.setenv(ENVIRONMENT, f"file:{tmp_path / 'key'}")
     newest = 0
     for case in range(KILLS):
         _kill_case(base, ranks, chance, base / "log-0", STEPS)

@@ -20,8 +20,8 @@ from torch import nn
 import zeroshard
 
 
-def train(rank: int, world_size: int, base: str, store: str, steps: int, pace: float) -> None:
-    """Go on from the newest checkpoint up to step `steps`."""
+def train(rank: int, world_size: int, base: str, store: str, steps: int, pace: float, key: str | None = None) -> None:
+    """Go on from the newest checkpoint up to step `steps`; with a key checkpoints are encrypted."""
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -31,7 +31,7 @@ def train(rank: int, world_size: int, base: str, store: str, steps: int, pace: f
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3},
-        "checkpoint": {"keep": 2},
+        "checkpoint": {"keep": 2, **({} if key is None else {"encryption_key": key})},
     }
     engine = zeroshard.initialize(model=model, config=config)[0]
     with warnings.catch_warnings():

@@ -19,8 +19,10 @@ from rich.text import Text
 
 from zeroshard.checkpoint import directory, foreign_commands
 from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.keys import key_from, key_in_environment, new_key_file
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.rekey import is_sealed, rekey
 from zeroshard.errors import CheckpointError
 
 app = typer.Typer(
@@ -106,6 +108,47 @@ def prune(
         _print_json({"removed": [] if dry_run else [found.tag for found in tags], "found": [f.tag for f in tags]})
     elif not tags:
         print("nothing to remove")
+
+
+@app.command(name="new-key")
+def new_key(
+    file: Annotated[Path, typer.Argument(help="A file that is not there yet.", show_default=False)],
+    as_json: _Json = False,
+) -> None:
+    """Draw a key for encrypted checkpoints, in a file that its owner alone can read."""
+    key = new_key_file(file)
+    if as_json:
+        _print_json({"file": str(file), "key": key.id})
+    else:
+        print(f"key {key.id} is in {file}; whoever loses it loses what is encrypted with it")
+
+
+@app.command(name="rekey")
+def rekey_(
+    path: _Path,
+    new: Annotated[str, typer.Option("--new-key", help="file:PATH, env:NAME or command:PROGRAM.", show_default=False)],
+    old: Annotated[
+        str | None, typer.Option("--key", help="The key until now; else that of the environment.", show_default=False)
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Let another key open encrypted checkpoints, all of a directory or one. Their tensors are not written again."""
+    before, after = key_in_environment() if old is None else key_from(old), key_from(new)
+    if before is None:
+        raise CheckpointError("rekey: give the key that the checkpoints have now, as --key file:PATH")
+    folders = [path] if (path / MANIFEST).is_file() else [found.folder for found in _there(path)]
+    done: list[str] = []
+    plain = [folder for folder in folders if not is_sealed(folder)]
+    for number, folder in enumerate(one for one in folders if one not in plain):
+        changed = rekey(folder, before, after)
+        done.append(folder.name)
+        if not as_json:
+            state = f"has key {after.id}" if changed else f"had key {after.id} before"
+            print(f"{folder.name} {state} ({number + 1} of {len(folders) - len(plain)})")
+    if as_json:
+        _print_json({"key": after.id, "rekeyed": done, "in the clear": [folder.name for folder in plain]})
+    elif plain:
+        print(f"not encrypted, left as they are: {', '.join(folder.name for folder in plain)}")
 
 
 def _verify(reader: CheckpointReader, *, quiet: bool) -> list[str]:

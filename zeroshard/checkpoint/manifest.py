@@ -36,12 +36,16 @@ import torch
 
 from zeroshard.checkpoint import jsonfile
 from zeroshard.checkpoint.dtypes import dtype_of, name_of
+from zeroshard.checkpoint.keys import KeyService
+from zeroshard.checkpoint.seal import Seal, open_seal
 from zeroshard.checkpoint.slices import flat_start, rectangles
 from zeroshard.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
+SEALED_VERSION = 2
+"""Of a table that is encrypted; see `seal`."""
 BLOCK = 4 << 20
 """Bytes that have a checksum of their own, counted from the begin of each part; the last block may be shorter."""
 MAX_NAME = 1024
@@ -134,6 +138,7 @@ class Manifest:
 
     Attributes:
         order: grows with each save into a directory; 0 where it is not known.
+        seal: with which table and files are encrypted; None where they are not.
     """
 
     world_size: int
@@ -144,6 +149,7 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[Mapping[str, Any], ...] = ()
     order: int = 0
+    seal: Seal | None = None
 
     @property
     def nbytes(self) -> int:
@@ -159,40 +165,65 @@ class Manifest:
         files = {
             name: {"bytes": info.nbytes, "header_crc32": info.header_checksum} for name, info in self.files.items()
         }
-        return jsonfile.encode(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "order": self.order,  # among the first, where `directory` looks for it
-                "world_size": self.world_size,
-                "files": files,
-                "tensors": tensors,
-                "aliases": dict(self.aliases),
-                "state": self.state,
-                "ranks": list(self.ranks),
-            }
-        )
+        content = {
+            "order": self.order,
+            "world_size": self.world_size,
+            "files": files,
+            "tensors": tensors,
+            "aliases": dict(self.aliases),
+            "state": self.state,
+            "ranks": list(self.ranks),
+        }
+        if self.seal is not None:
+            return encode_sealed(self.order, self.seal, self.seal.close_table(MANIFEST, content))
+        return jsonfile.encode({"format": FORMAT, "version": VERSION, **content})
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError naming file and tensor for whatever is not as it must be."""
+def encode_sealed(order: int, seal: Seal, table: str) -> bytes:
+    """The bytes of `checkpoint.json` whose table is encrypted."""
+    head = {"format": FORMAT, "version": SEALED_VERSION, "order": order}  # first, where `directory` looks for it
+    return jsonfile.encode({**head, "encryption": seal.header(), "sealed": table})
+
+
+def read_content(folder: Path) -> dict[str, Any]:
+    """What `checkpoint.json` says, encrypted or not. Raises CheckpointError where it is none of ours."""
     where = folder / MANIFEST
     content = jsonfile.decode(jsonfile.read_bytes(where), where)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not the table of a zeroshard checkpoint")
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, SEALED_VERSION):
         raise CheckpointError(
-            f"{where} has version {content.get('version')} of the format; this zeroshard reads {VERSION}"
+            f"{where} has version {content.get('version')} of the format; this zeroshard reads {VERSION} and "
+            f"{SEALED_VERSION}"
         )
+    return content
+
+
+def read_manifest(folder: Path, service: KeyService | None = None) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Args:
+        service: has the key of one that is encrypted.
+
+    Raises:
+        CheckpointError: naming file and tensor, for whatever is not as it must be.
+    """
+    where, seal = folder / MANIFEST, None
+    content = read_content(folder)
+    if content["version"] == SEALED_VERSION:
+        seal = open_seal(content.get("encryption"), service, where)
+        order, content = content.get("order"), seal.open_table(MANIFEST, content.get("sealed"), where)
+        if content.get("order") != order:
+            raise CheckpointError(f"{where} was changed: its place in the order of saves is not the encrypted one")
     try:
-        return _decode(content)
+        return _decode(content, seal)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged: {type(error).__name__} {error}") from error
 
 
-def _decode(content: Mapping[str, Any]) -> Manifest:
+def _decode(content: Mapping[str, Any], seal: Seal | None) -> Manifest:
     files = {
         _file_name(name): FileInfo(_count(item["bytes"]), _count(item["header_crc32"]))
         for name, item in content["files"].items()
@@ -214,7 +245,7 @@ def _decode(content: Mapping[str, Any]) -> Manifest:
     if not isinstance(state, dict) or not kept:
         raise CheckpointError("'state' and 'ranks' are not what they must be")
     order = _count(content.get("order", 0))
-    return Manifest(world_size, files, tensors, parts, aliases, state, tuple(ranks), order)
+    return Manifest(world_size, files, tensors, parts, aliases, state, tuple(ranks), order, seal)
 
 
 def check_name(name: object) -> str:

@@ -26,8 +26,10 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.jsonfile import plain_size
-from zeroshard.checkpoint.manifest import BLOCK, Manifest, Part, TensorInfo, TensorKind, read_manifest
+from zeroshard.checkpoint.keys import KeyService, key_in_environment
+from zeroshard.checkpoint.manifest import BLOCK, FileInfo, Manifest, Part, TensorInfo, TensorKind, read_manifest
 from zeroshard.checkpoint.safefile import read_header
+from zeroshard.checkpoint.sealed_file import Readable, nbytes_on_disk, open_file
 from zeroshard.errors import CheckpointError, UsageError
 
 _ROWS_NBYTES = 16 << 20
@@ -38,16 +40,17 @@ class CheckpointReader:
 
     Args:
         folder: of one checkpoint, with `checkpoint.json` in it; `directory.find` gives it.
+        service: has the key of one that is encrypted; None is the key that the environment names (see `keys`).
 
     Raises:
         CheckpointError: a file is missing, of another size, or not what the table says. Nothing is opened or allocated
             on the word of the table alone.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], service: KeyService | None = None) -> None:
         self.folder = Path(folder)
-        self.manifest: Manifest = read_manifest(self.folder)
-        self._descriptors: dict[str, int] = {}
+        self.manifest: Manifest = read_manifest(self.folder, key_in_environment() if service is None else service)
+        self._files: dict[str, Readable] = {}
         self._checked: set[str] = set()
         self._spare: memoryview | None = None
         for name, info in self.manifest.files.items():
@@ -59,9 +62,10 @@ class CheckpointReader:
             size = plain_size(self.folder / name)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {holds}") from error
-        if size != nbytes:
+        expected = nbytes_on_disk(nbytes, self.manifest.seal)
+        if size != expected:
             raise CheckpointError(
-                f"{self.folder / name} has {size} bytes instead of {nbytes}: it was cut off or replaced; {holds}"
+                f"{self.folder / name} has {size} bytes instead of {expected}: it was cut off or replaced; {holds}"
             )
 
     def __enter__(self) -> CheckpointReader:
@@ -74,9 +78,9 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the files; reading again opens them again."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def names(self, kind: TensorKind | None = None) -> list[str]:
         """Names of all tensors, or of those of one kind. Other names of tied parameters are in `aliases`."""
@@ -137,13 +141,15 @@ class CheckpointReader:
         length = self._block_end(info, part, block) - block * BLOCK
         view = self._room(length) if out is None else out
         file, place = self.folder / part.file, part.begin + block * BLOCK
-        descriptor = self._open(part.file)
+        opened = self._open(part.file)
         done = 0
         while done < length:
             try:
-                count = os.preadv(descriptor, [view[done:]], place + done)
+                count = opened.read_into(view[done:], place + done)
             except OSError as error:
                 raise CheckpointError(f"{file} can't be read at tensor {info.name!r}: {error}") from error
+            except ValueError as error:
+                raise CheckpointError(f"{file} is damaged at tensor {info.name!r}: {error}") from error
             if count == 0:
                 raise CheckpointError(f"{file} ends inside of tensor {info.name!r}: it was cut off")
             done += count
@@ -159,22 +165,29 @@ class CheckpointReader:
             self._spare = memoryview(mmap.mmap(-1, BLOCK))
         return self._spare[:length]
 
-    def _open(self, name: str) -> int:
-        if name not in self._descriptors:
-            file = self.folder / name
+    def _open(self, name: str) -> Readable:
+        info, file = self.manifest.files[name], self.folder / name
+        if name not in self._files:
             try:
-                self._descriptors[name] = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self._files[name] = open_file(file, info.nbytes, self.manifest.seal)
             except OSError as error:
                 raise CheckpointError(f"{file} can't be read: {error.strerror}") from error
+        opened = self._files[name]
         if name not in self._checked:
-            info = self.manifest.files[name]
-            if read_header(self._descriptors[name], info.nbytes) != info.header_checksum:
-                raise CheckpointError(
-                    f"{self.folder / name} is damaged: its header does not match its checksum; "
-                    f"it should hold {self._tensors_of(name)}"
-                )
+            self._check_header(name, opened, info)
             self._checked.add(name)
-        return self._descriptors[name]
+        return opened
+
+    def _check_header(self, name: str, opened: Readable, info: FileInfo) -> None:
+        why = "does not match its checksum"
+        try:
+            if read_header(opened.read_into, info.nbytes) == info.header_checksum:
+                return
+        except ValueError as error:
+            why = f"does not open: {error}"
+        raise CheckpointError(
+            f"{self.folder / name} is damaged: its header {why}; it should hold {self._tensors_of(name)}"
+        )
 
     def _tensors_of(self, file: str) -> str:
         names = [name for name, parts in self.manifest.parts.items() if any(part.file == file for part in parts)]

@@ -10,10 +10,9 @@ The header needs names and shapes only, so it is written before any tensor is to
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zeroshard.checkpoint.dtypes import name_of
 from zeroshard.checkpoint.manifest import TensorInfo
@@ -43,16 +42,21 @@ def header(entries: Sequence[tuple[TensorInfo, Rectangle]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(descriptor: int, nbytes: int) -> int | None:
-    """CRC-32 of a file's header and the length before it; None where the file of `nbytes` can't hold what it says."""
-    start = os.pread(descriptor, 8, 0)
+def read_header(read: Callable[[memoryview, int], int], nbytes: int) -> int | None:
+    """CRC-32 of a file's header and the length before it; None where the file of `nbytes` can't hold what it says.
+
+    Args:
+        read: fills a view with the file's bytes from a place on, and says how many there were.
+    """
+    room = memoryview(bytearray(_PART_NBYTES))
+    start = room[: read(room[:8], 0)].tobytes()
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else nbytes
     if length > nbytes - 8:
         return None
     checksum, at = zlib.crc32(start), 8
     while at < length + 8:  # in parts, as the length is what the file says
-        part = os.pread(descriptor, min(_PART_NBYTES, length + 8 - at), at)
-        if not part:
+        count = read(room[: min(_PART_NBYTES, length + 8 - at)], at)
+        if not count:
             return None
-        checksum, at = zlib.crc32(part, checksum), at + len(part)
+        checksum, at = zlib.crc32(room[:count], checksum), at + count
     return checksum

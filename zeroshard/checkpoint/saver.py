@@ -9,6 +9,7 @@ leaves what was there.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ from zeroshard.checkpoint import directory, jsonfile
 from zeroshard.checkpoint.draft import Draft, begin, draft_folder, write_manifest
 from zeroshard.checkpoint.dtypes import name_of
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, StoreBarrier, on_all_ranks
+from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import check_name
+from zeroshard.checkpoint.seal import Seal, new_seal, open_seal
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.comm.collectives import Collectives
@@ -47,6 +50,7 @@ class Request:
         aliases, state: equal on all ranks (rank 0's are written); `rank_state` is this rank's. As JSON has them.
         latest: whether it becomes the newest.
         keep: how many checkpoints are left in the directory, None for all.
+        service: has the key with which it is encrypted; None for a checkpoint in the clear.
     """
 
     base: Path
@@ -57,6 +61,7 @@ class Request:
     rank_state: Mapping[str, Any]
     latest: bool = True
     keep: int | None = None
+    service: KeyService | None = None
 
     @property
     def final(self) -> Path:
@@ -117,10 +122,11 @@ class Saver:
         """
         first = self._barrier.rank == 0
         base, tag, final = request.base, request.tag, request.final
-        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background}"):
+        key = None if request.service is None else request.service.id
+        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background} {key}"):
             raise CheckpointError(
-                f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep and async (this rank: "
-                f"tag {tag!r}, {request.latest}, {request.keep}, {background}); give all the same"
+                f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep, async and key (this rank: "
+                f"tag {tag!r}, {request.latest}, {request.keep}, {background}, {key}); give all the same"
             )
         with ExitStack() as undo:
             draft = on_all_ranks(
@@ -131,7 +137,7 @@ class Saver:
             folder = draft_folder(
                 base, tag, self._barrier.broadcast_text(draft.owner.id if draft is not None else "", 0)
             )
-            writing = _Writing(request, folder, draft)
+            writing = _Writing(request, folder, draft, self._agreed_seal(request))
             if not background:
                 writing.run(self._barrier)
                 return
@@ -147,6 +153,17 @@ class Saver:
                 raise CheckpointError(f"checkpoint {final}: {error}") from error
             self._running = thread
             undo.pop_all()
+
+    def _agreed_seal(self, request: Request) -> Seal | None:
+        """Rank 0's, of which the others are told what is written in the clear: a key is never sent."""
+        service, first = request.service, self._barrier.rank == 0
+        if service is None:
+            return None
+        own = on_all_ranks(self._barrier, lambda: new_seal(service) if first else None, request.final, _UNCHANGED)
+        told = self._barrier.broadcast_text("" if own is None else json.dumps(own.header()), 0)
+        return on_all_ranks(
+            self._barrier, lambda: own or open_seal(json.loads(told), service, request.final), request.final, _UNCHANGED
+        )
 
     def _staged(self, writing: _Writing) -> tuple[_Writing, StoreBarrier]:
         """With a copy of the state, and where the threads of all ranks meet."""
@@ -189,13 +206,14 @@ class _Writing:
     request: Request
     folder: Path
     draft: Draft | None
+    seal: Seal | None
 
     def run(self, barrier: ErrorBarrier) -> None:
         """Write, all ranks; rank 0 makes it a checkpoint."""
         request = self.request
         on_all_ranks(
             barrier,
-            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.rank_state),
+            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.rank_state, self.seal),
             request.final,
             _UNCHANGED,
         )
@@ -205,7 +223,7 @@ class _Writing:
         request, draft = self.request, self.draft
         if draft is None:
             return
-        write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state))
+        write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state, self.seal))
         draft.publish(latest=request.latest)
         if request.keep is not None:
             try:

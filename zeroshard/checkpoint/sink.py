@@ -28,17 +28,13 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 class Sink(ABC):
     """A file being written; a context manager that closes it."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
     def __enter__(self) -> Sink:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release()
-        os.close(self._descriptor)
+        self.close()
 
     @abstractmethod
     def write(self, data: memoryview) -> None:
@@ -49,11 +45,15 @@ class Sink(ABC):
         """Wait until all is on the disk. OSError as `write`."""
 
     @abstractmethod
-    def _release(self) -> None: ...
+    def close(self) -> None:
+        """Close the file, whatever is left to be written."""
 
 
 class PlainSink(Sink):
     """Writes as the bytes come."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
     def write(self, data: memoryview) -> None:
         _write_all(self._descriptor, data)
@@ -61,15 +61,16 @@ class PlainSink(Sink):
     def finish(self) -> None:
         os.fsync(self._descriptor)
 
-    def _release(self) -> None:
-        pass
+    def close(self) -> None:
+        """See Sink."""
+        os.close(self._descriptor)
 
 
 class DirectSink(Sink):
     """Writes aligned buffers past the page cache, in a thread of its own."""
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
+        self._descriptor = descriptor
         self._buffers = [mmap.mmap(-1, _BUFFER) for _ in range(2)]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-write")
         self._writing: Future[Any] | None = None
@@ -107,8 +108,10 @@ class DirectSink(Sink):
         _write_all(self._descriptor, rest[aligned : self._filled])
         os.fsync(self._descriptor)
 
-    def _release(self) -> None:
+    def close(self) -> None:
+        """See Sink."""
         self._thread.shutdown(wait=True)
+        os.close(self._descriptor)
 
 
 def open_sink(file: Path, nbytes: int) -> Sink:

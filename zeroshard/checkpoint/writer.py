@@ -30,12 +30,14 @@ from zeroshard.checkpoint.manifest import (
     part_out,
 )
 from zeroshard.checkpoint.safefile import header
-from zeroshard.checkpoint.sink import open_sink
+from zeroshard.checkpoint.seal import Seal
+from zeroshard.checkpoint.sealed_file import new_file
 from zeroshard.checkpoint.slices import Rectangle, rectangles
 from zeroshard.checkpoint.temporary_files import naming, write_synced
 from zeroshard.errors import CheckpointError
 
 _COPY_NBYTES = 64 << 20
+_SEALED = "sealed"
 _MODEL = (TensorKind.PARAMETER, TensorKind.BUFFER, TensorKind.RANK_BUFFER)
 
 
@@ -73,11 +75,14 @@ class Piece:
             out[low - self.start : high - self.start].copy_(self.values(low, high).detach(), non_blocking=True)
 
 
-def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any]) -> None:
+def write_pieces(
+    folder: Path, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any], seal: Seal | None = None
+) -> None:
     """Write a rank's pieces into `folder`, and last of all a table of them, which `join_tables` reads.
 
     Args:
         rank_state: what the rank keeps for itself; as JSON gives it back.
+        seal: encrypts files and table.
 
     Raises:
         CheckpointError: a name or dtype that a checkpoint can't hold.
@@ -92,24 +97,27 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece], rank_state: M
                 files.setdefault(f"{kind}-{rank:05d}-{number}.safetensors", []).append((piece, cut))
     table: dict[str, Any] = {"files": {}, "tensors": [], "rank_state": rank_state}
     for name, entries in files.items():
-        info, parts = _write_file(folder, name, entries)
+        info, parts = _write_file(folder, name, entries, seal)
         table["files"][name] = {"bytes": info.nbytes, "header_crc32": info.header_checksum}
         table["tensors"] += [
             {**info_out(piece.info), "part": part_out(part)} for (piece, _), part in zip(entries, parts, strict=True)
         ]
-    write_synced(_table(folder, rank), jsonfile.encode(table))
+    where = _table(folder, rank)
+    write_synced(where, jsonfile.encode(table if seal is None else {_SEALED: seal.close_table(where.name, table)}))
 
 
 def _table(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.json"
 
 
-def _write_file(folder: Path, name: str, entries: list[tuple[Piece, Rectangle]]) -> tuple[FileInfo, list[Part]]:
+def _write_file(
+    folder: Path, name: str, entries: list[tuple[Piece, Rectangle]], seal: Seal | None
+) -> tuple[FileInfo, list[Part]]:
     head = header([(piece.info, cut) for piece, cut in entries])
     parts: list[Part] = []
     at = len(head)
     total = at + sum((cut.stop - cut.start) * piece.info.dtype.itemsize for piece, cut in entries)
-    with naming(folder / name), open_sink(folder / name, total) as sink:
+    with naming(folder / name), new_file(folder / name, total, seal) as sink:
         sink.write(memoryview(head))
         for piece, cut in entries:
             checksums: list[int] = []
@@ -125,7 +133,9 @@ def _write_file(folder: Path, name: str, entries: list[tuple[Piece, Rectangle]])
     return FileInfo(at, zlib.crc32(head)), parts
 
 
-def join_tables(folder: Path, world_size: int, aliases: Mapping[str, str], state: Mapping[str, Any]) -> Manifest:
+def join_tables(
+    folder: Path, world_size: int, aliases: Mapping[str, str], state: Mapping[str, Any], seal: Seal | None = None
+) -> Manifest:
     """The table of the whole checkpoint from those of the ranks, which are removed.
 
     Raises:
@@ -142,6 +152,7 @@ def join_tables(folder: Path, world_size: int, aliases: Mapping[str, str], state
                 f"{where} is not there, though rank {rank} has written it: do all nodes see the same {folder.parent}?"
             )
         table = jsonfile.decode(jsonfile.read_bytes(where), where)
+        table = table if seal is None else seal.open_table(where.name, table.get(_SEALED), where)
         ranks.append(table["rank_state"])
         for name, item in table["files"].items():
             files[name] = FileInfo(item["bytes"], item["header_crc32"])
@@ -155,4 +166,4 @@ def join_tables(folder: Path, world_size: int, aliases: Mapping[str, str], state
         check_parts(info, sorted_parts[name], files)
     for rank in range(world_size):
         _table(folder, rank).unlink()
-    return Manifest(world_size, files, tensors, sorted_parts, aliases, state, tuple(ranks))
+    return Manifest(world_size, files, tensors, sorted_parts, aliases, state, tuple(ranks), seal=seal)

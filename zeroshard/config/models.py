@@ -153,6 +153,7 @@ class CheckpointSection(Section):
     keep: Count | None = None
     directory: Text | None = None
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], one_of("Ignore", "Warn", "Fail")] = "Warn"
+    encryption_key: Text | None = None
 
 
 class TensorboardSection(Section):

@@ -196,13 +196,15 @@ class ActivationConfig:
 class CheckpointConfig:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
 
-    `tag_validation` says what is done where ranks give different tags.
+    `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
+    is (None: they are in the clear).
     """
 
     background: bool
     keep: int | None
     directory: str | None
     tag_validation: Literal["Ignore", "Warn", "Fail"]
+    encryption_key: str | None
 
 
 @dataclass(frozen=True)

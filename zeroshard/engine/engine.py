@@ -97,6 +97,7 @@ class Engine(TrainingEngine):
             latest=save_latest,
             keep=self._options.saving.keep,
             frozen=not exclude_frozen_parameters,
+            encryption_key=self._options.saving.encryption_key,
             counters={
                 "micro_steps": self.micro_steps,
                 "global_steps": self.global_steps,
@@ -158,7 +159,14 @@ class Engine(TrainingEngine):
             strict=load_module_strict,
         )
         with self._seen_disk("load"):
-            loaded = checkpoints.load(self.module, load_dir, tag, scheduler=self.lr_scheduler, selection=selection)
+            loaded = checkpoints.load(
+                self.module,
+                load_dir,
+                tag,
+                scheduler=self.lr_scheduler,
+                selection=selection,
+                encryption_key=self._options.saving.encryption_key,
+            )
         if selection.progress and loaded.counters:
             self._count_from(loaded.counters)
         return str(loaded.folder), loaded.client_state

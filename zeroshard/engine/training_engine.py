@@ -44,13 +44,15 @@ _NOWHERE = SilentMonitor()
 class Saving:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
 
-    `tag_validation` says what is done where ranks give different tags.
+    `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
+    is (None: they are in the clear).
     """
 
     background: bool = False
     keep: int | None = None
     directory: str | None = None
     tag_validation: TagValidation = "Warn"
+    encryption_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch import nn
 from zeroshard.checkpoint import directory, loading
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, on_all_ranks
 from zeroshard.checkpoint.generators import check_generators, generator_states, set_generators
+from zeroshard.checkpoint.keys import KeyService, service_of
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
@@ -100,6 +101,7 @@ def save(
     keep: int | None = None,
     frozen: bool = True,
     counters: Mapping[str, Any] | None = None,
+    encryption_key: str | KeyService | None = None,
 ) -> Path:
     """Save everything needed to go on; called by all ranks, between steps.
 
@@ -113,6 +115,7 @@ def save(
         keep: remove all but so many of the newest checkpoints in the directory afterwards.
         frozen: with parameters that no optimizer trains.
         counters: the engine's.
+        encryption_key: encrypts it; `file:PATH`, `env:NAME`, `command:PROGRAM`, or a KeyService of your own.
 
     Returns:
         The checkpoint's folder, there once the save has ended.
@@ -133,7 +136,9 @@ def save(
         _settle(handle, saver)
         state = _state(handle, model, stepper, scheduler, client_state, counters, frozen)
         rank_state = {"generators": generator_states(handle.device)}
-        return Request(base, tag, (), handle.plan.aliases, state, rank_state, latest, keep), buffer_sums(handle)
+        service = service_of(encryption_key)
+        request = Request(base, tag, (), handle.plan.aliases, state, rank_state, latest, keep, service)
+        return request, buffer_sums(handle)
 
     request, sums = on_all_ranks(saver.barrier(), prepare, where)
     _warn_of_gradients(handle)
@@ -156,12 +161,14 @@ def load(
     *,
     scheduler: Any = None,
     selection: Selection = Selection(),
+    encryption_key: str | KeyService | None = None,
 ) -> Loaded:
     """Go on from a checkpoint; called by all ranks.
 
     Args:
         tag: None for the newest.
         scheduler: takes over the saved scheduler's state.
+        encryption_key: of an encrypted one, as at the save; by default what ZEROSHARD_CHECKPOINT_KEY names.
 
     Raises:
         CheckpointError: it is not there, damaged, or of another model or optimizer, on this rank or another; nothing
@@ -177,7 +184,9 @@ def load(
     folder = _agreed_folder(saver.barrier(), on_all_ranks(saver.barrier(), settle, load_dir), tag)
 
     def prepare() -> _Load:
-        reader = CheckpointReader(folder)
+        service = service_of(encryption_key)
+        reader = CheckpointReader(folder, service)
+        _warn_of_plain(reader, service)
         try:
             return _Load(handle, model, stepper, scheduler, reader, selection)
         except (ZeroShardError, Warning) as error:
@@ -235,6 +244,16 @@ def _warn_of_gradients(handle: Handle) -> None:
         warnings.warn(
             "saving between backward and step: the gradients since the last step are in no checkpoint; a resumed run "
             "computes them anew",
+            ZeroShardWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_plain(reader: CheckpointReader, service: KeyService | None) -> None:
+    if service is not None and reader.manifest.seal is None:
+        warnings.warn(
+            f"{reader.folder} is not encrypted, though this run has a key for checkpoints: nothing shows that it is "
+            "what was saved",
             ZeroShardWarning,
             stacklevel=3,
         )

@@ -1,0 +1,139 @@
+"""Encryption of one checkpoint: its own key, drawn at random, and what is encrypted with keys derived from that.
+
+    key service --wraps--> key of the checkpoint --HKDF(name)--> a key for each file, and for each table
+
+    checkpoint.json   {format, version 2, order, encryption {id, key, wrapped_key}, sealed: the table, encrypted}
+    a file            1 MiB and a tag | 1 MiB and a tag | ... | the rest and a tag        (see sealed_file)
+
+A key encrypts one file only, so chunks are numbered from 0 as their nonces, and a file, chunk or table from another
+place or another checkpoint does not open. In the clear are the order among the directory's checkpoints, an id drawn at
+random, the id of the wrapping key, and the sizes of files. Wrapping anew changes `key` and `wrapped_key` alone.
+Method: envelope encryption; AES-256-GCM (NIST SP 800-38D), HKDF-SHA256 (RFC 5869).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeroshard.checkpoint.keys import ENVIRONMENT, KEY_NBYTES, KeyService, gcm
+from zeroshard.errors import CheckpointError
+
+_ID_NBYTES = 16
+_NONCE_NBYTES = 12
+_FIELDS = ("id", "key", "wrapped_key")
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The key of one checkpoint, and how it is written down.
+
+    Attributes:
+        id: of the checkpoint, drawn at random.
+        service: id of the key that wraps.
+        wrapped: the key of the checkpoint as it is written.
+    """
+
+    id: str
+    service: str
+    wrapped: bytes
+    _key: bytes = field(repr=False)
+
+    def file_key(self, name: str) -> Any:
+        """AES-GCM with the key of one file; see `keys.gcm`."""
+        return gcm(_derived(self._key, self.id, f"file {name}"))
+
+    def close_table(self, name: str, content: Mapping[str, Any]) -> str:
+        """A table as text that only the key opens."""
+        data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        nonce = secrets.token_bytes(_NONCE_NBYTES)
+        return _text(nonce + self._table_key(name).encrypt(nonce, data, name.encode()))
+
+    def open_table(self, name: str, text: object, where: Path) -> dict[str, Any]:
+        """The table again. Raises CheckpointError where it was changed."""
+        try:
+            data = _bytes(text)
+            nonce, sealed = data[:_NONCE_NBYTES], data[_NONCE_NBYTES:]
+            content = json.loads(self._table_key(name).decrypt(nonce, sealed, name.encode()))
+        except ValueError as error:
+            raise CheckpointError(f"{where} is damaged or was changed: its encrypted table does not open") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{where} is damaged: its encrypted table is no table")
+        return content
+
+    def header(self) -> dict[str, str]:
+        """What is written in the clear, from which `open_seal` has the key again."""
+        return {"id": self.id, "key": self.service, "wrapped_key": _text(self.wrapped)}
+
+    def rewrapped(self, service: KeyService) -> Seal:
+        """The same, wrapped by another key."""
+        return Seal(self.id, service.id, _wrapped(service, self._key), self._key)
+
+    def _table_key(self, name: str) -> Any:
+        return gcm(_derived(self._key, self.id, f"table {name}"))
+
+
+def new_seal(service: KeyService) -> Seal:
+    """A seal for a new checkpoint. Raises CheckpointError where the service can't wrap its key."""
+    key = secrets.token_bytes(KEY_NBYTES)
+    return Seal(secrets.token_hex(_ID_NBYTES), service.id, _wrapped(service, key), key)
+
+
+def open_seal(header: object, service: KeyService | None, where: Path) -> Seal:
+    """The seal that was written as `header`.
+
+    Raises:
+        CheckpointError: there is no key, it is another one, or the header was changed.
+    """
+    if not isinstance(header, dict) or not all(isinstance(header.get(name), str) for name in _FIELDS):
+        raise CheckpointError(f"{where} is damaged: it does not say how it was encrypted")
+    wrapping = str(header["key"])[:80]
+    if service is None:
+        raise CheckpointError(
+            f"{where} is encrypted, with key {wrapping}: name that key in the config's checkpoint.encryption_key, in "
+            f"load(encryption=...), or for commands in {ENVIRONMENT} (file:PATH, env:NAME or command:PROGRAM)"
+        )
+    if service.id != wrapping:
+        raise CheckpointError(f"{where} was encrypted with key {wrapping}, and the key that was given is {service.id}")
+    try:
+        wrapped = _bytes(header["wrapped_key"])
+        key = service.unwrap(wrapped)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{where}: key {service.id} does not open it: {error}") from error
+    if len(key) != KEY_NBYTES:
+        raise CheckpointError(f"{where}: key {service.id} has opened {len(key)} bytes in place of {KEY_NBYTES}")
+    return Seal(str(header["id"]), service.id, wrapped, key)
+
+
+def _wrapped(service: KeyService, key: bytes) -> bytes:
+    try:
+        return service.wrap(key)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"checkpoint key {service.id} can't wrap the key of a checkpoint: {error}") from error
+
+
+def _derived(key: bytes, salt: str, purpose: str) -> bytes:
+    """HKDF-SHA256 of 32 bytes, which are one block of its output."""
+    extracted = hmac.digest(salt.encode(), key, hashlib.sha256)
+    return hmac.digest(extracted, f"zeroshard {purpose}".encode() + b"\x01", hashlib.sha256)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: object) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError("text is wanted")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"it is no base64 ({error})") from error
