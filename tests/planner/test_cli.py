@@ -148,7 +148,10 @@ def test_explain_of_what_fits_says_so_and_what_could_be_freed(tmp_path: Path) ->
     ("zero", "expected"),
     [
         ({"stage": "auto"}, "chosen at start-up"),
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, "does not execute it yet"),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "cpu"}},
+            "does not execute it yet",
+        ),
     ],
 )
 def test_explain_says_what_is_not_run_as_written(zero: dict[str, Any], expected: str, tmp_path: Path) -> None:

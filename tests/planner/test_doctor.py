@@ -52,6 +52,7 @@ def test_a_folder_for_state_on_disk_is_measured_beside_plain_direct_input_and_ou
             "plain direct I/O",
             "of that are reached",
             "s for Adam's state of",
+            "parameters there too",
         ):
             assert told in shown.replace("\n", " ")
         assert load_calibration(saved).efficiency["disk_rate"] > 1e6

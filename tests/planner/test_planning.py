@@ -14,8 +14,10 @@ from tests.planner.settings import BF16
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
 from zeroshard.mesh import Mesh
+from zeroshard.plan.placement import Tier
 from zeroshard.planner.choose.advice import Situation, advice
 from zeroshard.planner.choose.choice import choose
+from zeroshard.planner.choose.configs import meaning, offload_of, with_setting
 from zeroshard.planner.machine.hardware import Cluster, find_gpu, gpus, parse_cluster
 from zeroshard.planner.predict.collectives import Ranks, collective_seconds
 from zeroshard.planner.predict.estimates import (
@@ -25,7 +27,7 @@ from zeroshard.planner.predict.estimates import (
 from zeroshard.planner.predict.links import link_traffic
 from zeroshard.planner.predict.rows import Row, Setting, make_row, settings
 from zeroshard.planner.predict.scale import bubble, compare, parse_sizes
-from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.predict.tiers import TABLE, Offload
 from zeroshard.planner.show.chrome import write_trace
 from zeroshard.planner.show.html import report
 from zeroshard.planner.trace.checkpointing import Checkpointing
@@ -111,14 +113,43 @@ def test_a_row_that_is_a_little_faster_is_not_said_to_be_as_fast() -> None:
 
 def test_offload_moves_state_and_takes_time() -> None:
     cluster = parse_cluster("8xA100")
-    rows = {offload: _row(cluster, offload=offload) for offload in Offload}
+    rows = {offload: _row(cluster, offload=offload) for offload in TABLE}
     assert rows[Offload.CPU].memory.tiers.device.keys() == {"parameters"}
     assert not rows[Offload.CPU_PARAM].memory.tiers.device
     assert rows[Offload.NVME].disk > 0
-    times = [rows[offload].time.seconds for offload in Offload]
+    assert rows[Offload.NVME].memory.tiers.device.keys() == {"parameters"}
+    times = [rows[offload].time.seconds for offload in TABLE]
     assert times == sorted(times)
     assert link_traffic(rows[Offload.NONE])["PCIe"] == 0
     assert link_traffic(rows[Offload.CPU_PARAM])["PCIe"] > link_traffic(rows[Offload.CPU])["PCIe"] > 0
+
+
+def test_rows_count_state_and_parameters_where_they_are_and_a_config_says_so() -> None:
+    cluster = parse_cluster("8xA100")
+    for offload in set(Offload) - {Offload.NONE}:
+        row = _row(cluster, offload=offload)
+        tiers = row.memory.tiers
+        of = {Tier.DEVICE: tiers.device, Tier.HOST: tiers.host, Tier.NVME: tiers.nvme}
+        for tier, found in of.items():
+            assert ("parameters" in found) == (tier is offload.parameters), (offload, tier)
+            assert ("moments" in found) == (tier is offload.states), (offload, tier)
+        on_disk = Tier.NVME in (offload.states, offload.parameters)
+        assert (link_traffic(row)["disk"] > 0) == on_disk
+        assert ("window" in tiers.host) == on_disk
+        reads = [span for span in row.time.spans if span.stream == "disk"]
+        assert bool(reads) == (offload.parameters is Tier.NVME)
+        document = with_setting({}, row.setting)
+        assert offload_of(document) is offload
+        recipe = meaning({"train_batch_size": 8, **document}, cluster).recipe
+        assert recipe.offload is not None
+        assert (recipe.offload.tier, recipe.offload.param) == (offload.states, offload.parameters is not Tier.DEVICE)
+        assert (recipe.offload.param_tier is Tier.NVME) == (offload.parameters is Tier.NVME)
+
+
+def test_a_slower_disk_makes_steps_with_parameters_there_longer() -> None:
+    fast, slow = parse_cluster("8xA100", disk_gbs=50.0), parse_cluster("8xA100", disk_gbs=0.5)
+    times = [_row(cluster, offload=Offload.CPU_NVME_PARAM).time.seconds for cluster in (fast, slow)]
+    assert times[1] > times[0]
 
 
 def test_more_micro_batches_take_as_much_longer_and_an_accumulator() -> None:

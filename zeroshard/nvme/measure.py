@@ -55,6 +55,10 @@ class DiskRates:
         """Seconds in which a step reads and writes a state of `nbytes`."""
         return 2 * nbytes / self.both
 
+    def parameter_seconds(self, nbytes: int) -> float:
+        """Seconds in which a step reads parameters of `nbytes` for forward and backward, and writes them once."""
+        return 2 * nbytes / self.read + nbytes / self.written
+
 
 def measure_disk(paths: Sequence[str], nbytes: int, rounds: int = 3) -> DiskRates:
     """Measure folders with `nbytes` of files in all, which are gone afterwards.

@@ -181,6 +181,11 @@ class GroupLegs:
     divided: bool = False
     refresh: Legs = ()
 
+    @property
+    def reads(self) -> Legs:
+        """What of a gather comes from disk."""
+        return tuple(leg for leg in (*self.refresh, *self.gather) if leg.kind is LegKind.READ)
+
 
 @dataclass(frozen=True)
 class Ways:

@@ -19,7 +19,7 @@ from zeroshard.config.resolve import resolve
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.dtypes import dtype_name
-from zeroshard.plan.placement import Blocks
+from zeroshard.plan.placement import Blocks, Tier
 from zeroshard.planner.files import read_json
 from zeroshard.planner.machine.hardware import Cluster, Gpu
 from zeroshard.planner.predict.rows import Setting
@@ -138,17 +138,20 @@ def with_setting(document: Document, setting: Setting) -> Document:
         if key != _COPIES or not zero.get(_SUMS) or setting.stage == 0:
             zero.pop(key, None)
     if setting.offload is not Offload.NONE:
-        device = "nvme" if setting.offload is Offload.NVME else "cpu"
-        zero["offload_optimizer"] = {"device": device, "pin_memory": True}
+        zero["offload_optimizer"] = _placed(setting.offload.states, optimizer, parameters)
         if setting.ratio < 1:
             zero["offload_optimizer"]["ratio"] = setting.ratio
-        if setting.offload is Offload.NVME:
-            given = optimizer.get("nvme_path") if isinstance(optimizer, Mapping) else None
-            zero["offload_optimizer"]["nvme_path"] = given or "/local_nvme"
-        if setting.offload in (Offload.CPU_PARAM, Offload.NVME):
-            asked = isinstance(parameters, Mapping) and parameters.get("device") == device
-            zero["offload_param"] = {"device": device if asked else "cpu", "pin_memory": True}
+        if setting.offload.parameters is not Tier.DEVICE:
+            zero["offload_param"] = _placed(setting.offload.parameters, parameters, optimizer)
     return changed
+
+
+def _placed(tier: Tier, *given: object) -> dict[str, Any]:
+    """A section of offload; for a disk with the first folder that sections of the document name."""
+    if tier is Tier.HOST:
+        return {"device": "cpu", "pin_memory": True}
+    paths = (section.get("nvme_path") for section in given if isinstance(section, Mapping))
+    return {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, paths), "/local_nvme")}
 
 
 def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] = ()) -> Meaning:
@@ -195,12 +198,10 @@ def offload_of(document: Mapping[str, Any]) -> Offload:
         entry = zero.get(key)
         return str(entry.get("device", "none")) if isinstance(entry, Mapping) else "none"
 
-    optimizer, parameters = device("offload_optimizer"), device("offload_param")
-    if "nvme" in (optimizer, parameters):
-        return Offload.NVME
-    if parameters == "cpu":
-        return Offload.CPU_PARAM
-    return Offload.CPU if optimizer == "cpu" else Offload.NONE
+    tiers = {"cpu": Tier.HOST, "nvme": Tier.NVME}
+    parameters = tiers.get(device("offload_param"), Tier.DEVICE)
+    states = tiers.get(device("offload_optimizer"), parameters)  # which takes the state along
+    return Offload.of(states, parameters)
 
 
 def stage_is_auto(document: Mapping[str, Any]) -> bool:

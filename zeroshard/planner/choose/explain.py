@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from zeroshard.errors import PlanError
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.predict.rows import Row, Setting
-from zeroshard.planner.predict.tiers import Offload, allowed
+from zeroshard.planner.predict.tiers import TABLE, Offload, allowed
 from zeroshard.planner.trace.checkpointing import Checkpointing
 
 CHANGES = 3
@@ -115,7 +115,7 @@ def _families(setting: Setting, samples: int) -> Iterator[list[Option]]:
     if setting.stage < 3:
         yield _smaller(sharded, samples, ' and "stage": 3')
     if setting.offload is Offload.NONE:
-        kinds = [o for o in (Offload.CPU, Offload.CPU_PARAM, Offload.NVME) if allowed(o, setting.stage)]
+        kinds = [o for o in TABLE[1:] if allowed(o, setting.stage)]
         yield [option for o in kinds for option in _away(setting, o, samples, "")]
         more = ['"stage": 3'] * (setting.stage < 3) + [CHECKPOINTING] * off
         if more:
@@ -135,6 +135,7 @@ def _away(setting: Setting, offload: Offload, samples: int, beside: str) -> Iter
         Offload.CPU: '"offload_optimizer": {"device": "cpu"',
         Offload.CPU_PARAM: '"offload_optimizer" and "offload_param": {"device": "cpu"',
         Offload.NVME: '"offload_optimizer": {"device": "nvme"',
+        Offload.NVME_PARAM: '"offload_optimizer" and "offload_param": {"device": "nvme"',
     }
     for ratio in (*RATIOS, 1.0) if offload is Offload.CPU else (1.0,):
         part = f', "ratio": {ratio:g}' if ratio < 1 else ""

@@ -39,6 +39,7 @@ COPY_TO_ELEMENTWISE, COPY_TO_UPDATE, COPY_TO_NORM = 0.73, 0.98, 0.69
 HOST_NUMEL = 2**25
 PRODUCT = 8192
 ADAM_NBYTES = 12
+PARAM_NBYTES = 2
 """Bytes of a parameter's float32 master weight and two moments."""
 SUSTAINED = 1.0
 """Seconds of matrix products, after which a card has its working temperature and clock."""
@@ -96,12 +97,15 @@ def _told(rates: DiskRates) -> dict[str, str]:
     plain = f"{rates.plain_written / 1e9:.2f} GB/s written, {rates.plain_read / 1e9:.2f} read"
     shares = f"{rates.written / rates.plain_written:.2f} and {rates.read / rates.plain_read:.2f} of that are reached"
     seconds = rates.step_seconds(ADAM_NBYTES * 10**9)
+    more = rates.parameter_seconds(PARAM_NBYTES * 10**9)
     return {
         "state on disk": f"{rates.written / 1e9:.2f} GB/s written, {rates.read / 1e9:.2f} read, {rates.both / 1e9:.2f} "
         f"both at once ({rates.name})",
         "plain direct I/O": f"{plain}; {shares}",
         "a step there": f"{seconds:.1f} s for Adam's state of 1e9 parameters ({ADAM_NBYTES} bytes each, read and "
         "written), shared by the ranks of this machine; the next forward runs meanwhile",
+        "parameters there too": f"{more:.1f} s more for 1e9 parameters of {PARAM_NBYTES} bytes, read for forward and "
+        "backward and written once; fewer where the device keeps units from forward to backward",
     }
 
 

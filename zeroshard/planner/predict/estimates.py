@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import Precision, Recipe, build_plan
-from zeroshard.plan.placement import STAGES
+from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.predict.memory import slots_nbytes, tier_bytes, transient_nbytes
 from zeroshard.planner.predict.tiers import Offload, allowed, gpu_recipe
@@ -80,7 +80,7 @@ def estimates(units: Sequence[UnitSpec], stage: int, per_node: int, nodes: int) 
         raise PlanError(f"{per_node} GPUs on each of {nodes} nodes: both must be 1 or more")
     found: list[Estimate] = []
     for offload in Offload:
-        if not allowed(offload, stage) or offload is Offload.NVME:
+        if not allowed(offload, stage) or Tier.NVME in (offload.states, offload.parameters):
             continue
         recipe = gpu_recipe(Recipe(sharding=STAGES[stage], precision=Precision("bfloat16")), offload)
         plan = build_plan(units, recipe, per_node * nodes)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.offload import link_traffic as plan_link_traffic
-from zeroshard.plan.placement import StateKind, Tier
+from zeroshard.plan.traffic import disk_traffic
 from zeroshard.planner.predict.rows import Row
 
 
@@ -15,13 +15,14 @@ def link_traffic(row: Row) -> Mapping[str, int]:
 
     A ring over several nodes crosses each node's border once, so per GPU the network carries 1/per_node of the wire.
     """
+    disk = disk_traffic(row.plan, micro_batches=row.micro_batches).total
     wire = sum(row.traffic().values())
     network = wire // row.cluster.per_node if row.cluster.nodes > 1 else 0
-    return {row.cluster.gpu.link: wire, "network": network, "PCIe": _pcie(row), "disk": _disk(row)}
+    return {row.cluster.gpu.link: wire, "network": network, "PCIe": _pcie(row), "disk": disk}
 
 
 def _pcie(row: Row) -> int:
-    """What an update moves between device and host; host parameters up at every gather."""
+    """What an update moves between device and host; parameters that rest off the device up at every gather."""
     moved = plan_link_traffic(row.plan)
     gathered = sum(
         2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)
@@ -29,13 +30,3 @@ def _pcie(row: Row) -> int:
         if group.param.away
     )
     return moved.down + moved.up + gathered
-
-
-def _disk(row: Row) -> int:
-    kinds = (StateKind.MASTER, StateKind.MOMENTS)
-    return 2 * sum(
-        group.nbytes(kind)
-        for _, group in row.plan.groups()
-        for kind in kinds
-        if (placement := group.placement(kind)) is not None and placement.tier is Tier.NVME
-    )

@@ -17,7 +17,7 @@ from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.hops import ERROR_DTYPE
 from zeroshard.plan.memory import state_bytes
-from zeroshard.plan.offload import buffer_host_nbytes, stream_buffer_nbytes, window_nbytes
+from zeroshard.plan.offload import buffer_host_nbytes, stream_buffer_nbytes, windows_nbytes
 from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.trace.allocator import rounding
@@ -163,7 +163,7 @@ def tier_bytes(plan: Plan) -> TierBytes:
         beside = buffer_host_nbytes(group)
         if beside:
             found[Tier.HOST]["buffers"] = found[Tier.HOST].get("buffers", 0) + beside
-    if window := window_nbytes(plan):
+    if window := windows_nbytes(plan):
         found[Tier.HOST]["window"] = window
     return TierBytes(found[Tier.DEVICE], found[Tier.HOST], found[Tier.NVME])
 

@@ -16,7 +16,7 @@ from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.machine.hardware import GIB, Cluster
 from zeroshard.planner.predict.memory import StepMemory, step_memory
-from zeroshard.planner.predict.tiers import Offload, allowed, gpu_recipe
+from zeroshard.planner.predict.tiers import TABLE, Offload, allowed, gpu_recipe
 from zeroshard.planner.predict.timeline import StepTime, step_time
 from zeroshard.planner.trace.checkpointing import Checkpointing
 from zeroshard.planner.trace.compiled import compiled
@@ -139,7 +139,7 @@ def hours(tokens: float, gpus: int, tokens_per_second: float) -> float:
 
 def settings(*, checkpointing: tuple[Checkpointing, ...] = (Checkpointing.OFF, Checkpointing.ON)) -> Iterator[Setting]:
     """Every setting of the table, the ones without offload first."""
-    for offload in Offload:
+    for offload in TABLE:
         for stage in STAGES:
             for how in checkpointing:
                 if allowed(offload, stage):

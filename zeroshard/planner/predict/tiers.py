@@ -1,12 +1,16 @@
 """Offload as rows of the table: what the engine's plan is asked for.
 
-    none        everything on the device
-    cpu         master weights, moments and gradients on the host; state streams through the GPU to be updated
-    cpu+param   and the parameters' shards too; each gather copies its shard up first
-    nvme        as cpu+param, with master weights and moments in files
+                    master weights, moments     sharded parameters
+    none            device                      device
+    cpu             host                        device
+    cpu+param       host                        host
+    nvme            disk                        device
+    nvme+param      disk                        disk
+    nvme, param cpu and cpu, param nvme: only where a config asks for it
 
-The plan is the one that the engine executes; on disk the processor updates, in windows of host memory. Gradients
-always go down with the optimizer.
+The plan is the one that the engine executes; state streams through the GPU or is updated by the processor, and by the
+processor alone, in windows of host memory, where anything is on disk. Gradients always go down with the optimizer, to
+host memory. Gathers read parameters from where they rest.
 (ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.)
 """
 
@@ -28,22 +32,44 @@ class Offload(str, Enum):
     CPU = "cpu"
     CPU_PARAM = "cpu+param"
     NVME = "nvme"
+    NVME_PARAM = "nvme+param"
+    NVME_CPU_PARAM = "nvme, param cpu"
+    CPU_NVME_PARAM = "cpu, param nvme"
 
     @property
     def states(self) -> Tier:
         """Where master weights and moments rest."""
-        return {Offload.NONE: Tier.DEVICE, Offload.NVME: Tier.NVME}.get(self, Tier.HOST)
+        return _TIERS[self][0]
 
     @property
     def parameters(self) -> Tier:
-        return Tier.HOST if self in (Offload.CPU_PARAM, Offload.NVME) else Tier.DEVICE
+        """Where sharded parameters rest."""
+        return _TIERS[self][1]
+
+    @staticmethod
+    def of(states: Tier, parameters: Tier) -> Offload:
+        """The row for two places; where parameters go, state does not stay on the device."""
+        return next(offload for offload, places in _TIERS.items() if places == (states, parameters))
+
+
+_TIERS = {
+    Offload.NONE: (Tier.DEVICE, Tier.DEVICE),
+    Offload.CPU: (Tier.HOST, Tier.DEVICE),
+    Offload.CPU_PARAM: (Tier.HOST, Tier.HOST),
+    Offload.NVME: (Tier.NVME, Tier.DEVICE),
+    Offload.NVME_PARAM: (Tier.NVME, Tier.NVME),
+    Offload.NVME_CPU_PARAM: (Tier.NVME, Tier.HOST),
+    Offload.CPU_NVME_PARAM: (Tier.HOST, Tier.NVME),
+}
+TABLE = (Offload.NONE, Offload.CPU, Offload.CPU_PARAM, Offload.NVME, Offload.NVME_PARAM)
+"""The rows that a table has."""
 
 
 def allowed(offload: Offload, stage: int) -> bool:
     """Optimizer states can go from stage 1 up, parameters at stage 3 only."""
     if offload is Offload.NONE:
         return True
-    return stage >= 3 if offload.parameters is Tier.HOST else stage >= 1
+    return stage >= 3 if offload.parameters is not Tier.DEVICE else stage >= 1
 
 
 def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
@@ -59,8 +85,17 @@ def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
     if offload is Offload.NONE:
         return for_gpu(replace(recipe, offload=None), split_master=kernel)
     asked = recipe.offload or HostState()
-    streams = kernel and offload is not Offload.NVME  # the processor updates state on disk, in windows
+    on_disk = Tier.NVME in (offload.states, offload.parameters)
+    streams = kernel and not on_disk  # the processor updates what is on disk, in windows
     update = asked.update or (HostUpdate.STREAMED if streams else HostUpdate.PROCESSOR)
-    away = offload.parameters is Tier.HOST
-    host = replace(asked, ratio=1.0 if away else ratio, param=away, update=update, tier=offload.states)
+    away = offload.parameters is not Tier.DEVICE
+    host = replace(
+        asked,
+        ratio=1.0 if away else ratio,
+        param=away,
+        update=update,
+        tier=offload.states,
+        param_tier=offload.parameters if away else Tier.HOST,
+        spill=asked.spill if on_disk else None,
+    )
     return for_gpu(replace(recipe, offload=host), split_master=kernel and update is HostUpdate.STREAMED)

@@ -3,6 +3,7 @@
     host      issues kernels and operations; slower than the GPU at small batches
     compute   kernels of the segments, collects, norm, update
     gather    all-gathers        reduce    reduce-scatters        copies    PCIe        cpu    updates on the host
+    disk      parameters read for gathers; an update beside it takes what its own bytes and those reads take
 
 A clock is the time until which a stream is busy. Every wait is one of the engine's: a unit's use waits for its gather,
 a gather for its slot and for the update of its shard, the norm for all reduces. Collectives make what they run beside
@@ -18,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zeroshard.plan.dtypes import itemsize
-from zeroshard.plan.groups import GroupPlan, UnitPlan
+from zeroshard.plan.groups import UnitPlan
 from zeroshard.plan.legs import Leg, LegKind, Route, Stream
+from zeroshard.plan.offload import update_disk_nbytes
 from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
@@ -31,7 +33,7 @@ from zeroshard.planner.predict.cost import copy_seconds, kernel_seconds, norm_se
 from zeroshard.planner.trace.kernels import Kernel
 from zeroshard.planner.trace.model_trace import Phase, Segment, Trace
 
-STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu")
+STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu", "disk")
 WARM_UP = 2
 BOTH_WAYS = 71 / 54
 """A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
@@ -101,6 +103,7 @@ class _Simulation:
         self._slot_free: dict[int, float] = {}
         self._wire_free: dict[int, float] = {}
         self._written: dict[int, float] = {}
+        self._read: dict[int, float] = {}
         self._debt = 0.0
         self._spans: list[Span] = []
         self._kinds: dict[str, float] = {}
@@ -155,8 +158,7 @@ class _Simulation:
         for index in dict.fromkeys(plan.order):
             self._update(index, ready)
         self._ledger.invalidate()
-        for op in self._programs.after_step:
-            self._gather(op.unit)
+        self._run((op.kind, op.unit) for op in self._programs.after_step)
         if not plan.policy.overlap_step:
             for index, unit in enumerate(plan.units):
                 if not unit.sharded:
@@ -164,7 +166,7 @@ class _Simulation:
 
     def _update(self, index: int, ready: float) -> None:
         unit = self._plan.units[index]
-        if not any(_on_host(group, StateKind.MOMENTS) for group in unit.groups):
+        if not any(group.updated_away for group in unit.groups):
             self._work(f"update {unit.label}", "update", update_seconds(self._cluster, unit))
             self._written[index] = self._clock["compute"]
             return
@@ -180,9 +182,8 @@ class _Simulation:
         param = sum(group.layout.shard_numel * itemsize(group.param.dtype) for group in unit.groups)
         # Parameters and gradients are counted where they are copied: at the gathers and in the backward.
         pcie = self._cluster.gpu.pcie_rate * share.pcie
-        disk = 0.0
-        if any(_tier(group, StateKind.MOMENTS) is Tier.NVME for group in unit.groups):
-            disk = 2 * kept * node / share.disk_rate
+        read = sum(group.held_on(Tier.NVME, StateKind.PARAM) for group in unit.groups)  # by the next forward
+        disk = (sum(map(sum, map(update_disk_nbytes, unit.groups))) + read) * node / share.disk_rate
         by_cpu = max(own * node / share.host_memory_rate, disk)
         if HostUpdate.PROCESSOR in (group.update for group in unit.groups):
             _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
@@ -197,12 +198,23 @@ class _Simulation:
         for kind, unit in ops:
             if kind is OpKind.GATHER:
                 self._gather(unit)
+            elif kind is OpKind.READ and not self._ledger.holds(unit):
+                self._begin_read(unit)
             elif kind is OpKind.USE:
                 if not self._ledger.holds(unit):
                     self._gather(unit)
                 self._wait("compute", self._gathered.get(unit, 0.0))
             elif kind is OpKind.RELEASE:
                 self._release(unit)
+
+    def _begin_read(self, index: int) -> None:
+        unit = self._plan.units[index]
+        if index in self._read or not unit.reads:
+            return
+        nbytes = sum(leg.nbytes for legs in self._plan.legs[index] for leg in legs.reads)
+        ready = max(self._written.get(index, 0.0), self._clock["host"])
+        seconds = nbytes * self._cluster.per_node / self._share.disk_rate
+        self._read[index] = self._occupy("disk", f"read {unit.label}", ready, seconds)[1]
 
     def _gather(self, index: int) -> None:
         unit = self._plan.units[index]
@@ -214,6 +226,8 @@ class _Simulation:
         ready = max(self._written.get(index, 0.0), self._clock["host"])
         if slot is not None:
             ready = max(ready, self._slot_free.get(slot, 0.0))
+        self._begin_read(index)
+        ready = max(ready, self._read.pop(index, 0.0))
         outdated = self._ledger.renew(index)
         for group, legs in zip(unit.groups, self._plan.legs[index], strict=True):
             made_first = legs.refresh if outdated.covers(group.trainable) else ()
@@ -250,6 +264,8 @@ class _Simulation:
         """Legs beside compute, one after the other; when the last has come."""
         for leg in legs:
             label = f"{leg.kind.value} {unit.label}"
+            if leg.kind is LegKind.READ:
+                continue  # by an operation of its own
             if leg.axes:
                 ready = self._collective(stream, label, leg, ready)
             elif leg.kind is LegKind.COPY:
@@ -334,12 +350,3 @@ class _Cursor:
                 yield from ((op.kind, op.unit) for op in rest[: offset + 1])
                 return
         yield OpKind.USE, unit
-
-
-def _tier(group: GroupPlan, kind: StateKind) -> Tier:
-    placement = group.placement(kind)
-    return Tier.DEVICE if placement is None else placement.tier
-
-
-def _on_host(group: GroupPlan, kind: StateKind) -> bool:
-    return _tier(group, kind) is not Tier.DEVICE
