@@ -10,7 +10,7 @@ from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import MAX_PREFETCH, NO_MASTER, Precision, Recipe
 from zeroshard.plan.hops import Feedback, GradientCodes
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.placement import GATHER_CODES, STAGES, Sharding, Tier
+from zeroshard.plan.placement import DIFFERENCE_CODES, GATHER_CODES, LOW_GATHER_CODES, STAGES, Sharding, Tier
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
 
 
@@ -39,6 +39,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         on_nonfinite=_on_nonfinite(precision),
         cast_inputs=precision.compute if low else None,
     )
+    codes = GATHER_CODES if zero.code_bits == 8 else LOW_GATHER_CODES
     kept = precision.keep_in_fp32_modules
     if kept == "auto":
         kept = keep_fp32
@@ -58,8 +59,9 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         prefetch_numel=zero.prefetch_bucket_size,
         offload=None if zero.offload is None else _offload(zero.offload),
         live_numel=zero.max_live_parameters,
-        codes=GATHER_CODES if zero.codes == "all" else None,
-        frozen_codes=None if zero.codes == "none" else GATHER_CODES,
+        codes=codes if zero.codes == "all" and not zero.differences else None,
+        frozen_codes=None if zero.codes == "none" else codes,
+        differences=DIFFERENCE_CODES if zero.differences else None,
         gradient_codes=_gradient_codes(config),
     )
 

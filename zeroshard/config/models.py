@@ -102,6 +102,8 @@ class ZeroSection(Section):
     zero_hpz_partition_size: Count = 1
     zero_quantized_weights: Flag = False
     zero_quantized_nontrainable_weights: Flag = False
+    zero_quantized_weights_bits: Count = 8
+    zero_quantized_weight_differences: Flag = False
     zero_quantized_gradients: Flag = False
     zeropp_loco_param: LocoSection = Field(default_factory=LocoSection)
     mics_shard_size: Annotated[int, whole(-1)] | None = None

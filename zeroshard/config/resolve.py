@@ -269,6 +269,8 @@ class _Resolver:
             subgroup=subgroup,
             second_copies=second_copies,
             codes=rules.codes(),
+            code_bits=zero.zero_quantized_weights_bits,
+            differences=rules.differences(),
             quantized_gradients=rules.quantized_gradients(),
             error_beta=zero.zeropp_loco_param.err_beta,
             error_reset=zero.zeropp_loco_param.reset_T,

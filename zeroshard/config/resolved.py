@@ -71,7 +71,9 @@ class ZeroConfig:
     Attributes:
         stage: "auto" until the planner has chosen.
         subgroup: ranks that hold a whole copy of something; None where all ranks are one group.
-        codes: which sharded parameters are gathered as 8-bit codes.
+        codes: which sharded parameters are gathered as codes.
+        code_bits: of one code, 8 or 4.
+        differences: whether second copies of trained parameters get what a step has changed, in 4-bit codes.
         second_copies: that is a second copy of the parameters (hpZ), or nothing but the way of sums in codes where
             these rest whole; else all of the state (MiCS).
         quantized_gradients: whether gradients are summed in codes.
@@ -93,6 +95,8 @@ class ZeroConfig:
     subgroup: int | None = None
     second_copies: bool = False
     codes: Literal["none", "frozen", "all"] = "none"
+    code_bits: int = 8
+    differences: bool = False
     quantized_gradients: bool = False
     error_beta: float | None = None
     error_reset: int | None = None

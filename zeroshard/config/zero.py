@@ -54,14 +54,29 @@ class ZeroRules:
         return None, False
 
     def codes(self) -> Literal["none", "frozen", "all"]:
-        """Which sharded parameters are gathered as 8-bit codes."""
+        """Which sharded parameters are gathered as codes."""
         every, frozen = self._zero.zero_quantized_weights, self._zero.zero_quantized_nontrainable_weights
+        bits, path = self._zero.zero_quantized_weights_bits, "zero_optimization.zero_quantized_weights_bits"
+        if bits not in (4, 8):
+            self._refuse(path, f"is {bits}; codes of 8 and of 4 bits are there")
         if not (every or frozen):
+            if bits != 8:
+                self._problems.warn(f"{path} ({self._origin(path)}) has no effect without zero_quantized_weights")
             return "none"
         if self._zero.stage not in (3, "auto"):
             path = f"zero_optimization.zero_quantized_{'weights' if every else 'nontrainable_weights'}"
             self._refuse(path, f"is true, which is for stage 3; at stage {self._zero.stage} parameters rest whole")
         return "all" if every else "frozen"
+
+    def differences(self) -> bool:
+        """Whether second copies get what a step has changed."""
+        path = "zero_optimization.zero_quantized_weight_differences"
+        if not self._zero.zero_quantized_weight_differences:
+            return False
+        if self._zero.stage != 3 or self._zero.zero_hpz_partition_size == 1:
+            what = "which is for second copies of the parameters: it needs stage 3 and zero_hpz_partition_size"
+            self._refuse(path, f"is true, {what}")
+        return True
 
     def quantized_gradients(self) -> bool:
         """Whether gradients are summed in codes."""

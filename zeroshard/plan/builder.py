@@ -79,6 +79,7 @@ class Recipe:
         peer_copies: see ExecutionPolicy; None lets the caller choose, and is False here.
         offload: what rests in host memory; None is nothing.
         codes, frozen_codes: blocks of 8-bit codes as which trainable and frozen sharded parameters are gathered (qwZ).
+        differences: blocks as which second copies get what a step has changed, in place of the parameters anew.
         gradient_codes: gradients are summed in codes, within subgroups and between them (qgZ).
     """
 
@@ -99,6 +100,7 @@ class Recipe:
     offload: Offload | None = None
     codes: Blocks | None = None
     frozen_codes: Blocks | None = None
+    differences: Blocks | None = None
     gradient_codes: GradientCodes | None = None
 
 
@@ -353,8 +355,10 @@ def _group_plan(
     blocks: Blocks | None,
 ) -> GroupPlan:
     codes = (recipe.codes if trainable else recipe.frozen_codes) if row.param and shards > 1 else None
+    differences = recipe.differences if row.param and trainable and row.axes == NESTED else None
     summed = recipe.gradient_codes if trainable and row.state and shards > 1 else None
-    block = math.lcm(*(one.size for one in (blocks, codes) if one is not None), 1 if summed is None else summed.block)
+    sizes = [one.size for one in (blocks, codes, differences) if one is not None]
+    block = math.lcm(*sizes, 1 if summed is None else summed.block)
     layout = flat_layout(
         ((parameter.name, parameter.shape) for parameter in parameters),
         shards=shards,
@@ -392,4 +396,5 @@ def _group_plan(
         moments=moments,
         compressed=recipe.compressed,
         codes=codes,
+        differences=differences,
     )

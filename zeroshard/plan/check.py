@@ -9,8 +9,8 @@ from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SHARD, Mesh
 from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
-from zeroshard.plan.hops import hop_problem
-from zeroshard.plan.placement import Placement, Residency, StateKind, Tier
+from zeroshard.plan.hops import block_problem
+from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.layout import FlatLayout
 from zeroshard.sharding.slots import SlotPlan
@@ -69,6 +69,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.sums must be {list(DATA)}: all ranks read different data")
         _check_second(plan, unit, group, where)
         _check_codes(group, where)
+        _check_differences(group, where)
         _check_hops(plan, unit, group, where)
         divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
         if group.trainable and divided and not group.update_axes:
@@ -116,12 +117,25 @@ def _check_codes(group: GroupPlan, path: str) -> None:
         return
     if not group.param.divided:
         raise PlanError(f"{path}.codes: parameters that rest whole are not gathered in codes, which would round them")
-    if group.codes.bits != 8:
-        raise PlanError(f"{path}.codes.bits is {group.codes.bits}; gathers in codes of 8 bits are there")
+    _check_record(group, group.codes, f"{path}.codes")
+
+
+def _check_differences(group: GroupPlan, path: str) -> None:
+    """Differences are those to a second copy that only steps change."""
+    if group.differences is None:
+        return
+    if group.second is None or not group.param.divided or not group.trainable:
+        what = "trained parameters that are divided and have a second copy in each subgroup (zero_hpz_partition_size)"
+        raise PlanError(f"{path}.differences are for {what}")
+    _check_record(group, group.differences, f"{path}.differences")
+
+
+def _check_record(group: GroupPlan, blocks: Blocks, path: str) -> None:
     if group.param.dtype == "float64":
-        raise PlanError(f"{path}.codes: float64 parameters are not gathered in 8-bit codes; make them float32")
-    if group.layout.shard_numel % group.codes.size:
-        raise PlanError(f"{path}.codes.size {group.codes.size} does not divide shards of {group.layout.shard_numel}")
+        raise PlanError(f"{path}: float64 parameters are not gathered in {blocks.bits}-bit codes; make them float32")
+    problem = block_problem(blocks, group.layout.shard_numel)
+    if problem is not None:
+        raise PlanError(f"{path}: {problem}")
 
 
 def _check_hops(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None:
@@ -140,7 +154,7 @@ def _check_hops(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None
     if group.wire == "float64":
         raise PlanError(f"{path}.hops: float64 gradients are not summed in codes, which keep 8 bits; make them float32")
     for number, (hop, size) in enumerate(zip(group.hops, group.hop_sizes, strict=True)):
-        problem = hop_problem(hop, size)
+        problem = block_problem(hop.blocks, size.landed)
         if problem is not None:
             raise PlanError(f"{path}.hops[{number}].blocks: {problem}")
 

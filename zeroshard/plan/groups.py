@@ -49,6 +49,8 @@ class GroupPlan:
         second: the copy of the parameters in each subgroup; None where there is none.
         codes: blocks as which sharded parameters are gathered between ranks that hold different shards; None for their
             own dtype.
+        differences: blocks as which trained parameters reach second copies after a step, as what these lack to be as
+            the shards; None where they are gathered anew.
         hops: the sums of gradients in codes, one after the other; () where they are summed in wire dtype.
     """
 
@@ -67,6 +69,7 @@ class GroupPlan:
     compressed: bool = False
     second: SecondCopy | None = None
     codes: Blocks | None = None
+    differences: Blocks | None = None
     hops: tuple[Hop, ...] = ()
 
     @property
@@ -146,9 +149,12 @@ class GroupPlan:
 
     @property
     def record_nbytes(self) -> int:
-        """Bytes of one rank's shard in codes; 0 where it is not gathered so."""
-        numel = self.layout.shard_numel
-        return 0 if self.codes is None else self.codes.code_nbytes(numel) + self.codes.scale_nbytes(numel)
+        """Bytes of one rank's shard in codes, of those in which it is gathered the most; 0 where it is not."""
+        return max((self.record_of(one) for one in (self.codes, self.differences) if one is not None), default=0)
+
+    def record_of(self, blocks: Blocks) -> int:
+        """Bytes of one rank's shard in such blocks."""
+        return blocks.code_nbytes(self.layout.shard_numel) + blocks.scale_nbytes(self.layout.shard_numel)
 
     @property
     def records(self) -> int:

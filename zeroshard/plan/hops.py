@@ -125,13 +125,11 @@ def exchange_nbytes(sizes: tuple[HopSize, ...]) -> tuple[int, int]:
     return codes, sum(size.landed for size in sizes[:-1]) * itemsize(SUM_DTYPE)
 
 
-def hop_problem(hop: Hop, size: HopSize) -> str | None:
-    """Why a hop can't be made; None where it can."""
-    blocks = hop.blocks
-    if size.landed % blocks.size:
-        return f"blocks of {blocks.size} do not divide the {size.landed} elements of a rank's part"
-    if blocks.code_nbytes(blocks.size) % _CODE_ALIGNMENT:
-        return (
-            f"blocks of {blocks.size} have codes of {blocks.code_nbytes(blocks.size)} bytes; a multiple of 4 is needed"
-        )
+def block_problem(blocks: Blocks, numel: int) -> str | None:
+    """Why a part of so many elements can't be written as codes; None where it can."""
+    if numel % blocks.size:
+        return f"blocks of {blocks.size} do not divide the {numel} elements of a rank's part"
+    nbytes = blocks.code_nbytes(blocks.size)
+    if nbytes % _CODE_ALIGNMENT:
+        return f"blocks of {blocks.size} have codes of {nbytes} bytes; a multiple of 4 is needed"
     return None

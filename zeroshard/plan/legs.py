@@ -1,6 +1,7 @@
 """Legs: what a gather or a reduce of one flat group is made of, in order. The one place that knows.
 
     refresh   [copy SHARD -> SECOND]     all-gather SHARD -> SECOND        where subgroups have a second copy
+    follow    differ SHARD -> RECORDS    all-gather, add -> SECOND         after a step, where only differences are sent
     gather    [[read SHARD -> WINDOW]  copy -> WHOLE]      all-gather SHARD (or SECOND) -> WHOLE
     keep      collect AUTOGRAD -> LOCAL                                    gradients wait for a later reduce
     pending   [cast LOCAL -> WIRE]       reduce-scatter ... [all-reduce ...] [land | copy | all-gather]
@@ -23,6 +24,7 @@ from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import ERROR_DTYPE, SUM_DTYPE
 from zeroshard.plan.placement import Tier
+from zeroshard.sharding.slots import Outdated
 
 
 class Stream(Enum):
@@ -48,6 +50,10 @@ class LegKind(str, Enum):
     """The source is written as codes and scales; of gradients with what the last rounding left out added before."""
     DECODE = "decode"
     """And read from these."""
+    DIFFER = "differ"
+    """What the second copy lacks to be as the source is written as codes and scales."""
+    ADD = "add"
+    """And added to the second copy."""
     SUM = "sum"
     """What the codes of several ranks stand for is summed in float32."""
     CAST = "cast"
@@ -165,6 +171,7 @@ class GroupLegs:
 
     Attributes:
         refresh: from the shards to the second copies; () where there are none.
+        follow: from the shards to second copies that are those of the step before; () where they are made anew.
         gather: from the shards or the second copies to the whole parameters; () where nothing moves.
         keep: from autograd to whole local gradients.
         pending: from whole local gradients to where reduced ones rest.
@@ -180,6 +187,13 @@ class GroupLegs:
     late: Legs = ()
     divided: bool = False
     refresh: Legs = ()
+    follow: Legs = ()
+
+    def renewal(self, outdated: Outdated, *, trainable: bool) -> Legs:
+        """What makes the second copy current."""
+        if not outdated.covers(trainable):
+            return ()
+        return self.follow if self.follow and outdated is Outdated.TRAINABLE else self.refresh
 
     @property
     def reads(self) -> Legs:
@@ -198,7 +212,7 @@ class Ways:
 
 def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
     """The legs of a group of `unit`."""
-    refresh, gather = _gathers(unit, group, ways)
+    (refresh, gather), follow = _gathers(unit, group, ways), _follow(unit, group)
     if group.grad is None:
         return GroupLegs(gather, refresh=refresh)
     axes, wire, whole = unit.axes, group.wire, group.layout.numel
@@ -224,7 +238,8 @@ def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
         *_reduced(unit, group, Buffer.LATE, Buffer.LATE_PART),
         *_shared(group, axes, Buffer.LATE_PART, Buffer.LATE),
     )
-    return GroupLegs(gather, keep, pending, direct if divided else (*keep, *pending), late, divided, refresh)
+    reduce = direct if divided else (*keep, *pending)
+    return GroupLegs(gather, keep, pending, reduce, late, divided, refresh, follow)
 
 
 def local_dtype(group: GroupPlan, accumulate: bool) -> str:
@@ -255,6 +270,23 @@ def _gathers(unit: UnitPlan, group: GroupPlan, ways: Ways) -> tuple[Legs, Legs]:
     return (refresh, (whole,)) if group.param.divided else ((), (*refresh, whole))
 
 
+def _follow(unit: UnitPlan, group: GroupPlan) -> Legs:
+    """What brings second copies from one step to the next: the difference, which is small, in few bits."""
+    if group.differences is None or group.second is None:
+        return ()
+    # The second copy is needed as it is; the whole is gathered right after, so that its place is free.
+    up, source = _brought_up(group, Buffer.WHOLE)
+    record, dtype, stream = group.record_of(group.differences), group.param.dtype, Stream.GATHER
+    there, nbytes = record + group.layout.shard_numel * itemsize(dtype), record * group.records
+    records, second, outer = Buffer.RECORDS, Buffer.SECOND, unit.axes[len(group.second.axes) :]
+    return (
+        *up,
+        Leg(LegKind.DIFFER, source, records, group.layout.shard_numel, "uint8", dtype, stream, besides=there),
+        Leg(LegKind.ALL_GATHER, records, records, nbytes, *_BYTES, stream, outer),
+        Leg(LegKind.ADD, records, second, group.second_numel, dtype, dtype, stream, adds=True, besides=nbytes),
+    )
+
+
 def _brought_up(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
     """What brings a shard to the device, into its place in the target, and where it is then."""
     if group.param.tier is Tier.DEVICE:
@@ -274,10 +306,11 @@ def _shards_gathered(
     """A gather of shards, in codes where the plan says so."""
     if group.codes is None:
         return (_all_gather(group, source, target, numel, axes, route),)
-    dtype, shard, nbytes = group.param.dtype, group.layout.shard_numel, group.record_nbytes * group.records
+    record = group.record_of(group.codes)
+    dtype, shard, nbytes = group.param.dtype, group.layout.shard_numel, record * group.records
     records, stream = Buffer.RECORDS, Stream.GATHER
     return (
-        Leg(LegKind.ENCODE, source, records, shard, "uint8", dtype, stream, besides=group.record_nbytes),
+        Leg(LegKind.ENCODE, source, records, shard, "uint8", dtype, stream, besides=record),
         Leg(LegKind.ALL_GATHER, records, records, nbytes, "uint8", "uint8", stream, axes),
         Leg(LegKind.DECODE, records, target, numel, dtype, dtype, stream, besides=nbytes),
     )

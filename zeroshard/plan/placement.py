@@ -84,6 +84,10 @@ class Blocks:
 GATHER_CODES = Blocks(bits=8, size=256)
 """As which parameters are gathered where a config asks for it: 1.6 % of scales, and an error of 1/254 of the largest
 element of a block at most."""
+LOW_GATHER_CODES = Blocks(bits=4, size=64)
+"""The same in 4 bits: an error of 1/14 of the largest element of a block, which frozen parameters may bear."""
+DIFFERENCE_CODES = Blocks(bits=4, size=128)
+"""As which second copies get what a step has changed; its error does not add up, for it is in the next difference."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
     }
     for unit, legs_of_unit in zip(plan.units, plan.legs, strict=True):
         for legs in legs_of_unit:
-            for leg in (*legs.gather, *legs.refresh, *legs.pending, *legs.reduce, *legs.late):
+            for leg in (*legs.gather, *legs.refresh, *legs.follow, *legs.pending, *legs.reduce, *legs.late):
                 if leg.axes:
                     found.setdefault((leg.kind.value, unit.label, leg.nbytes), several(plan, leg.axes))
     return found
@@ -193,8 +193,7 @@ class _Counter:
                 ledger.take(op.unit)
                 outdated = ledger.renew(op.unit)
                 for group, legs in zip(self.plan.units[op.unit].groups, self.plan.legs[op.unit], strict=True):
-                    if outdated.covers(group.trainable):
-                        self._legs(legs.refresh)
+                    self._legs(legs.renewal(outdated, trainable=group.trainable))
                     self._legs(legs.gather)
             elif op.kind is OpKind.RELEASE:
                 ledger.release(op.unit)

@@ -154,14 +154,15 @@ class SlotLedger:
         if slot is not None and not self._reuse and self._holder[slot] == unit:
             self._holder[slot] = None
 
-    def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
+    def invalidate(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
         """The parameters changed: no slot holds anything current, and what was written in parts is stale.
 
         Args:
             in_parts: units without a slot of which each rank wrote only its part; None is those of a step.
+            stepped: with None, a step wrote them, and so none that it does not update; else a load did.
         """
         self._holder = [None] * len(self._holder)
         for unit, outdated in self._outdated.items():
-            stepped = in_parts is None and outdated is not Outdated.ALL
-            self._outdated[unit] = Outdated.TRAINABLE if stepped else Outdated.ALL
+            by_step = stepped and in_parts is None and outdated is not Outdated.ALL
+            self._outdated[unit] = Outdated.TRAINABLE if by_step else Outdated.ALL
         self._stale.update(self._stale_after_step if in_parts is None else in_parts)

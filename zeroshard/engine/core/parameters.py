@@ -105,8 +105,9 @@ class Parameters:
         found: list[Step] = []
         for group, legs, whole in zip(unit.groups, self._legs[unit.index], wholes, strict=True):
             second = (("second", unit.index),)
-            if outdated.covers(group.plan.trainable):
-                found += [self._step(unit, group, leg, whole, second) for leg in legs.refresh]
+            for leg in legs.renewal(outdated, trainable=group.plan.trainable):
+                writes = (*second, name) if leg.target is Buffer.WHOLE else second
+                found.append(self._step(unit, group, leg, whole, writes))
             found += [self._step(unit, group, leg, whole, (name,)) for leg in legs.gather]
         return found
 
@@ -116,7 +117,9 @@ class Parameters:
             LegKind.READ: self._read,
             LegKind.COPY: self._copy,
             LegKind.ENCODE: self._encode,
+            LegKind.DIFFER: self._encode,
             LegKind.DECODE: self._decode,
+            LegKind.ADD: self._decode,
         }
         make = makers.get(leg.kind, self._all_gather)
         return Step(make(unit, group, leg, whole), (part,), writes, sends=bool(leg.axes))
@@ -132,23 +135,31 @@ class Parameters:
 
     def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
         source = group.shard if leg.source is Buffer.SHARD else _own_part(group, leg.source, whole)
-        record, blocks = self._own_record(group), group.plan.codes
+        if leg.kind is LegKind.DIFFER:
+            blocks, had = group.plan.differences, _own_part(group, Buffer.SECOND, whole)
+            assert blocks is not None
+            record = self._own_record(group, group.plan.record_of(blocks) * group.plan.records)
+            return lambda: encode(source.float() - had, record, blocks)
+        blocks = group.plan.codes
         assert blocks is not None
+        record = self._own_record(group, group.plan.record_of(blocks) * group.plan.records)
         return lambda: encode(source, record, blocks)
 
     def _decode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
         target = whole if leg.target is Buffer.WHOLE else _second(group)
-        records, ranks, blocks = self._records(group), group.plan.records, group.plan.codes
+        adds = leg.kind is LegKind.ADD
+        ranks, blocks = group.plan.records, group.plan.differences if adds else group.plan.codes
         assert blocks is not None
-        return lambda: decode(records, ranks, target, blocks)
+        records = self._records(group.plan.record_of(blocks) * ranks)
+        return lambda: decode(records, ranks, target, blocks, add=adds)
 
-    def _records(self, group: Group) -> torch.Tensor:
+    def _records(self, nbytes: int) -> torch.Tensor:
         assert self._storage.records is not None
-        return self._storage.records[: group.plan.record_nbytes * group.plan.records]
+        return self._storage.records[:nbytes]
 
-    def _own_record(self, group: Group) -> torch.Tensor:
+    def _own_record(self, group: Group, nbytes: int) -> torch.Tensor:
         position = group.rank % group.plan.records
-        return self._records(group).view(group.plan.records, -1)[position]
+        return self._records(nbytes).view(group.plan.records, -1)[position]
 
     def _all_gather(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Launch:
         gathers, label = self._gathers[leg.axes], unit.label
@@ -156,7 +167,7 @@ class Parameters:
             assert self._peers is not None
             return self._peers.all_gather(whole, group.shard, label, group.copied)
         if leg.source is Buffer.RECORDS:
-            records, record = self._records(group), self._own_record(group)
+            records, record = self._records(leg.nbytes), self._own_record(group, leg.nbytes)
             return lambda: gathers.all_gather(records, record, label)
         target = whole if leg.target is Buffer.WHOLE else _second(group)
         if leg.source is Buffer.SHARD:
@@ -363,16 +374,17 @@ class Parameters:
             # Write after read: the shards belong to the peers' gathers until all ranks have come here.
             self._gathers[self._mesh.names].wait(self._peers.barrier(Channel.WRITE))
 
-    def written(self, in_parts: Iterable[int] | None = None) -> None:
+    def written(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
         """Shards were written on the compute stream: what was gathered before is stale.
 
         Args:
             in_parts: units that rest whole, of which each rank wrote only its part; None is all that a step leaves so.
+            stepped: as SlotLedger.invalidate has it.
         """
         for unit in self._storage.units:
             if not self._updates.begun(unit.index):
                 self.unit_written(unit.index)
-        self.invalidate(in_parts)
+        self.invalidate(in_parts, stepped=stepped)
 
     def unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
         """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""
@@ -388,8 +400,8 @@ class Parameters:
             self._streams.wait(Stream.COMPUTE, event)
             self._written[index] = event
 
-    def invalidate(self, in_parts: Iterable[int] | None = None) -> None:
-        """What was gathered before is stale; `in_parts` as `written` has it."""
+    def invalidate(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
+        """What was gathered before is stale; arguments as `written` has them."""
         self._early = 0
         self.changes.forget()
         self.let_go()
@@ -399,7 +411,7 @@ class Parameters:
                 self._streams.touch(writes=(self._buffer(unit.index),))
                 self._poison(unit.index)
                 self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
-        self._ledger.invalidate(in_parts)
+        self._ledger.invalidate(in_parts, stepped=stepped)
         for unit in self._storage.units:
             if not self._ledger.holds(unit.index) and (unit.rests_whole or not unit.in_use):
                 unit.become(UnitState.RESTING)

@@ -64,11 +64,13 @@ def _keep(error: torch.Tensor, left_out: torch.Tensor, feedback: Feedback) -> No
 
 
 @torch.no_grad()
-def decode(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Blocks) -> None:
-    """Write what the records of so many ranks, one after the other, stand for into `values`, flat."""
+def decode(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Blocks, *, add: bool = False) -> None:
+    """Write what the records of so many ranks, one after the other, stand for into `values`, flat, or add it there."""
     codes, scales = _parts(records.view(ranks, -1), values.numel() // ranks, blocks)
     rows = _rows(codes, blocks)
-    values.view(rows.shape).copy_(rows * scales[:, :, None])
+    found = rows * scales[:, :, None]
+    target = values.view(rows.shape)
+    target.add_(found) if add else target.copy_(found)
 
 
 @torch.no_grad()

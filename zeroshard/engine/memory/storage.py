@@ -104,7 +104,7 @@ class Storage:
 
     def _allocate_slots(self, plan: Plan) -> None:
         self.gather_slots = self._slots(plan.gather_slots.nbytes)
-        coded = any(group.codes is not None for _, group in plan.groups())
+        coded = any(group.record_nbytes for _, group in plan.groups())
         self.records = self.gather_slots[-1] if coded else None
         """Where gathers in codes bring shards together, one after the other."""
         shared, nbytes = self._shared, plan.reduce_slots.nbytes

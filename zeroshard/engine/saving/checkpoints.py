@@ -456,7 +456,7 @@ class _Load:
                     self._stepper.update.finish_load()
             self._handle.runtime.clear_gradients()
             self._handle.runtime.gradients.forget_errors()
-            self._handle.runtime.parameters.written()
+            self._handle.runtime.parameters.written(stepped=False)
             self._refresh_whole()
             on_all_ranks(barrier, self._load_rest, self.reader.folder)
         except CheckpointError as error:

@@ -53,7 +53,8 @@ class Meaning:
 
 
 _COPIES, _SUBGROUPS, _SUMS = "zero_hpz_partition_size", "mics_shard_size", "zero_quantized_gradients"
-_FOR_STAGE_3 = (_COPIES, "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+_DIFFERENCES = "zero_quantized_weight_differences"
+_FOR_STAGE_3 = (_COPIES, "zero_quantized_weights", "zero_quantized_nontrainable_weights", _DIFFERENCES)
 _NOT_AT = {0: (*_FOR_STAGE_3, _SUBGROUPS, _SUMS), 1: _FOR_STAGE_3, 2: _FOR_STAGE_3}
 """Keys that mean nothing at a stage, and are refused there; second copies but for sums in codes."""
 

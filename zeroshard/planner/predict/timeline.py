@@ -37,7 +37,7 @@ STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cp
 WARM_UP = 2
 BOTH_WAYS = 71 / 54
 """A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
-CODE_PASSES = {LegKind.ENCODE: 10, LegKind.DECODE: 4, LegKind.SUM: 15}
+CODE_PASSES = {LegKind.ENCODE: 10, LegKind.DIFFER: 10, LegKind.DECODE: 4, LegKind.ADD: 4, LegKind.SUM: 15}
 """Codes are made and read by torch's operations one after the other, which move so many times what one kernel would."""
 STEP_LAUNCHES = 40
 """Small operations of a step besides one update per unit: norm, coefficient, table of scalars."""
@@ -230,7 +230,7 @@ class _Simulation:
         ready = max(ready, self._read.pop(index, 0.0))
         outdated = self._ledger.renew(index)
         for group, legs in zip(unit.groups, self._plan.legs[index], strict=True):
-            made_first = legs.refresh if outdated.covers(group.trainable) else ()
+            made_first = legs.renewal(outdated, trainable=group.trainable)
             ready = self._beside(unit, "gather", (*made_first, *legs.gather), ready)
         self._gathered[index] = ready
 
