@@ -2,10 +2,11 @@
 
     csrc/*.cpp      --one object each, with flags of its own--> zeroshard/optim/host/libzeroshard_host.so
     csrc/disk/*.cpp --one object each--> zeroshard/nvme/libzeroshard_disk.so
+    csrc/codes/*.cpp --one object--> zeroshard/engine/memory/libzeroshard_codes.so
 
 All else about the package is in pyproject.toml. setuptools would give every file of an extension the same flags, but
 each instruction set needs its own; and the library is plain C, so that its name and content know nothing of a version
-of Python. Two libraries, so that the kernels are there where the system calls of the other are not. Rejected:
+of Python. Several libraries, so that the kernels are there where the system calls of another are not. Rejected:
 scikit-build-core with CMake, which refuses to install where no compiler is.
 """
 
@@ -19,6 +20,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HOST, DISK = "zeroshard.optim.host.libzeroshard_host", "zeroshard.nvme.libzeroshard_disk"
+CODES = "zeroshard.engine.memory.libzeroshard_codes"
 # No contraction to fused multiply-add: all instruction sets must give the same bits.
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 FLAGS += ["-fvisibility=hidden", "-pthread", "-g0"]
@@ -40,6 +42,7 @@ elif platform.machine() in ("aarch64", "arm64"):
 
 SOURCES: dict[str, dict[str, list[str]]] = {
     HOST: KERNELS,
+    CODES: {"csrc/codes/codes.cpp": []},
     DISK: {f"csrc/disk/{name}.cpp": [] for name in ("library", "ring", "threads", "transfer")},
 }
 
