@@ -103,4 +103,5 @@ def _offload(offload: OffloadConfig) -> Offload:
         tier=Tier.NVME if offload.state_on_disk else Tier.HOST,
         spill=spill,
         param_tier=Tier.NVME if offload.param_on_disk else Tier.HOST,
+        host_ratio=offload.host_ratio,
     )

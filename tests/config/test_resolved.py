@@ -201,6 +201,14 @@ DISK = {"device": "nvme", "nvme_path": "/a"}
         ({"stage": "auto", "offload_optimizer": DISK}, '"stage": "auto" does not choose among'),
         ({"stage": 3, "offload_optimizer": {**DISK, "nvme_path": ["/a", "/a"]}}, "nvme_path .* names a folder twice"),
         ({"stage": 3, "offload_optimizer": {**DISK, "nvme_path": 5}}, "nvme_path .*must be a"),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "cpu_ratio": 0.5}},
+            'cpu_ratio .* is 0.5, a part of what device "nvme" takes',
+        ),
+        (
+            {"stage": 2, "offload_optimizer": {**DISK, "ratio": 0.25, "cpu_ratio": 0.5}},
+            "cpu_ratio .* more than the",
+        ),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.device .* set nvme_path beside it"),
         ({"stage": "auto", "offload_param": DISK}, 'offload_param.device .*"stage": "auto" does not choose among'),
         (
@@ -235,6 +243,12 @@ def test_offload_to_disk_is_obeyed() -> None:
     several = {**DISK, "nvme_path": ["/a", "/b"], "encrypt": True, "allow_visible_spill": True, "pin_memory": False}
     zero = {"stage": 3, "offload_optimizer": several, "offload_param": CPU}
     expected = OffloadConfig(1.0, True, False, ("/a", "/b"), encrypt=True, allow_visible=True, state_on_disk=True)
+    assert load(zero_optimization=zero).zero.offload == expected
+
+
+def test_state_in_three_places_is_obeyed() -> None:
+    zero = {"stage": 2, "offload_optimizer": {**DISK, "ratio": 0.75, "cpu_ratio": 0.25}}
+    expected = OffloadConfig(0.75, False, True, ("/a",), state_on_disk=True, host_ratio=0.25)
     assert load(zero_optimization=zero).zero.offload == expected
 
 

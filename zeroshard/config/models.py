@@ -65,6 +65,7 @@ class OffloadOptimizerSection(Section):
     device: Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")] = "none"
     pin_memory: Flag = True
     ratio: Share = 1.0
+    cpu_ratio: Share = 0.0
     nvme_path: Names | None = None
     encrypt: Flag = False
     allow_visible_spill: Flag = False

@@ -52,6 +52,7 @@ class OffloadConfig:
         state_on_disk, param_on_disk: whether they rest in files, else in host memory.
         paths: the folders of these files; () where there are none.
         encrypt, allow_visible: how they are kept.
+        host_ratio: the share of the state, at most, that rests in host memory although the rest is on disk.
     """
 
     ratio: float
@@ -62,6 +63,7 @@ class OffloadConfig:
     allow_visible: bool = False
     state_on_disk: bool = False
     param_on_disk: bool = False
+    host_ratio: float = 0.0
 
 
 @dataclass(frozen=True)

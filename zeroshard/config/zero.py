@@ -116,7 +116,17 @@ class ZeroRules:
             any(found.allow_visible_spill for found in on_disk.values()),
             state_on_disk=state == "nvme",
             param_on_disk=moves_param and param.device == "nvme",
+            host_ratio=self._host_ratio(),
         )
+
+    def _host_ratio(self) -> float:
+        """The share of the state in host memory, where the rest is on disk."""
+        optimizer, path = self._zero.offload_optimizer, "zero_optimization.offload_optimizer.cpu_ratio"
+        if optimizer.cpu_ratio and optimizer.device != "nvme":
+            self._refuse(path, f'is {optimizer.cpu_ratio}, a part of what device "nvme" takes; set that, or use ratio')
+        elif optimizer.cpu_ratio > optimizer.ratio:
+            self._refuse(path, f"is {optimizer.cpu_ratio}, more than the ratio, {optimizer.ratio}")
+        return optimizer.cpu_ratio
 
     def _paths(self, name: str, asked: OffloadOptimizerSection | OffloadParamSection) -> tuple[str, ...]:
         """The folders of a section whose device is "nvme"."""

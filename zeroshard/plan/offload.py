@@ -2,6 +2,7 @@
 
     units in forward order     (root)   b0   b1   b2   b3   head
     ratio 0.6                  device ------|  host ------------     the last ones, until they hold 60 % of the elements
+    and host_ratio 0.2         device ------|  host --|  disk ---     of these the first ones, 20 % at most
 
 What stays on the device is updated at once, in the step. The rest is updated beside the next forward, which waits for
 each unit separately; so the units that it needs first are those that stay.
@@ -61,6 +62,8 @@ class Offload:
         ratio: share of the optimizer state, by elements and whole units, at least; 1 is all of it.
         param: sharded parameters rest off the device too; needs a ratio of 1.
         param_tier: where they rest then.
+        host_ratio: with Tier.NVME, the share of the optimizer state, by elements and whole units, at most, that rests
+            in host memory instead: the first units of what leaves the device.
         update: how it is updated; None lets the caller choose, and is PROCESSOR here.
         stream_numel: see ExecutionPolicy.
         pin_memory: see ExecutionPolicy.
@@ -76,10 +79,12 @@ class Offload:
     spill: Spill | None = None
     window_numel: int = WINDOW_NUMEL
     param_tier: Tier = Tier.HOST
+    host_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ratio, Real) or isinstance(self.ratio, bool):
-            raise PlanError(f"offload ratio {self.ratio!r} must be a number between 0 (none) and 1 (all)")
+        for name, share in (("ratio", self.ratio), ("host_ratio", self.host_ratio)):
+            if not isinstance(share, Real) or isinstance(share, bool):
+                raise PlanError(f"offload {name} {share!r} must be a number between 0 (none) and 1 (all)")
         for name, value in (("param", self.param), ("pin_memory", self.pin_memory)):
             if not isinstance(value, bool):
                 raise PlanError(f"offload {name} {value!r} must be True or False")
@@ -102,6 +107,10 @@ class Offload:
             raise PlanError("offload spill names folders on disk, which needs tier or param_tier to be Tier.NVME")
         if not 0 <= self.ratio <= 1:
             raise PlanError(f"offload ratio {self.ratio} must be between 0 (none) and 1 (all)")
+        if not 0 <= self.host_ratio <= self.ratio:
+            raise PlanError(f"offload host_ratio {self.host_ratio} must be between 0 and the ratio, {self.ratio}")
+        if self.host_ratio and self.tier is not Tier.NVME:
+            raise PlanError("offload host_ratio is a part of what else goes to disk, which needs tier=Tier.NVME")
         if self.param and self.ratio != 1:
             raise PlanError(
                 f"offload of parameters needs all of the optimizer's state there, but its ratio is {self.ratio}"
@@ -116,17 +125,20 @@ class Offload:
 def with_host_state(
     units: Sequence[UnitPlan], policy: ExecutionPolicy, offload: Offload
 ) -> tuple[list[UnitPlan], ExecutionPolicy]:
-    """The units, root first and then in order of use, with the state of the last ones in host memory.
+    """The units, root first and then in order of use, with the state of the last ones in host memory or on disk.
 
     Raises:
         PlanError: state that can't rest there.
     """
-    chosen = _on_host(units, offload.ratio)
+    chosen = _last_units(units, offload.ratio)
+    # Rounded up too, so that host memory gets no more than its share.
+    below = _last_units(units, offload.ratio - offload.host_ratio)
     if not chosen and not offload.param:
         return list(units), policy
     update = offload.update or HostUpdate.PROCESSOR
     units = [_with_param(unit, offload.param_tier) for unit in units] if offload.param else units
-    moved = [_moved(unit, update, offload.tier) if index in chosen else unit for index, unit in enumerate(units)]
+    tiers = {index: offload.tier if index in below else Tier.HOST for index in chosen}
+    moved = [_moved(unit, update, tiers[index]) if index in chosen else unit for index, unit in enumerate(units)]
     streamed = offload.stream_numel if update is HostUpdate.STREAMED else 0
     windowed = offload.window_numel if any(group.passes_windows for unit in moved for group in unit.groups) else 0
     return moved, replace(
@@ -138,7 +150,8 @@ def with_host_state(
     )
 
 
-def _on_host(units: Sequence[UnitPlan], ratio: float) -> set[int]:
+def _last_units(units: Sequence[UnitPlan], ratio: float) -> set[int]:
+    """The units that the forward uses last, until they hold a share of the trainable elements."""
     sizes = [sum(group.layout.parameter_numel for group in unit.groups if group.trainable) for unit in units]
     wanted, chosen = ratio * sum(sizes), set[int]()
     for index in reversed(range(len(units))):

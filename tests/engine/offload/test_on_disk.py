@@ -91,6 +91,29 @@ def test_state_on_disk_gives_the_bits_of_state_in_host_memory(world: int, tmp_pa
         run_ranks(world, _bits, folder)
 
 
+def _three_places(rank: int, world: int, folder: Path) -> None:
+    for stage, micro, ratio, param_too in ((1, 2, 0.75, False), (3, 1, 1.0, True), (2, 1, 0.8, False)):
+        plan = offloaded(recipe(stage, "bf16"), ratio=ratio, param=param_too)
+        setting = Setting(plan=plan, steps=3, micro=micro, clip=0.5)
+        expected = train(*shard_task(TASK, setting), TASK, setting, rank)
+        disk = on_disk(plan, [folder], window=300)
+        assert disk.offload is not None
+        offload = replace(disk.offload, host_ratio=0.4, param_tier=Tier.NVME if param_too else Tier.HOST)
+        mixed = setting.at(replace(disk, offload=offload))
+        model, optimizer = shard_task(TASK, mixed)
+        held = [group.moments.tier for _, group in zeroshard.plan_of(model).groups() if group.moments is not None]
+        places = [Tier.HOST, Tier.NVME] if ratio == 1 else [Tier.DEVICE, Tier.HOST, Tier.NVME]
+        assert list(dict.fromkeys(held)) == places, "in the order of the forward"
+        found = train(model, optimizer, TASK, mixed, rank)
+        assert found.losses == expected.losses
+        assert_same(found.parameters, expected.parameters, f"{places} at stage {stage}")
+
+
+def test_state_on_the_device_in_host_memory_and_on_disk_trains_in_one_plan(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(2, _three_places, folder)
+
+
 def _striped_and_encrypted(rank: int, world: int, folder: Path, encrypt: bool) -> None:
     folders = [folder / "a", folder / "b"]
     plan = offloaded(recipe(3, "bf16"))

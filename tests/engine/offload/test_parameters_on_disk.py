@@ -399,6 +399,9 @@ def test_a_config_and_an_init_say_it_too(tmp_path: Path) -> None:
         ({"param_tier": Tier.NVME}, "needs param=True"),
         ({"param": True, "param_tier": Tier.DEVICE}, "must be Tier.HOST or Tier.NVME"),
         ({"param": True, "param_tier": Tier.NVME, "ratio": 0.5}, "needs all of the optimizer's state there"),
+        ({"host_ratio": 0.5}, "needs tier=Tier.NVME"),
+        ({"tier": Tier.NVME, "ratio": 0.25, "host_ratio": 0.5}, "between 0 and the ratio"),
+        ({"host_ratio": "half"}, "must be a number"),
         ({"spill": Spill(("/a",))}, "needs tier or param_tier to be Tier.NVME"),
     ],
 )

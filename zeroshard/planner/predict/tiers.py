@@ -97,5 +97,6 @@ def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
         tier=offload.states,
         param_tier=offload.parameters if away else Tier.HOST,
         spill=asked.spill if on_disk else None,
+        host_ratio=min(asked.host_ratio, 1.0 if away else ratio) if offload.states is Tier.NVME else 0.0,
     )
     return for_gpu(replace(recipe, offload=host), split_master=kernel and update is HostUpdate.STREAMED)
