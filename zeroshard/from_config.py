@@ -383,6 +383,7 @@ def _engine_options(config: Config, observer: Observer | None) -> EngineOptions:
             config.checkpoint.directory,
             config.checkpoint.tag_validation,
             config.checkpoint.encryption_key,
+            config.checkpoint.audit,
         ),
         steps_per_print=config.steps_per_print,
         clip_value=config.gradient_clip_value,

@@ -18,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.checkpoint import directory, foreign_commands
+from zeroshard.checkpoint.audit import Act, record
 from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.hold import lay_hold, release_hold
 from zeroshard.checkpoint.keys import key_from, key_in_environment, new_key_file
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
@@ -58,7 +60,7 @@ def list_(
         return
     table = Table("tag", "step", "ranks", "tensors", "size", "state", title=Text(str(path)))
     for row in rows:
-        state = row["problem"] or ("latest" if row["tag"] == newest.tag else "")
+        state = row["problem"] or ("latest" if row["tag"] == newest.tag else "held" if row["held"] else "")
         numbers = (_shown(row["step"]), _shown(row["ranks"]), _shown(row["tensors"]), _size(row["bytes"]))
         table.add_row(row["tag"], *numbers, Text(state))
     Console().print(table)
@@ -102,6 +104,7 @@ def prune(
     for number, found in enumerate(tags):
         if not dry_run:
             directory.remove(found)
+            record(path, Act.DELETE, found.tag, "")
         if not as_json:
             print(f"{'would remove' if dry_run else 'removed'} {found.tag} ({number + 1} of {len(tags)})")
     if as_json:
@@ -141,6 +144,8 @@ def rekey_(
     plain = [folder for folder in folders if not is_sealed(folder)]
     for number, folder in enumerate(one for one in folders if one not in plain):
         changed = rekey(folder, before, after)
+        if changed:
+            record(folder.resolve().parent, Act.REKEY, folder.name)
         done.append(folder.name)
         if not as_json:
             state = f"has key {after.id}" if changed else f"had key {after.id} before"
@@ -149,6 +154,31 @@ def rekey_(
         _print_json({"key": after.id, "rekeyed": done, "in the clear": [folder.name for folder in plain]})
     elif plain:
         print(f"not encrypted, left as they are: {', '.join(folder.name for folder in plain)}")
+
+
+@app.command()
+def hold(
+    path: Annotated[Path, typer.Argument(help="One checkpoint, DIRECTORY/TAG.", show_default=False)],
+    why: Annotated[str, typer.Option(help="The reason, for whoever wants to remove it.", show_default=False)],
+) -> None:
+    """Keep a checkpoint, whatever is pruned or saved."""
+    lay_hold(_one(path), why)
+    print(f"{path} is held")
+
+
+@app.command()
+def release(
+    path: Annotated[Path, typer.Argument(help="One checkpoint, DIRECTORY/TAG.", show_default=False)],
+) -> None:
+    """Let a checkpoint that was held be removed again."""
+    release_hold(_one(path))
+    print(f"{path} is no longer held")
+
+
+def _one(path: Path) -> Path:
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is no checkpoint; give DIRECTORY/TAG")
+    return path.resolve()
 
 
 def _verify(reader: CheckpointReader, *, quiet: bool) -> list[str]:
@@ -210,6 +240,7 @@ def _summary(found: directory.Found) -> dict[str, Any]:
         "ranks": None,
         "tensors": None,
         "bytes": None,
+        "held": directory.is_held(found.folder),
         "problem": None,
     }
     try:

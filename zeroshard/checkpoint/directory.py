@@ -27,6 +27,8 @@ from zeroshard.checkpoint.temporary_files import delete, final_name, new_id, syn
 from zeroshard.errors import CheckpointError, ZeroShardWarning
 
 LATEST = "latest"
+HOLD = "hold.json"
+"""In the folder of a checkpoint that must be kept (see `hold`)."""
 _ORDER = re.compile(rb'"order": ([0-9]{1,19}),')
 _HEAD_NBYTES = 512
 _LOOKS = 50
@@ -55,6 +57,11 @@ def check_tag(tag: str) -> None:
 
 def check_place(folder: Path) -> None:
     """Raises CheckpointError where a new checkpoint would take the place of something that is none of ours."""
+    if is_held(folder):
+        raise CheckpointError(
+            f"checkpoint {folder} is held ({folder / HOLD}) and stays; save under another tag, or release it with "
+            f"`zeroshard checkpoint release {folder}`"
+        )
     for _ in range(_LOOKS):  # another job may be replacing it just then
         if not os.path.lexists(folder) or _is_ours(folder):
             return
@@ -78,6 +85,11 @@ def _is_ours(folder: Path) -> bool:
         return all(name == MANIFEST or OWN_FILE.fullmatch(name) for name in os.listdir(folder))
     except OSError:
         return False
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a checkpoint must be kept."""
+    return os.path.lexists(folder / HOLD)
 
 
 def is_whole(folder: Path) -> bool:
@@ -207,12 +219,12 @@ def next_order(base: Path) -> int:
 
 
 def prunable(base: Path, keep: int, *, protect: str | None = None) -> list[Found]:
-    """All but the newest `keep` checkpoints, oldest first, without `protect` and what `latest` names."""
+    """All but the newest `keep` checkpoints, oldest first, without `protect`, what `latest` names and what is held."""
     there = whole(base)
     if not there:
         return []
     kept = {protect, newest(base).tag, *(found.tag for found in there[max(0, len(there) - keep) :])}
-    return [found for found in there if found.tag not in kept]
+    return [found for found in there if found.tag not in kept and not is_held(found.folder)]
 
 
 def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:

@@ -87,7 +87,19 @@ def export(
                 "--no-frozen are for --format hf"
             )
         result = _export_dcp(contents, out, format)
+    _record_export(directory, tag)
     _say(result, as_json, f"{result['tensors']} tensors, {result['bytes']:,} bytes, are in {out}")
+
+
+def _record_export(directory: Path, tag: str | None) -> None:
+    """Into the log of a directory of ours, if it has one."""
+    from zeroshard.checkpoint.audit import Act, record
+    from zeroshard.checkpoint.native import find_native
+
+    folder = find_native(directory, tag)
+    if folder is not None:
+        folder = folder.resolve()
+        record(folder.parent, Act.EXPORT, folder.name)
 
 
 def import_(
@@ -98,6 +110,7 @@ def import_(
     as_json: _JSON = False,
 ) -> None:
     """Make a checkpoint of another system one of ours, with optimizer state and counters; runs nothing from it."""
+    from zeroshard.checkpoint.audit import Act, record
     from zeroshard.checkpoint.export.hf import total_bytes
     from zeroshard.checkpoint.native import write_native
     from zeroshard.checkpoint.opened import open_checkpoint
@@ -108,6 +121,7 @@ def import_(
     total = total_bytes(tensors) + sum(total_bytes({key: value}) for (_, key), value in moments.items())
     with _progress("import", total) as progress:
         folder = write_native(contents, directory, name or f"global_step{contents.steps}", progress)
+    record(directory, Act.IMPORT, folder.name)
     result = {
         "folder": str(folder),
         "origin": contents.origin,

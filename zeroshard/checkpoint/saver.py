@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.checkpoint import directory, jsonfile
+from zeroshard.checkpoint.audit import Act, begin_log, record
 from zeroshard.checkpoint.draft import Draft, begin, draft_folder, write_manifest
 from zeroshard.checkpoint.dtypes import name_of
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, StoreBarrier, on_all_ranks
@@ -51,6 +52,7 @@ class Request:
         latest: whether it becomes the newest.
         keep: how many checkpoints are left in the directory, None for all.
         service: has the key with which it is encrypted; None for a checkpoint in the clear.
+        audit: whether the acts of the directory are logged from here on (see `audit`); a log that is there is kept up.
     """
 
     base: Path
@@ -62,6 +64,7 @@ class Request:
     latest: bool = True
     keep: int | None = None
     service: KeyService | None = None
+    audit: bool = False
 
     @property
     def final(self) -> Path:
@@ -224,9 +227,13 @@ class _Writing:
         if draft is None:
             return
         write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state, self.seal))
+        if request.audit:
+            begin_log(request.base)
         draft.publish(latest=request.latest)
+        record(request.base, Act.SAVE, request.tag)
         if request.keep is not None:
             try:
-                directory.prune(request.base, request.keep, protect=request.tag)
+                for tag in directory.prune(request.base, request.keep, protect=request.tag):
+                    record(request.base, Act.DELETE, tag, "")
             except OSError as error:
                 _LOGGER.warning("checkpoint %s is whole, but older ones can't be removed: %s", request.final, error)

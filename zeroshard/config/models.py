@@ -157,6 +157,7 @@ class CheckpointSection(Section):
     directory: Text | None = None
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], one_of("Ignore", "Warn", "Fail")] = "Warn"
     encryption_key: Text | None = None
+    audit: Flag = False
 
 
 class TensorboardSection(Section):

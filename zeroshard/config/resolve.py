@@ -185,7 +185,12 @@ class _Resolver:
             optimizer=None if optimizer is None else OptimizerConfig(*optimizer),
             scheduler=None if scheduler is None else SchedulerConfig(*scheduler),
             checkpoint=CheckpointConfig(
-                saving.in_background, saving.keep, saving.directory, saving.tag_validation, saving.encryption_key
+                saving.in_background,
+                saving.keep,
+                saving.directory,
+                saving.tag_validation,
+                saving.encryption_key,
+                saving.audit,
             ),
             activations=activations(sections),
             drop_last=sections.dataloader_drop_last,

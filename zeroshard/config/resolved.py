@@ -203,7 +203,7 @@ class CheckpointConfig:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
 
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
-    is (None: they are in the clear).
+    is (None: they are in the clear), and `audit` begins a log of what is done with them.
     """
 
     background: bool
@@ -211,6 +211,7 @@ class CheckpointConfig:
     directory: str | None
     tag_validation: Literal["Ignore", "Warn", "Fail"]
     encryption_key: str | None
+    audit: bool
 
 
 @dataclass(frozen=True)

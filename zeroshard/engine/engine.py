@@ -98,6 +98,7 @@ class Engine(TrainingEngine):
             keep=self._options.saving.keep,
             frozen=not exclude_frozen_parameters,
             encryption_key=self._options.saving.encryption_key,
+            audit=self._options.saving.audit,
             counters={
                 "micro_steps": self.micro_steps,
                 "global_steps": self.global_steps,

@@ -45,7 +45,7 @@ class Saving:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
 
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
-    is (None: they are in the clear).
+    is (None: they are in the clear), and `audit` begins a log of what is done with them.
     """
 
     background: bool = False
@@ -53,6 +53,7 @@ class Saving:
     directory: str | None = None
     tag_validation: TagValidation = "Warn"
     encryption_key: str | None = None
+    audit: bool = False
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,14 @@ def checkpoint(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASSED_ON)
+def audit(context: typer.Context) -> None:
+    """Read the log of what was done with checkpoints."""
+    from zeroshard.checkpoint.audit_cli import app as audit_app
+
+    audit_app(context.args, prog_name="zeroshard audit")
+
+
+@app.command(context_settings=_PASSED_ON)
 def explain(context: typer.Context) -> None:
     """Say where the time of a run went, from its log."""
     _of_runs("explain", context.args)

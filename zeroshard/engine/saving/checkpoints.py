@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import directory, loading
+from zeroshard.checkpoint.audit import Act, check_load, record
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, on_all_ranks
 from zeroshard.checkpoint.generators import check_generators, generator_states, set_generators
 from zeroshard.checkpoint.keys import KeyService, service_of
@@ -102,6 +103,7 @@ def save(
     frozen: bool = True,
     counters: Mapping[str, Any] | None = None,
     encryption_key: str | KeyService | None = None,
+    audit: bool = False,
 ) -> Path:
     """Save everything needed to go on; called by all ranks, between steps.
 
@@ -116,6 +118,7 @@ def save(
         frozen: with parameters that no optimizer trains.
         counters: the engine's.
         encryption_key: encrypts it; `file:PATH`, `env:NAME`, `command:PROGRAM`, or a KeyService of your own.
+        audit: log from here on what is done with the checkpoints of the directory.
 
     Returns:
         The checkpoint's folder, there once the save has ended.
@@ -137,7 +140,7 @@ def save(
         state = _state(handle, model, stepper, scheduler, client_state, counters, frozen)
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
-        request = Request(base, tag, (), handle.plan.aliases, state, rank_state, latest, keep, service)
+        request = Request(base, tag, (), handle.plan.aliases, state, rank_state, latest, keep, service, audit)
         return request, buffer_sums(handle)
 
     request, sums = on_all_ranks(saver.barrier(), prepare, where)
@@ -184,6 +187,8 @@ def load(
     folder = _agreed_folder(saver.barrier(), on_all_ranks(saver.barrier(), settle, load_dir), tag)
 
     def prepare() -> _Load:
+        if saver.barrier().rank == 0:
+            check_load(folder.parent, folder)
         service = service_of(encryption_key)
         reader = CheckpointReader(folder, service)
         _warn_of_plain(reader, service)
@@ -201,6 +206,8 @@ def load(
 
     prepared = on_all_ranks(saver.barrier(), prepare, folder, "; nothing was changed here")
     try:
+        first = saver.barrier().rank == 0
+        on_all_ranks(saver.barrier(), lambda: record(folder.parent, Act.LOAD, folder.name) if first else None, folder)
         prepared.apply(saver.barrier())
     finally:
         prepared.reader.close()
