@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,9 @@ from zeroshard.cluster import rank_place
 from zeroshard.comm.device_mesh import mesh_from
 from zeroshard.comm.join import init_distributed
 from zeroshard.config import ActivationConfig, Config, LeafModules, load_config
+from zeroshard.config.document import read_document
 from zeroshard.config.models import DEFAULT_LEAVES
+from zeroshard.config.problems import Problems
 from zeroshard.config.resolve import resolve
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
@@ -39,6 +41,7 @@ from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
+from zeroshard.model_plan import divide_by_plan, replace_members
 from zeroshard.observe.build import build_observer, check_packages
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
@@ -175,10 +178,11 @@ def _build_engine(
     if model is None:
         raise UsageError("initialize needs a model")
     _join(dist_init_required, distributed_port)
+    document = _config_source(args, config, config_params)
+    replaced = _divide(model, document)
     mesh = _mesh(model, mpu, mesh_param)
     world = data_ranks(model, mesh)
     own, scheduled = optimizer is not None, lr_scheduler is not None
-    document = _config_source(args, config, config_params)
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     if resolved.log_level is not None:
         logging.getLogger("zeroshard").setLevel(resolved.log_level.upper())
@@ -189,6 +193,11 @@ def _build_engine(
     if model_parameters is not None:
         need_kind(model_parameters, Iterable, "initialize(model_parameters=...)", "an iterable of parameters or groups")
     parameters = list(model_parameters) if model_parameters is not None else None
+    if replaced:
+        parameters = None if parameters is None else replace_members(parameters, replaced)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = replace_members(group["params"], replaced)
     source = _source(resolved, model, optimizer, parameters)
     _mark_leaves(model, resolved.zero.leaf_modules)
     _checkpoint(model, resolved.activations)
@@ -233,6 +242,17 @@ def _join(required: bool | None, port: int) -> None:
         )
     if required or rank_place(os.environ, port) is not None:
         init_distributed(distributed_port=port)
+
+
+def _divide(model: nn.Module, document: ConfigSource) -> dict[int, nn.Parameter]:
+    """Divide the model where the config asks for tensor parallelism; what replaces which parameter."""
+    section = read_document(document, Problems()).root.get("tensor_parallel")
+    size = section.get("autotp_size") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or not isinstance(size, int) or size < 2:
+        return {}  # what is wrong with it is said where the whole config is read
+    partition = section.get("partition_config")
+    partition = partition if isinstance(partition, Mapping) else None
+    return divide_by_plan(model, size, default_device().type, partition)
 
 
 def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:

@@ -90,7 +90,6 @@ PLACEHOLDERS = {
 }
 # What they ask for only with features that are not built.
 REFUSED = {
-    "deepspeed.tp_model_init": "tensor parallelism is not built yet",
     "deepspeed.utils.groups._get_sequence_parallel_group": "data-parallel",
     "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": "sequence parallelism is not built yet",
     "deepspeed.init_inference": "zeroshard trains",

@@ -196,3 +196,48 @@ def _draws(rank: int, world: int) -> None:
 
 def test_ranks_of_an_axis_drop_out_the_same_of_what_all_have() -> None:
     run_ranks(2, _draws)
+
+
+COLUMNS = [r"blocks\.\d+\.attention\.[qkv]\.weight", r".*\.mlp\.up\.weight"]
+ROWS = [r"blocks\.\d+\.attention\.o\.weight", r".*\.mlp\.down\.weight"]
+LAYERS = {
+    "layer_specs": [
+        {"patterns": COLUMNS, "partition_type": "column"},
+        {"patterns": ROWS, "partition_type": "row"},
+    ]
+}
+
+
+def _by_config(rank: int, world: int) -> None:
+    wanted, _ = in_one_process(1, 2)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        **BASE,
+        "zero_optimization": {"stage": 2},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": LAYERS},
+    }
+    del config["optimizer"]
+    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
+    assert isinstance(model.get_parameter("blocks.1.mlp.up.weight"), DTensor)
+    assert engine.train_batch_size() == BATCH
+    for step, (loss, norm) in enumerate(wanted):
+        found = loss_of(engine, tokens(step, 0))
+        engine.backward(found)
+        engine.step()
+        assert abs(float(found) - loss) < 1e-6
+        found_norm = engine.get_global_grad_norm()
+        assert found_norm is not None
+        assert abs(found_norm - norm) < 1e-6 * max(1.0, norm)
+    with pytest.raises(PlanError, match=r"autotp_size: Transformer brings no plan of tensor parallelism"):
+        zeroshard.initialize(model=build(), config={**BASE, "tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(PlanError, match=r"autotp_size 3 does not divide the 2 ranks that run"):
+        zeroshard.initialize(model=build(), config={**BASE, "tensor_parallel": {"autotp_size": 3}})
+    wrong = {"layer_specs": [{"patterns": [".*"], "shape": [2, -1]}]}
+    section = {"autotp_size": 2, "partition_config": wrong}
+    with pytest.raises(PlanError, match=r"layer_specs\[0\] has shape: patterns and partition_type"):
+        zeroshard.initialize(model=build(), config={**BASE, "tensor_parallel": section})
+
+
+def test_a_config_names_the_layers_to_divide() -> None:
+    run_ranks(2, _by_config)

@@ -227,6 +227,11 @@ class TimersSection(Section):
     throughput: ThroughputSection = Field(default_factory=ThroughputSection)
 
 
+class TensorParallelSection(Section):
+    autotp_size: Annotated[int, whole(0)] = 0
+    partition_config: dict[str, Any] | None = None
+
+
 class ElasticitySection(Section):
     enabled: Flag = False
     max_train_batch_size: Count = 2000
@@ -250,6 +255,7 @@ class ObeyedSections(Section):
     activation_checkpointing: ActivationSection = Field(default_factory=ActivationSection)
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
+    tensor_parallel: TensorParallelSection = Field(default_factory=TensorParallelSection)
     tensorboard: TensorboardSection = Field(default_factory=TensorboardSection)
     csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection)
     wandb: WandbSection = Field(default_factory=WandbSection)

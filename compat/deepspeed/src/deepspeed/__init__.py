@@ -47,6 +47,7 @@ __getattr__, __dir__ = lazy(
         "ops": "deepspeed.ops",
         "profiling": "deepspeed.profiling",
         "runtime": "deepspeed.runtime",
+        "tp_model_init": "deepspeed._tensor_parallel:tp_model_init",
         "utils": "deepspeed.utils",
         "zero": "deepspeed.runtime.zero",
     },

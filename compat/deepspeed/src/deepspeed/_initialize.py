@@ -59,6 +59,7 @@ def initialize(
         raise UsageError("deepspeed.initialize: give config or config_params, not both")
     if model is not None:
         leave(model)
+    optimizer = _unwrapped(optimizer)
     document = _config.read(source)
     raw = document.root
     parameters = list(model_parameters) if model_parameters is not None else None
@@ -102,6 +103,13 @@ def initialize(
         engine.optimizer.__dict__["parameter_offload"] = ParameterOffload(engine.module)
     logger.info("DeepSpeed info: version=%s, zeroshard %s under DeepSpeed's name", VERSION, zeroshard.__version__)
     return (engine, *others)  # type: ignore[return-value]
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of accelerate's wrapper, which ParallelismConfig(tp_size=...) puts around it too early."""
+    kind = type(optimizer)
+    wrapped = (kind.__module__, kind.__name__) == ("accelerate.optimizer", "AcceleratedOptimizer")
+    return optimizer.optimizer if wrapped else optimizer
 
 
 def _understood(document: Document, *, optimizer: bool) -> ConfigSource:

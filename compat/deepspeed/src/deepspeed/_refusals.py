@@ -16,7 +16,6 @@ _REPLACED = {
     "deepspeed.init_inference": _SERVING,
     "deepspeed.inference": _SERVING,
     "deepspeed.InferenceEngine": _SERVING,
-    "deepspeed.tp_model_init": "tensor parallelism is not built yet; leave tensor_parallel out of the config",
     "deepspeed.pipe": "pipeline parallelism is not built yet; use ZeRO stage 3",
     "deepspeed.PipelineEngine": "pipeline parallelism is not built yet; use ZeRO stage 3",
     "deepspeed.PipelineModule": "pipeline parallelism is not built yet; use ZeRO stage 3",
