@@ -342,6 +342,26 @@ def _begin(disk: _Disk, folder: Path, rank: int) -> None:
     _step(model, optimizer, 0, rank)
 
 
+def _reader_fails(rank: int, world: int, folder: Path) -> None:
+    disk, model = _Disk(folder, rank), build(TASK)
+    model, optimizer = zeroshard.shard(model, adamw(model), plan=in_files(HOST, folder), tiers={Tier.NVME: disk})
+    _step(model, optimizer, 0, rank)
+    zeroshard.drain(model)
+    if rank == 1:
+        disk.transfers.fail_after(0)
+    with (
+        pytest.raises(ZeroShardError, match=rf"rank 1: a read of its file in {folder} failed: .*errno 5"),
+        zeroshard.GatheredParameters(model.parameters()),
+    ):
+        raise AssertionError("nothing was gathered")
+    zeroshard.close(model)  # nothing is held
+
+
+def test_a_disk_that_fails_under_a_reader_outside_of_a_step_ends_it_on_all_ranks(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(2, _reader_fails, folder)
+
+
 def _first_values_fail(rank: int, world: int, folder: Path) -> None:
     disk = _Disk(folder, rank)
     disk.transfers = FailingTransfers(OSError(errno.ENOSPC, "No space left on device"), write=True)

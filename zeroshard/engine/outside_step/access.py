@@ -24,6 +24,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_part, read_values, write_parameter, write_values
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_grad
+from zeroshard.engine.outside_step.disk_errors import telling_all
 from zeroshard.engine.outside_step.gathered import own_part, place_of, whole_value
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
@@ -70,7 +71,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     spot.check_writable("safe_set_full_fp32_param")
     whole = spot.from_rank_0(value, "safe_set_full_fp32_param")
     spot.handle.runtime.parameters.before_write()
-    with torch.no_grad():
+    with torch.no_grad(), telling_all(spot.handle):
         write_parameter(spot.group, spot.index, whole)
     spot.handle.runtime.parameters.written(())
 
@@ -86,7 +87,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     part = spot.local_value(value, "safe_set_local_fp32_param")
     runtime = spot.handle.runtime
     runtime.parameters.before_write()
-    with torch.no_grad():
+    with torch.no_grad(), telling_all(spot.handle):
         write_values(spot.group, spot.own, part)
     in_parts = not spot.group.plan.param.divided and spot.divided
     runtime.parameters.written((spot.unit.index,) if in_parts else ())
@@ -147,13 +148,14 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     """
     spot = _spot(param)
     part = _state(spot, optim_state_key)
-    return None if part is None else spot.full(part.read())
+    return None if part is None else spot.full(_read(spot, part))
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """One state of the optimizer for the elements that this rank updates, flat; called by all ranks."""
-    part = _state(_spot(param), optim_state_key)
-    return None if part is None else part.read().clone()
+    spot = _spot(param)
+    part = _state(spot, optim_state_key)
+    return None if part is None else _read(spot, part).clone()
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
@@ -165,7 +167,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     spot = _spot(param)
     part = _existing_state(spot, optim_state_key)
     whole = spot.from_rank_0(value, "safe_set_full_optimizer_state")
-    with torch.no_grad():
+    with torch.no_grad(), telling_all(spot.handle):
         part.write(whole.reshape(-1)[spot.of_whole])
 
 
@@ -173,8 +175,9 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
     """Give one state of this rank's elements of the parameter a value of their own; called by all ranks."""
     spot = _spot(param)
     part = _existing_state(spot, optim_state_key)
-    with torch.no_grad():
-        part.write(spot.local_value(value, "safe_set_local_optimizer_state"))
+    own = spot.local_value(value, "safe_set_local_optimizer_state")
+    with torch.no_grad(), telling_all(spot.handle):
+        part.write(own)
 
 
 @dataclass(frozen=True)
@@ -315,8 +318,14 @@ def _problem(value: object, numel: int, shape: str) -> str | None:
     return None if value.layout is torch.strided else f"needs a dense tensor, got one of layout {value.layout}"
 
 
+def _read(spot: _Spot, part: PackedState) -> torch.Tensor:
+    with telling_all(spot.handle):
+        return part.read()
+
+
 def _fp32_part(spot: _Spot) -> torch.Tensor:
-    values = read_values(spot.group, spot.own, None if spot.group.master is None else spot.handle.device)
+    with telling_all(spot.handle):
+        values = read_values(spot.group, spot.own, None if spot.group.master is None else spot.handle.device)
     return values.to(spot.dtype)
 
 

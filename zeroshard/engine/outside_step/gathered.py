@@ -20,7 +20,8 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_param, rank_shard, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.unowned_values import gather_unowned
-from zeroshard.errors import UsageError
+from zeroshard.engine.outside_step.disk_errors import telling_all
+from zeroshard.errors import SpillError, UsageError
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.fingerprint import Fingerprints
@@ -113,7 +114,11 @@ class GatheredParameters:
                 raise UsageError(f"GatheredParameters: modifier_rank {self._modifier} is not one of the {ranks} ranks")
         for handle in handles.values():
             handle.runtime.drain()
-        self._gather()
+        try:
+            self._gather()
+        except SpillError:
+            self._let_go()
+            raise
         for parameter, unowned in self._unowned:
             wake(parameter, gather_unowned(unowned, parameter.device).to(parameter.dtype))
         self._held = [member for member, _ in (*self._places, *self._unowned)]
@@ -135,7 +140,9 @@ class GatheredParameters:
                 wake(parameter, holder_of(parameter).detach().clone())
             else:
                 if id(group) not in wholes:
-                    wholes[id(group)] = gather_whole(handle, unit, group, rank_shard(group))
+                    with telling_all(handle):
+                        shard = rank_shard(group)
+                    wholes[id(group)] = gather_whole(handle, unit, group, shard)
                 wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
             self._gathered.append((unit, group, index))
             group.opened.add(index)
@@ -183,18 +190,22 @@ class GatheredParameters:
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
                 )
         finally:
-            for unit, group, index in self._gathered:
-                group.opened.discard(index)
-                group.show_one(index) if unit.in_use or unit.held else group.hide_one(index)
+            self._let_go()
             for parameter, _ in self._unowned:
                 rest_unowned(parameter)
             for parameter, (handle, *_) in self._places:
                 handle.runtime.inspection.accept(parameter)
             for member in self._held:
                 del vars(member)[_HELD]
-            self._gathered.clear()
             self._before.clear()
             self._fingerprints.clear()
+
+    def _let_go(self) -> None:
+        """What was gathered is what it is outside of the block again."""
+        for unit, group, index in self._gathered:
+            group.opened.discard(index)
+            group.show_one(index) if unit.in_use or unit.held else group.hide_one(index)
+        self._gathered.clear()
 
     def _restore(self, changed: list[torch.Tensor]) -> None:
         members = {id(member) for member in changed}
@@ -211,7 +222,8 @@ class GatheredParameters:
         for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
             value = holder_of(parameter).detach().contiguous()
             broadcast_part(handle, group, value, source, name_of(parameter))
-            write_changed(group, index, value, before)
+            with telling_all(handle):
+                write_changed(group, index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.written(())
         for parameter, unowned in self._unowned:
@@ -303,7 +315,8 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
     handle.check_members()
     for unit in handle.runtime.units:
         for group in unit.groups:
-            part = read_values(group, device=group.device) if master else rank_param(group)
+            with telling_all(handle):
+                part = read_values(group, device=group.device) if master else rank_param(group)
             whole = gather_whole(handle, unit, group, part) if is_divided(group) else part
             for segment in group.plan.layout.segments:
                 yield segment.name, whole_value(handle, segment, whole[segment.offset : segment.end]).cpu()
