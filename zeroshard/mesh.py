@@ -27,6 +27,8 @@ NESTED: Axes = (SHARD, REPLICATE)
 gather over `dp_replicate` gives each rank a connected 1/`dp_shard` of the whole, and one over `dp_shard` the rest."""
 MODEL_AXES: Axes = ("tp",)
 """The axes over which a model itself divides its parameters."""
+SEQUENCE: Axes = ("cp", "sp")
+"""The axes whose ranks read other parts of the same sequences: state is divided over them as over data axes."""
 KNOWN: Axes = ("pp", REPLICATE, SHARD, "cp", "sp", "tp", "ep")
 
 
@@ -95,6 +97,16 @@ class Mesh:
     def data_parallel_size(self) -> int:
         """Ranks that read different data."""
         return self.size(self.among(DATA))
+
+    @property
+    def sequence(self) -> Axes:
+        """The axes of several ranks over which sequences are divided."""
+        return tuple(axis.name for axis in self.axes if axis.name in SEQUENCE and axis.size > 1)
+
+    @property
+    def summed(self) -> Axes:
+        """The axes over which gradients are summed."""
+        return (*DATA, *self.sequence)
 
     def size(self, over: Axes) -> int:
         """Ranks that meet over these axes. Raises PlanError for an axis that the mesh does not have."""

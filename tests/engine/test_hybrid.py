@@ -110,8 +110,9 @@ def _refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(SHARD, "tp"))
     with pytest.raises(PlanError, match=r"axis 'tp' has 2 ranks, but nothing uses it: no parameter of the model"):
         _by_shard(3, {"mesh": mesh})
-    with pytest.raises(PlanError, match=r"axis 'sp' has 2 ranks, but nothing uses it yet"):
-        _by_initialize(3, {"mesh_param": (1, 2)})
+    experts = init_device_mesh("cpu", (1, 2), mesh_dim_names=(SHARD, "ep"))
+    with pytest.raises(PlanError, match=r"axis 'ep' has 2 ranks, but nothing uses it yet"):
+        _by_initialize(3, {"mesh_param": experts})
     with pytest.raises(PlanError, match=r"give a mesh or shard_size, not both"):
         _by_shard(3, {"mesh": mesh, "shard_size": 1})
     with pytest.raises(UsageError, match=r"initialize\(mpu=...\): a torch DeviceMesh is needed"):

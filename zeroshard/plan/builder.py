@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
+from zeroshard.mesh import DATA, NESTED, SEQUENCE, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
@@ -146,7 +146,7 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
     budget = recipe.persistence_budget
     planned: list[UnitPlan] = []
     for unit in units:
-        row = recipe.overrides.get(unit.name, recipe.sharding)
+        row = _over_sequence(recipe.overrides.get(unit.name, recipe.sharding), mesh)
         numel = sum(_numel(parameter) for parameter in unit.parameters)
         if (
             mesh.size(row.axes) == 1
@@ -176,6 +176,11 @@ def _hops(row: Sharding, mesh: Mesh, recipe: Recipe) -> tuple[Hop, ...]:
             "sums of gradients in codes (zero_quantized_gradients): a 1-bit optimizer averages momentum in its own "
             "codes, after steps with exact gradients; leave one of them out"
         )
+    if mesh.sequence:
+        raise PlanError(
+            f"sums of gradients in codes (zero_quantized_gradients) are not built on a mesh that divides sequences "
+            f"({mesh}); leave one of them out"
+        )
     if mesh.size(DATA) > mesh.size(row.axes):
         raise PlanError(
             "sums of gradients in codes (zero_quantized_gradients): each subgroup holds a copy of the state (MiCS, "
@@ -183,6 +188,16 @@ def _hops(row: Sharding, mesh: Mesh, recipe: Recipe) -> tuple[Hop, ...]:
         )
     within = (SHARD,) if row.axes == NESTED else ()
     return hops_of(codes, row.axes, within, one_each=mesh.size((SHARD,)) == 1)
+
+
+def _over_sequence(row: Sharding, mesh: Mesh) -> Sharding:
+    """The row with what it divides divided over the ranks that share sequences, too."""
+    if mesh.sequence and row.axes == NESTED:
+        raise PlanError(
+            f"a second copy of the parameters in each subgroup (zero_hpz_partition_size) is not built on a mesh that "
+            f"divides sequences ({mesh}); leave one of them out"
+        )
+    return replace(row, axes=(*row.axes, *mesh.sequence)) if mesh.sequence else row
 
 
 def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
@@ -390,7 +405,7 @@ def _group_plan(
         wire=wire,
         staged=needs_slot and (recipe.policy.accumulate or kept != wire),
         update_axes=state_axes,
-        sums=DATA,
+        sums=(*DATA, *(axis for axis in row.axes if axis in SEQUENCE)),
         grad=grad,
         master=master,
         moments=moments,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SHARD, Mesh
+from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SEQUENCE, SHARD, Mesh
 from zeroshard.plan.dtypes import dtype_name
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
@@ -48,7 +48,10 @@ def check_plan(plan: Plan) -> None:
 def _check_mesh(mesh: Mesh) -> None:
     if mesh.among(DATA) != DATA:
         raise PlanError(f"mesh: the axes {list(DATA)} are needed, of 1 rank where nothing is replicated or divided")
-    built = (*DATA, *MODEL_AXES)
+    places = [mesh.names.index(name) for name in mesh.summed]
+    if places != sorted(places):
+        raise PlanError(f"mesh: {mesh}: axes that divide sequences stand inside of the data axes {list(DATA)}")
+    built = (*DATA, *SEQUENCE, *MODEL_AXES)
     for axis in mesh.axes:
         if axis.name not in built and axis.size > 1:
             raise PlanError(
@@ -57,16 +60,22 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
-    if unit.axes not in (DATA, (SHARD,), NESTED):
-        raise PlanError(f"{path}.axes must be {list(DATA)}, {[SHARD]} or {list(NESTED)}, not {list(unit.axes)}")
+    over = plan.mesh.sequence
+    possible = ((*DATA, *over), (SHARD, *over), NESTED)
+    if unit.axes not in possible:
+        raise PlanError(
+            f"{path}.axes must be {' or '.join(str(list(axes)) for axes in possible)}, not {list(unit.axes)}"
+        )
     for number, group in enumerate(unit.groups):
         where = f"{path}.groups[{number}]"
         _check_layout(group.layout, plan.mesh.size(unit.axes), f"{where}.layout")
         _check_cuts(plan.mesh, group, f"{where}.layout")
         if group.update_axes not in ((), unit.axes):
             raise PlanError(f"{where}.update_axes must be [] or the unit's axes {list(unit.axes)}")
-        if group.trainable and group.sums != DATA:
-            raise PlanError(f"{where}.sums must be {list(DATA)}: all ranks read different data")
+        if group.trainable and group.sums != plan.mesh.summed:
+            raise PlanError(f"{where}.sums must be {list(plan.mesh.summed)}: all ranks read different data")
+        if group.compressed and over:
+            raise PlanError(f"{where}: 1-bit optimizers are not built on a mesh that divides sequences ({plan.mesh})")
         _check_second(plan, unit, group, where)
         _check_codes(group, where)
         _check_differences(group, where)
@@ -276,8 +285,8 @@ def peer_problem(plan: Plan) -> str | None:
         return "gradients are summed in codes"
     if any(group.param.away for _, group in groups):
         return "parameters rest off the device"
-    if any(plan.mesh.size((axis,)) > 1 for axis in plan.mesh.among(MODEL_AXES)):
-        return "the mesh has an axis over which the model divides its parameters"
+    if plan.mesh.sequence or any(plan.mesh.size((axis,)) > 1 for axis in plan.mesh.among(MODEL_AXES)):
+        return "the mesh has axes beside those of data"
     trainable = [group for _, group in groups if group.trainable]
     if any(not group.update_axes for group in trainable):
         return "every rank updates all parameters (stage 0)"

@@ -52,6 +52,11 @@ class Plan:
         """Data-parallel ranks."""
         return self.mesh.data_parallel_size
 
+    @property
+    def summed_ranks(self) -> int:
+        """Ranks over which gradients are summed: those of data, and those that share sequences."""
+        return self.mesh.size(self.mesh.summed)
+
     def groups(self) -> Iterator[tuple[UnitPlan, GroupPlan]]:
         for unit in self.units:
             for group in unit.groups:

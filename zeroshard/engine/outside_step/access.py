@@ -28,7 +28,6 @@ from zeroshard.engine.outside_step.disk_errors import telling_all
 from zeroshard.engine.outside_step.gathered import own_part, place_of, whole_value
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
-from zeroshard.mesh import DATA
 from zeroshard.optim.saved_state import PackedState, StatePart
 from zeroshard.plan.legs import replica_axes
 from zeroshard.sharding.layout import Segment
@@ -371,7 +370,8 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
     summed = whole / stepper.unscale()
     if spot.unit.gradients.local:
         local = gradients.local(group)[spot.segment.offset : spot.segment.end]
-        first = spot.handle.plan.mesh.position(spot.handle.comm.mesh.rank, DATA) == 0
+        mesh = spot.handle.plan.mesh
+        first = mesh.position(spot.handle.comm.mesh.rank, mesh.summed) == 0
         local.copy_(summed * spot.handle.plan.policy.predivide if first else torch.zeros_like(summed))
         summed = torch.zeros_like(summed)
     if spot.unit.gradients.reduced:

@@ -197,7 +197,7 @@ class StepperBase(ABC):
     def _mean_factor(self) -> float:
         """What turns the ranks' sum of (predivided) gradients into their mean."""
         policy = self.handle.plan.policy
-        return policy.predivide / (self.handle.plan.dp if policy.mean else 1)
+        return policy.predivide / (self.handle.plan.summed_ranks if policy.mean else 1)
 
     def _done(self, norm: float) -> None:
         """The last step updated the parameters."""

@@ -1,0 +1,140 @@
+"""Axes whose ranks have other parts of the same sequences: gradients are summed over data and sequence together."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.measure import held_bytes
+from tests.support.parallel_model import (
+    BATCH,
+    CLIP,
+    LENGTH,
+    WIDTH,
+    Attention,
+    Step,
+    Transformer,
+    assert_close,
+    build,
+    in_one_process,
+    tokens,
+)
+from zeroshard.errors import PlanError
+from zeroshard.plan.memory import state_bytes
+
+WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
+CASES = [(1, 2, "sp"), (2, 2, "cp")] if WHOLE_MATRIX else [(2, 2, "cp")]
+
+
+class _Sequence(torch.autograd.Function):
+    """The parts of all ranks of an axis, one after the other; their gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, place: int) -> torch.Tensor:
+        ctx.group, ctx.window = group, slice(place * part.shape[1], (place + 1) * part.shape[1])
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        whole = gradients[0].contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole[:, ctx.window], None, None
+
+
+class Gathering(Attention):
+    """Attention of this rank's queries over the keys and values of all ranks of an axis."""
+
+    def __init__(self, group: dist.ProcessGroup, place: int) -> None:
+        super().__init__()
+        self._group, self._place = group, place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        keys, values = (_Sequence.apply(part(x).contiguous(), self._group, self._place) for part in (self.k, self.v))
+        heads = [part.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for part in (self.q(x), keys, values)]
+        begin = self._place * length
+        mask = torch.ones(keys.shape[1], keys.shape[1], dtype=torch.bool).tril()[begin : begin + length]
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def _divided(model: Transformer, group: dist.ProcessGroup, place: int) -> nn.Module:
+    """The model with attention over an axis; the parameters stay what they are."""
+    for index in range(2):
+        path = f"blocks.{index}.attention"
+        gathering = Gathering(group, place)
+        gathering.load_state_dict(model.get_submodule(path).state_dict())
+        model.set_submodule(path, gathering)
+    return model
+
+
+def _trains(rank: int, world: int, data: int, parts: int, axis: str) -> None:
+    wanted = in_one_process(data)
+    mesh = init_device_mesh("cpu", (data, parts), mesh_dim_names=("dp_shard", axis))
+    place, group = mesh.get_local_rank(axis), mesh.get_group(axis)
+    window = slice(place * (LENGTH // parts), (place + 1) * (LENGTH // parts))
+    for stage in range(4):
+        model = _divided(build(), group, place)
+        model, optimizer = zeroshard.shard(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=stage, mesh=mesh, clip_norm=CLIP
+        )
+        found: list[Step] = []
+        for step in range(3):
+            batch = tokens(step, rank // parts)
+            logits = model(batch[:, :-1][:, window])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, window].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            norm = zeroshard.get_global_grad_norm(model)
+            assert norm is not None
+            found.append((float(mean) / world, norm))
+        plan = zeroshard.plan_of(model)
+        assert held_bytes(model).total == state_bytes(plan).total
+        assert plan.dp == data
+        assert all(group.layout.shards == world for _, group in plan.groups())
+        assert_close((found, zeroshard.full_state_dict(model)), wanted, (data, parts, axis, stage))
+        zeroshard.close(model)
+
+
+@pytest.mark.parametrize(("data", "parts", "axis"), CASES)
+def test_divided_sequences_train_as_one_process_does(data: int, parts: int, axis: str) -> None:
+    run_ranks(data * parts, _trains, data, parts, axis, timeout=300)
+
+
+def _counts(rank: int, world: int) -> None:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3},
+    }
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    engine, _, loader, _ = zeroshard.initialize(
+        model=nn.Linear(4, 4), config=config, mesh_param=(1, 2), training_data=data
+    )
+    assert engine.train_batch_size() == BATCH
+    assert loader is not None
+    read = torch.stack([batch[0] for batch in loader])
+    others = [torch.zeros_like(read) for _ in range(world)]
+    dist.all_gather(others, read)
+    assert torch.equal(others[0], others[1])
+    outer = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "dp_shard"))
+    with pytest.raises(PlanError, match="axes that divide sequences stand inside of the data axes"):
+        zeroshard.shard(nn.Linear(4, 4), mesh=outer)
+
+
+def test_batches_count_data_ranks_alone() -> None:
+    run_ranks(2, _counts)
