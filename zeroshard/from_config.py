@@ -177,6 +177,7 @@ def _build_engine(
 ) -> tuple[AnyEngine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
     if model is None:
         raise UsageError("initialize needs a model")
+    need_kind(model, nn.Module, "the model", "an nn.Module")
     _join(dist_init_required, distributed_port)
     document = _config_source(args, config, config_params)
     replaced = _divide(model, document)

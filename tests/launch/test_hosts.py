@@ -66,7 +66,7 @@ def _running(hosts: TestHosts, directory: Path, *words: str) -> subprocess.Popen
 
 def _words(job: subprocess.Popen[str]) -> list[str]:
     """What the launcher and its nodes said of the job, without what they say when they start."""
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=120)
     said = [line for line in err.splitlines() if "zeroshard: " in line]
     return [line for line in said if " on this node" not in line and not re.match(r"zeroshard: \d+ ranks? on ", line)]
 
@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_first_and_nothing_is_left_on_any_host(hosts: Tes
 def test_a_launcher_that_is_killed_takes_all_hosts_along(hosts: TestHosts, tmp_path: Path) -> None:
     job = _running(hosts, tmp_path)
     job.kill()
-    job.communicate(timeout=30)
+    job.communicate(timeout=120)
     assert hosts.left_running(15) == {}
 
 
@@ -302,7 +302,7 @@ def test_mpirun_starts_and_ends_the_nodes(hosts: TestHosts, tmp_path: Path, vict
         job.kill()
     else:
         os.kill(hosts.find(hosts.names[1], "runner.py"), signal.SIGKILL)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=120)
     assert job.returncode
     said = [line for line in err.splitlines() if line.startswith("zeroshard:") and "on this node" not in line]
     assert victim == "mpirun" or re.match(r"zeroshard: rank 1 .*failed first: killed", said[0]), err

@@ -57,7 +57,7 @@ def test_a_stop_signal_ends_the_ranks_and_what_they_started(tmp_path: Path, numb
     assert all(_alive(pid) for pid in pids)
 
     launcher.send_signal(number)
-    _, said = launcher.communicate(timeout=30)
+    _, said = launcher.communicate(timeout=120)
 
     assert launcher.returncode == 128 + number
     assert said.splitlines()[1:] == [f"zeroshard: {number.name} received, all ranks ended"]
@@ -86,7 +86,7 @@ def test_ranks_that_save_at_a_signal_are_asked_once_and_are_not_restarted(tmp_pa
     assert launcher.stdout is not None
     assert all(launcher.stdout.readline().startswith("going") for _ in range(2))
     launcher.send_signal(signal.SIGTERM)
-    out, said = launcher.communicate(timeout=60)
+    out, said = launcher.communicate(timeout=120)
     assert (launcher.returncode, out) == (75, ""), said
     assert "SIGTERM received: the ranks finish their step, save and end" in said
     assert said.splitlines()[-1] == "zeroshard: the ranks were told to stop and have saved; status 75"
@@ -103,7 +103,7 @@ def test_a_second_signal_does_not_wait_for_ranks_that_save(tmp_path: Path) -> No
     while "save and end" not in launcher.stderr.readline():
         pass
     launcher.send_signal(signal.SIGTERM)
-    _, said = launcher.communicate(timeout=60)
+    _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 128 + signal.SIGTERM, said
     assert _left_running(pids) == []
 
@@ -146,7 +146,7 @@ def test_a_second_ctrl_c_while_what_ranks_left_is_ended_changes_nothing(tmp_path
     while "all ranks ended" not in launcher.stderr.readline():
         pass
     launcher.send_signal(signal.SIGINT)
-    _, said = launcher.communicate(timeout=30)
+    _, said = launcher.communicate(timeout=120)
     assert (launcher.returncode, said) == (128 + signal.SIGINT, "")
     assert _left_running([pid]) == []
 
@@ -159,7 +159,7 @@ def test_a_signal_while_the_launcher_is_starting_is_named(tmp_path: Path, number
     while not _handles(launcher.pid, number):  # the guard has a child, the agent to be, and takes over the signals
         time.sleep(0.005)
     launcher.send_signal(number)
-    _, said = launcher.communicate(timeout=30)
+    _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 128 + number
     assert said.splitlines()[-1] == f"zeroshard: {number.name} received, all ranks ended"
 
@@ -177,7 +177,7 @@ sys.exit(guard.guarded(lambda directory: time.sleep(1000), killed))
 @pytest.mark.parametrize("process", ["after_in_child", "after_in_parent"])
 def test_a_signal_amid_the_fork_of_the_agent_is_not_lost(tmp_path: Path, process: str, number: signal.Signals) -> None:
     launcher = start(tmp_path, "-c", _SIGNAL_AMID_THE_FORK, process, str(int(number)), stderr=subprocess.PIPE)
-    out, said = launcher.communicate(timeout=30)
+    out, said = launcher.communicate(timeout=120)
     assert (launcher.returncode, out) == (128 + number, f"{number.name}\n"), said
 
 
@@ -194,7 +194,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None
     pids = [int(word) for _ in range(2) for word in launcher.stdout.readline().split()]
 
     launcher.kill()
-    launcher.communicate(timeout=30)  # ends when the last holder of the pipe has gone
+    launcher.communicate(timeout=120)  # ends when the last holder of the pipe has gone
 
     assert _left_running(pids) == []
 
@@ -209,7 +209,7 @@ def test_what_a_dead_rank_left_behind_is_ended(tmp_path: Path) -> None:
         time.sleep(1000)
     """
     launcher = start(tmp_path, "run", "--nproc", "2", script(tmp_path, text), stderr=subprocess.PIPE)
-    out, said = launcher.communicate(timeout=60)
+    out, said = launcher.communicate(timeout=120)
 
     assert launcher.returncode == 5
     assert "exit code 5, without a traceback" in said
@@ -227,7 +227,7 @@ def test_an_agent_that_was_killed_is_named_and_what_its_ranks_started_is_ended(t
     assert launcher.stdout is not None
     agent, *pids = map(int, launcher.stdout.readline().split())
     os.kill(agent, signal.SIGKILL)
-    _, said = launcher.communicate(timeout=30)
+    _, said = launcher.communicate(timeout=120)
 
     assert launcher.returncode == 128 + 9
     assert said.splitlines()[1:] == ["zeroshard: the agent was killed by SIGKILL; ending all ranks"]
