@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 
 from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.host_memory import available_bytes, has_host_memory
 from zeroshard.engine.memory.rank_values import is_split, rank_part, rank_shard, read_values
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
@@ -31,24 +33,49 @@ from zeroshard.tiers import Row, loaded
 _LOGGER = logging.getLogger("zeroshard")
 
 
-def close_handle(handle: Handle) -> None:
-    """Close the model of `handle`. Raises UsageError inside of an open GatheredParameters of its parameters."""
+def close_handle(handle: Handle, *, available: Callable[[], int | None] = available_bytes) -> None:
+    """Close the model of `handle`. Raises UsageError inside of an open GatheredParameters of its parameters.
+
+    Args:
+        available: bytes of host memory that can be taken; None where nobody knows.
+    """
     _refuse_open(handle)
     reload_states(handle.runtime.model)
     handle.close()
     handle.runtime.reads.forget()
     unmark_parameters(handle)
+    fits = _fits(handle, available())
     for unit in handle.runtime.units:
         for group in unit.groups:
             with unguarded():
                 for parameter in group.parameters:
                     parameter.grad = None
             if group.plan.param.divided:
-                _hang(unit, group, handle.comm.mesh)
+                _hang(unit, group, handle.comm.mesh, fits=fits)
     for memory in handle.runtime.storage.tiers.values():
         memory.close()
     guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
+
+
+def _fits(handle: Handle, available: int | None) -> bool:
+    """Whether host memory has room for what rests on disk: its tier goes with the engine."""
+    rows = [row for unit in handle.runtime.units for group in unit.groups if (row := _moved(group)) is not None]
+    nbytes = sum(row.numel * row.dtype.itemsize for row in rows)
+    if not nbytes or has_host_memory(nbytes, available):
+        return True
+    _LOGGER.warning(
+        "closing, %.2f GiB of this rank's parameters on disk don't fit into host memory and are given up: what is in "
+        "memory keeps the precision of compute, all else becomes NaN; a checkpoint that was saved before has them",
+        nbytes / 2**30,
+    )
+    return False
+
+
+def _moved(group: Group) -> Row | None:
+    """Where the values of most precision rest, if they do not lie in memory."""
+    row = group.row if group.master is None else group.master
+    return None if row is None or row.values is not None else row
 
 
 def _values(group: Group, whole: Row | None) -> torch.Tensor:
@@ -79,9 +106,12 @@ def _refuse_open(handle: Handle) -> None:
                 )
 
 
-def _hang(unit: Unit, group: Group, mesh: RankMesh) -> None:
+def _hang(unit: Unit, group: Group, mesh: RankMesh, *, fits: bool) -> None:
     layout = group.plan.layout
-    if group.plan.update_axes:
+    if not fits and _moved(group) is not None:
+        nothing = torch.full((1,), math.nan, dtype=group.shard.dtype, device=group.device)
+        values = group.shard if group.row is None else nothing.expand(group.shard.numel())
+    elif group.plan.update_axes:
         # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
         values = _values(group, None if is_split(group) else group.master)
     else:

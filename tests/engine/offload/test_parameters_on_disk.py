@@ -20,6 +20,7 @@ from tests.support.models import Batch, Task, square_loss
 from tests.support.offload import offloaded, recipe, train
 from tests.support.patience import Patience
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
+from zeroshard.engine.closing import close_handle
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
 from zeroshard.errors import PlanError, SpillError, ZeroShardError
@@ -375,6 +376,21 @@ def _first_values_fail(rank: int, world: int, folder: Path) -> None:
 def test_a_disk_that_fails_under_the_first_values_ends_the_start_on_all_ranks(tmp_path: Path) -> None:
     with disk_folder(tmp_path) as folder:
         run_ranks(2, _first_values_fail, folder)
+
+
+def _too_large_to_close(rank: int, world: int, folder: Path) -> None:
+    for plan, lost in ((in_files(HOST, folder), True), (in_files(HOST, folder, state=Tier.HOST), False)):
+        model, optimizer = shard_task(TASK, Setting(plan=plan))
+        _step(model, optimizer, 0, rank)
+        close_handle(handle_of(model), available=lambda: 1 << 20)
+        with zeroshard.GatheredParameters(model.parameters()):
+            assert all(bool(p.isnan().all()) == lost for p in model.parameters()), "master weights in memory stay"
+        assert spill_descriptors(folder) == []
+
+
+def test_closing_never_takes_more_host_memory_than_there_is(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(2, _too_large_to_close, folder)
 
 
 def _by_config(rank: int, world: int, folder: Path) -> None:

@@ -107,6 +107,12 @@ def check_host_memory(nbytes: int, ranks: int, available: int | None) -> None:
     )
 
 
+def has_host_memory(nbytes: int, available: int | None) -> bool:
+    """Whether each rank of this machine can take so many bytes of `available`."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available is None or nbytes * ranks + _KEPT_FREE <= available
+
+
 def available_bytes() -> int | None:
     """Bytes of host memory that can be taken now: the machine's or the container's, whichever is less."""
     meminfo = Path("/proc/meminfo")
