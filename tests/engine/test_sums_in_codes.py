@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
@@ -223,6 +224,38 @@ def _bad_gradients(rank: int, world: int) -> None:
 
 def test_a_step_with_inf_on_one_rank_is_skipped_and_leaves_nothing_behind() -> None:
     run_ranks(4, _bad_gradients)
+
+
+class _OneLarge(nn.Module):
+    """Its gradients are 1 for one element, and so small for the others of the block that 4 bits round them to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(BETWEEN.size))
+
+    def forward(self) -> torch.Tensor:
+        return self.values[0] + self.values[1:].sum() * 3 / 127
+
+
+def _moved(rank: int, world: int) -> None:
+    mesh = Mesh.data_parallel(world, 2)
+    for feedback, expected in ((Feedback(), 3 / 127), (None, 0.0)):
+        model, codes = _OneLarge(), GradientCodes(feedback=feedback)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1 / 60)
+        recipe = _recipe(mesh, 3, gradient_codes=codes)
+        model, optimizer = zeroshard.shard(model, optimizer, plan=recipe, mesh=mesh)
+        for _ in range(60):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = dict(zeroshard.iterate_full_parameters(model))["values"]
+        assert abs(float(found[1:].mean()) + expected) < 0.2 * 3 / 127
+        assert abs(float(found[0]) + 1) < 0.01
+        zeroshard.close(model)
+
+
+def test_what_is_small_beside_its_block_is_trained_by_error_feedback_alone() -> None:
+    run_ranks(4, _moved)
 
 
 def test_only_4_bits_of_a_subgroups_sum_leave_it() -> None:
