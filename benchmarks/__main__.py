@@ -14,6 +14,7 @@ WITHOUT_GPU = {
     "largest": "the largest model that the plan says one GPU and its host train",
     "nvme": "state on disk: rates beside plain direct I/O, and a step's seconds beside the prediction",
     "checkpoint": "how fast checkpoints are written and read, beside dd on the same disk",
+    "slow_links": "a step over a slow link between two nodes (network namespaces, root): codes, second copies, HSDP",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }
 FOR_GPUS = {
@@ -24,6 +25,7 @@ FOR_GPUS = {
     "timeline": "a picture of a step from such a trace: what ran on which stream",
     "trainer": "Hugging Face's Trainer on zeroshard, DeepSpeed and FSDP2: one script, seconds and memory",
     "trainer_row": "one row of it: one engine in the plainest script",
+    "slow_links_rank": "the ranks that slow_links starts",
     "planner_ranks": "the ranks that planner --measure starts",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }

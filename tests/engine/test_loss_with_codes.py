@@ -79,6 +79,7 @@ def _losses(rank: int, world: int) -> dict[str, list[float]]:
     return {way: [_final_loss(rank, mesh, seed, text, how) for seed in SEEDS] for way, how in WAYS.items()}
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.skipif(not STEPS, reason="takes minutes: ZEROSHARD_LOSS_STEPS=2000")
 def test_codes_leave_the_loss_within_the_spread_of_the_seeds() -> None:
     of_ranks = run_ranks(4, _losses, timeout=3600)
