@@ -37,16 +37,17 @@ def _assert_same(found: State, wanted: State, what: object) -> None:
 def _moved(rank: int, world: int, folder: str, layouts: list[Layout], background: bool) -> None:
     for layout in layouts:
         model, optimizer = sharded(layout)
-        train(model, optimizer, layout, range(2))
+        train(model, optimizer, layout, range(1))
         saved = _state(model)
         zeroshard.save(model, folder, f"{layout.tensor}-{layout.stage}", background=background)
         zeroshard.wait_for_checkpoint(model)
         zeroshard.close(model)
         for other in layouts:
+            if other == layout and not WHOLE_MATRIX:
+                continue
             model, optimizer = sharded(other)
             zeroshard.load(model, folder, f"{layout.tensor}-{layout.stage}")
             _assert_same(_state(model), saved, f"{layout} into {other}")
-            train(model, optimizer, other, range(1))
             zeroshard.close(model)
 
 
