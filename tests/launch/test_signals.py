@@ -33,11 +33,11 @@ def _alive(pid: int) -> bool:
     return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-def _handles(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal, other than Python's own for Ctrl-C."""
-    mask = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+def _awaits(pid: int, number: signal.Signals) -> bool:
+    """Whether the process holds the signal back, to take it where it waits for signals."""
+    mask = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     assert mask is not None
-    return all(int(mask[1], 16) >> (each - 1) & 1 for each in (number, signal.SIGTERM))
+    return bool(int(mask[1], 16) >> (number - 1) & 1)
 
 
 def _left_running(pids: list[int], seconds: float = 5.0) -> list[int]:
@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_while_what_ranks_left_is_ended_changes_nothing(tmp_path
 def test_a_signal_while_the_launcher_is_starting_is_named(tmp_path: Path, number: signal.Signals) -> None:
     name = script(tmp_path, "import time; time.sleep(1000)")
     launcher = start(tmp_path, "run", "--nproc", "1", name, stderr=subprocess.PIPE)
-    while not _handles(launcher.pid, number):  # the guard has a child, the agent to be, and takes over the signals
+    while not _awaits(launcher.pid, number):  # the guard takes over the signals, and will have a child, the agent to be
         time.sleep(0.005)
     launcher.send_signal(number)
     _, said = launcher.communicate(timeout=120)

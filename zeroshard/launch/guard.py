@@ -28,13 +28,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from zeroshard.errors import ZeroShardError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_AWAITED = (*FORWARDED, signal.SIGCHLD)
 _JOB_VARIABLE = "ZEROSHARD_JOB"
 # How long what is left may take to end by itself; as long again, it is waited for after SIGKILL.
 _LEFT_SECONDS = 2.0
@@ -57,8 +57,10 @@ def guarded(work: Work, killed: Tell, control: Control | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
         _adopt_orphans()
         parent = os.getpid()
-        # Until both processes have said what a signal does to them: one that came amid the fork would be lost.
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        # The guard takes signals one by one where it waits for them, so that none comes amid the fork or just before
+        # it waits, where a handler would run too late: when the child has ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         child = os.fork()
         if child == 0:
             os._exit(_in_child(work, directory, parent, job))
@@ -72,7 +74,7 @@ def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
     # an exception amid an import comes out as whatever the import makes of it.
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -99,22 +101,16 @@ def _wait(child: int, killed: Tell, job: str, control: Callable[[Tell], None] | 
             if not ended:
                 os.kill(child, number)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        tell(signal.Signals(number))
-
     ended: list[int] = []
-    reaping = threading.RLock()  # a handler may run while this thread holds it
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    reaping = threading.Lock()
     if control is not None:
         threading.Thread(target=control, args=(tell,), daemon=True).start()
-    while True:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if info is not None:
-            break
-        _reap_others(child)
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        number = signal.sigwait(_AWAITED)
+        if number == signal.SIGCHLD:
+            _reap_others(child)
+        else:
+            tell(signal.Signals(number))
     with reaping:
         ended.append(child)
         _, status = os.waitpid(child, 0)
@@ -127,7 +123,7 @@ def _wait(child: int, killed: Tell, job: str, control: Callable[[Tell], None] | 
 
 
 def _reap_others(child: int) -> None:
-    """Take the status of orphans that have ended, so that they are not the ones that the next wait finds."""
+    """Take the status of orphans that have ended."""
     for pid in _children(os.getpid()):
         if pid != child:
             os.waitpid(pid, os.WNOHANG)
