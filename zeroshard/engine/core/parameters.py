@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
-
-import torch
 
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.changes import ForwardChanges
+from zeroshard.engine.core.gather_steps import GatherSteps
 from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.interrupted import refuse_tracing
 from zeroshard.engine.core.parameter_reads import ParameterReads
 from zeroshard.engine.core.pending_updates import PendingUpdates
-from zeroshard.engine.core.streams import Buffers, Event, Follow, Launch, Step, Streams
-from zeroshard.engine.memory.block_codes import decode, encode
-from zeroshard.engine.memory.group import Group
+from zeroshard.engine.core.streams import Buffers, Event, Step, Streams
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit, UnitState
 from zeroshard.errors import SpillError, UsageError
 from zeroshard.mesh import Axes
-from zeroshard.plan.legs import Buffer, Leg, LegKind, Route, Stream
+from zeroshard.plan.legs import Stream
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import new_ledger
 from zeroshard.sharding.slots import Outdated
@@ -89,7 +85,7 @@ class Parameters:
         self._met: Event | None = None
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
-        self._legs = plan.legs
+        self._making = GatherSteps(plan.legs, self._storage, self._gathers, self._reads, self._peers)
         self._steps = [self._steps_of(unit, Outdated.NOTHING) for unit in self._storage.units]
         renewed = (unit for unit in self._storage.units if any(legs.refresh for legs in plan.legs[unit.index]))
         self._after_renewal = {
@@ -98,85 +94,7 @@ class Parameters:
 
     def _steps_of(self, unit: Unit, outdated: Outdated) -> list[Step]:
         """What gathers a unit into its slot, after what is outdated of its second copy has been made anew."""
-        return self._steps_into(unit, [group.whole for group in unit.groups], self._buffer(unit.index), outdated)
-
-    def _steps_into(self, unit: Unit, wholes: Iterable[torch.Tensor], name: Hashable, outdated: Outdated) -> list[Step]:
-        """What gathers the groups of a unit into `wholes`, which hazards call `name`."""
-        found: list[Step] = []
-        for group, legs, whole in zip(unit.groups, self._legs[unit.index], wholes, strict=True):
-            second = (("second", unit.index),)
-            for leg in legs.renewal(outdated, trainable=group.plan.trainable):
-                writes = (*second, name) if leg.target is Buffer.WHOLE else second
-                found.append(self._step(unit, group, leg, whole, writes))
-            found += [self._step(unit, group, leg, whole, (name,)) for leg in legs.gather]
-        return found
-
-    def _step(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor, writes: Buffers) -> Step:
-        part = ("second" if leg.source is Buffer.SECOND else "shard", unit.index)
-        makers = {
-            LegKind.READ: self._read,
-            LegKind.COPY: self._copy,
-            LegKind.ENCODE: self._encode,
-            LegKind.DIFFER: self._encode,
-            LegKind.DECODE: self._decode,
-            LegKind.ADD: self._decode,
-        }
-        make = makers.get(leg.kind, self._all_gather)
-        return Step(make(unit, group, leg, whole), (part,), writes, sends=bool(leg.axes))
-
-    def _read(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
-        return partial(self._reads.arrive, unit.index)
-
-    def _copy(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
-        target = _own_part(group, leg.target, whole)
-        if leg.source is Buffer.WINDOW:
-            return lambda: target.copy_(self._reads.arrived(unit.index, group), non_blocking=True)
-        return lambda: target.copy_(group.shard, non_blocking=True)
-
-    def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
-        source = group.shard if leg.source is Buffer.SHARD else _own_part(group, leg.source, whole)
-        if leg.kind is LegKind.DIFFER:
-            blocks, had = group.plan.differences, _own_part(group, Buffer.SECOND, whole)
-            assert blocks is not None
-            record = self._own_record(group, group.plan.record_of(blocks) * group.plan.records)
-            return lambda: encode(source.float() - had, record, blocks)
-        blocks = group.plan.codes
-        assert blocks is not None
-        record = self._own_record(group, group.plan.record_of(blocks) * group.plan.records)
-        return lambda: encode(source, record, blocks)
-
-    def _decode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
-        target = whole if leg.target is Buffer.WHOLE else _second(group)
-        adds = leg.kind is LegKind.ADD
-        ranks, blocks = group.plan.records, group.plan.differences if adds else group.plan.codes
-        assert blocks is not None
-        records = self._records(group.plan.record_of(blocks) * ranks)
-        return lambda: decode(records, ranks, target, blocks, add=adds)
-
-    def _records(self, nbytes: int) -> torch.Tensor:
-        assert self._storage.records is not None
-        return self._storage.records[:nbytes]
-
-    def _own_record(self, group: Group, nbytes: int) -> torch.Tensor:
-        position = group.rank % group.plan.records
-        return self._records(nbytes).view(group.plan.records, -1)[position]
-
-    def _all_gather(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Launch:
-        gathers, label = self._gathers[leg.axes], unit.label
-        if leg.route is Route.COPIES and whole is group.whole:
-            assert self._peers is not None
-            return self._peers.all_gather(whole, group.shard, label, group.copied)
-        if leg.source is Buffer.RECORDS:
-            records, record = self._records(leg.nbytes), self._own_record(group, leg.nbytes)
-            return lambda: gathers.all_gather(records, record, label)
-        target = whole if leg.target is Buffer.WHOLE else _second(group)
-        if leg.source is Buffer.SHARD:
-            own = group.shard
-        elif leg.source is leg.target:
-            own = _own_part(group, leg.target, whole)
-        else:
-            own = _second(group)
-        return lambda: gathers.all_gather(target, own, label)
+        return self._making.into(unit, [group.whole for group in unit.groups], self._buffer(unit.index), outdated)
 
     def read(self, index: int) -> None:
         """Begin to read a unit from disk for its next gather, unless its whole parameters are there already."""
@@ -289,7 +207,7 @@ class Parameters:
         unit.held = True
         wholes = [group.take_apart() for group in unit.groups]
         try:
-            self._run_gather(unit, self._steps_into(unit, wholes, ("held", index), self._ledger.renew(index)))
+            self._run_gather(unit, self._making.into(unit, wholes, ("held", index), self._ledger.renew(index)))
         except (RuntimeError, AssertionError) as error:  # whoever goes on must not find memory that nobody wrote
             self._ledger.outdate(index)
             unit.give_apart_back()
@@ -470,20 +388,6 @@ class Parameters:
 
 def _tell_nobody(error: SpillError) -> None:
     pass
-
-
-def _second(group: Group) -> torch.Tensor:
-    assert group.second is not None
-    return group.second
-
-
-def _own_part(group: Group, buffer: Buffer, whole: torch.Tensor) -> torch.Tensor:
-    """The place of this rank's shard in the whole, or in the second copy."""
-    start, end = group.plan.layout.shard_range(group.rank)
-    if buffer is Buffer.WHOLE:
-        return whole[start:end]
-    first, _ = group.plan.second_range(group.rank)
-    return _second(group)[start - first : end - first]
 
 
 def _all_opened(unit: Unit) -> bool:
