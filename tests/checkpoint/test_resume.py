@@ -340,7 +340,7 @@ def _unforeseen(directory: str, rank: int) -> None:
 
         return raising
 
-    here = "zeroshard.engine.saving.checkpoints"
+    here, prepared = "zeroshard.engine.saving.checkpoints", "zeroshard.engine.saving.prepared_load"
     cases: list[tuple[Callable[[], object], str, Exception, str]] = [
         (save, "zeroshard.checkpoint.saver.write_pieces", zlib.error("odd"), "error: odd"),
         (partial(save, True), "zeroshard.checkpoint.saver.write_pieces", OSError(5, "bad disk", "f"), "f: bad disk"),
@@ -348,8 +348,8 @@ def _unforeseen(directory: str, rank: int) -> None:
         (save, f"{here}.buffer_sums", ValueError("sums"), "ValueError: sums"),
         (save, f"{here}.pieces", LookupError("pieces"), "LookupError: pieces"),
         (load, f"{here}.CheckpointReader", OSError(5, "bad disk"), "bad disk"),
-        (load, f"{here}.loading.apply", ArithmeticError("late"), "ArithmeticError: late.*do not train on"),
-        (load, f"{here}.set_generators", BufferError("later"), "BufferError: later.*do not train on"),
+        (load, f"{prepared}.loading.apply", ArithmeticError("late"), "ArithmeticError: late.*do not train on"),
+        (load, f"{prepared}.set_generators", BufferError("later"), "BufferError: later.*do not train on"),
     ]
     for call, place, error, said in cases:
         with pytest.MonkeyPatch.context() as patch:
