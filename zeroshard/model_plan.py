@@ -10,7 +10,7 @@ parameter. Rejected: rules by names of layers, which are right for the models th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -55,15 +55,14 @@ def divide_by_plan(
         raise PlanError(f"{AUTOTP} {ranks} does not divide the {world} ranks that run")
     _check_heads(model, ranks)
     plan = None if partition is not None else _own_plan(model)
+    apply = None if plan is None else _applying()
     layers = {} if partition is None else _layers_of(model, partition)
     before = dict(model.named_parameters(remove_duplicate=False))
     mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
-    if plan is None:
+    if plan is None or apply is None:
         _divide_layers(model, mesh["tp"], layers)
     else:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-        apply_tensor_parallelism(model, mesh["tp"], _expanded(model, plan))
+        apply(model, mesh["tp"], _expanded(model, plan))
         tie = getattr(model, "tie_weights", None)
         if callable(tie):  # each name of a tied weight got a parameter of its own
             tie()
@@ -106,6 +105,18 @@ def _own_plan(model: nn.Module) -> Mapping[str, str]:
             f"name its layers in {SPECS}, or divide it with torch's parallelize_module before"
         )
     return plan
+
+
+def _applying() -> Callable[..., object]:
+    """What transformers applies a plan with. Raises PlanError where this transformers has it not."""
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError as error:
+        raise PlanError(
+            f"{AUTOTP}: the model's plan is applied by transformers 5.24 or later, and the one that is installed can't "
+            f"({error}). Load the model with tp_plan='auto', name its layers in {SPECS}, or update transformers"
+        ) from error
+    return apply_tensor_parallelism
 
 
 def _expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

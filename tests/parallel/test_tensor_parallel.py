@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,6 +234,12 @@ def _by_config(rank: int, world: int) -> None:
         zeroshard.initialize(model=build(), config={**BASE, "tensor_parallel": {"autotp_size": 2}})
     with pytest.raises(PlanError, match=r"autotp_size 3 does not divide the 2 ranks that run"):
         zeroshard.initialize(model=build(), config={**BASE, "tensor_parallel": {"autotp_size": 3}})
+    planned = build()
+    vars(planned)["tp_plan"] = {"blocks.*.mlp.up": "colwise"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)  # an older one has no such file
+        with pytest.raises(PlanError, match=r"autotp_size: .* is applied by transformers 5.24 or later"):
+            zeroshard.initialize(model=planned, config={**BASE, "tensor_parallel": {"autotp_size": 2}})
     wrong = {"layer_specs": [{"patterns": [".*"], "shape": [2, -1]}]}
     section = {"autotp_size": 2, "partition_config": wrong}
     with pytest.raises(PlanError, match=r"layer_specs\[0\] has shape: patterns and partition_type"):
