@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.checkpoint import directory
-from zeroshard.checkpoint.audit import LOG, check_load, has_log, read_log
+from zeroshard.checkpoint.audit import LOG, check_load, read_log
 from zeroshard.errors import CheckpointError
 
 app = typer.Typer(
@@ -67,11 +67,6 @@ def verify(
     elif not problems:
         print(f"{path / LOG} is as it was written: {len(found.entries)} lines; the last has hash {last}")
     _end(problems, quiet=as_json)
-
-
-def log_folder(path: Path) -> Path | None:
-    """The directory with a log that a path to it, or to a checkpoint in it, means."""
-    return next((each for each in (path, path.resolve().parent) if has_log(each)), None)
 
 
 def _problem(base: Path, folder: Path) -> str | None:

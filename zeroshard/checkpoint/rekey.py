@@ -13,7 +13,6 @@ from pathlib import Path
 
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import MANIFEST, SEALED_VERSION, encode_sealed, read_content, read_manifest
-from zeroshard.checkpoint.seal import open_seal
 from zeroshard.checkpoint.temporary_files import delete, new_id, sync_folder, temporary_path, write_synced
 from zeroshard.errors import CheckpointError
 
@@ -30,18 +29,18 @@ def rekey(folder: Path, old: KeyService, new: KeyService) -> bool:
         CheckpointError: it is not encrypted, not with `old`, damaged, or can't be written; it is what it was.
     """
     where = folder / MANIFEST
-    if not is_sealed(folder):
-        raise CheckpointError(f"{where} is not encrypted; a key only takes the place of another")
     content = read_content(folder)
+    if content["version"] != SEALED_VERSION:
+        raise CheckpointError(f"{where} is not encrypted; a key only takes the place of another")
     header = content.get("encryption")
     if isinstance(header, dict) and header.get("key") == new.id:
         read_manifest(folder, new)
         return False
-    seal = open_seal(header, old, where)
-    order = read_manifest(folder, old).order
+    manifest = read_manifest(folder, old)
+    assert manifest.seal is not None, "an encrypted table has the seal that opened it"
     staged = temporary_path(folder, MANIFEST, new_id(), "partial")
     try:
-        write_synced(staged, encode_sealed(order, seal.rewrapped(new), content["sealed"]))
+        write_synced(staged, encode_sealed(manifest.order, manifest.seal.rewrapped(new), content["sealed"]))
         staged.replace(where)
         sync_folder(folder)
     except OSError as error:
