@@ -26,6 +26,7 @@ FOR_GPUS = {
     "trainer": "Hugging Face's Trainer on zeroshard, DeepSpeed and FSDP2: one script, seconds and memory",
     "trainer_row": "one row of it: one engine in the plainest script",
     "slow_links_rank": "the ranks that slow_links starts",
+    "observed": "what a step costs more with everything on that can be seen of a run",
     "planner_ranks": "the ranks that planner --measure starts",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }

@@ -28,6 +28,8 @@ from zeroshard.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 STEPS = 4
+FOLDER = "the folder of the case"
+"""Stands in configs for a folder that is known when a case runs."""
 Between = Callable[[Engine, Path], Engine]
 
 
@@ -66,6 +68,12 @@ def _offload(param: bool, ratio: float = 1.0, pin: bool = True) -> dict[str, Any
     state = {"device": "cpu", "pin_memory": pin}
     away = {"offload_param": state} if param else {}
     return _zero(offload_optimizer={**state, "ratio": ratio}, **away)
+
+
+def _offload_to_disk(param: bool, **shares: float) -> dict[str, Any]:
+    files = {"device": "nvme", "nvme_path": FOLDER}
+    away = {"offload_param": files} if param else {}
+    return _zero(offload_optimizer={**files, **shares}, **away)
 
 
 # What happens amid a training.
@@ -185,6 +193,13 @@ CASES: dict[str, Case] = {
     "half of the state on the host": Case(_offload(False, ratio=0.5, pin=False)),
     "state on the host, bf16": Case({**_offload(True), "bf16": {"enabled": True}}, far=2e-2),
     "state on the host, accumulated": Case({**_offload(False), "gradient_accumulation_steps": 2}),
+    "state on disk": Case(_offload_to_disk(False)),
+    "state and parameters on disk": Case(_offload_to_disk(True)),
+    "state and parameters on disk, bf16, accumulated": Case(
+        {**_offload_to_disk(True), "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}, far=2e-2
+    ),
+    "state on the GPU, the host and disk": Case(_offload_to_disk(False, ratio=0.7, cpu_ratio=0.4)),
+    "goes on from disk": Case(_offload_to_disk(True), between=_other_stage),
     "state on the host at stage 2": Case(_zero(2, offload_optimizer={"device": "cpu"})),
     "goes on at stage 1": Case(between=_other_stage),
     "goes on from stage 1": Case(_zero(1), between=_other_stage),
@@ -250,7 +265,9 @@ def _step(engine: Engine, step: int) -> list[float]:
 
 
 def _train(case: Case, folder: Path) -> Result:
-    engine, losses = _start(_merged(BASE, case.config)), []
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads(json.dumps(_merged(BASE, case.config)).replace(FOLDER, str(folder)))
+    engine, losses = _start(config), []
     for step in range(STEPS):
         if step == 2 and case.between is not None:
             engine = case.between(engine, folder)
