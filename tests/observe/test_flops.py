@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.test_initialize import ADAMW
 from zeroshard.errors import UsageError
+from zeroshard.observe.flops.counter import _MORE
 from zeroshard.observe.flops.step import StepFlops
 
 WIDTH, HIDDEN, HEADS, EXPERTS, LENGTH, BATCH, LAYERS = 32, 64, 4, 4, 16, 2, 3
@@ -151,3 +153,20 @@ def test_a_model_is_profiled_by_one_call(tmp_path: Path, capsys: Any) -> None:
         zeroshard.get_model_profile(model)
     with pytest.raises(UsageError, match='mode="generate": Model has no generate'):
         zeroshard.get_model_profile(model, args=(x,), mode="generate")
+
+
+KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_heads_of_queries_may_share_keys_in_every_kernel_of_attention(kernel: str) -> None:
+    """As torch's own formulas have it where queries and keys have the same number of heads."""
+    aten = torch.ops.aten
+    forward = _MORE[getattr(aten, f"_scaled_dot_product_{kernel}")]
+    backward = _MORE[getattr(aten, f"_scaled_dot_product_{kernel}_backward")]
+    query, key, value, grad = (2, 8, 5, 16), (2, 8, 7, 16), (2, 8, 7, 4), (2, 8, 5, 4)
+    assert forward(query, key, value) == sdpa_flop_count(query, key, value)
+    assert backward(grad, query, key, value) == sdpa_backward_flop_count(grad, query, key, value)
+    few_keys, few_values = (2, 2, 7, 16), (2, 2, 7, 4)
+    assert forward(query, few_keys, few_values) == forward(query, key, value)
+    assert backward(grad, query, few_keys, few_values) == backward(grad, query, key, value)
