@@ -27,6 +27,7 @@ FOR_GPUS = {
     "trainer_row": "one row of it: one engine in the plainest script",
     "slow_links_rank": "the ranks that slow_links starts",
     "observed": "what a step costs more with everything on that can be seen of a run",
+    "codes": "codes of 8 and 4 bits made and read, beside the rate of a copy",
     "planner_ranks": "the ranks that planner --measure starts",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }

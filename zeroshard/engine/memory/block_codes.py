@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.engine.memory import native_codes
+from zeroshard.engine.memory import kernel_codes, native_codes
 from zeroshard.plan.hops import Feedback
 from zeroshard.plan.placement import Blocks
 
@@ -38,7 +38,8 @@ def encode(
     Args:
         error: what earlier codes left out, as large as `values`: added before, and renewed as `feedback` says.
     """
-    if native_codes.encode(values, records, blocks, ranks, error, feedback):
+    by = kernel_codes if values.is_cuda else native_codes
+    if by.encode(values, records, blocks, ranks, error, feedback):
         return
     rows = values.view(-1, blocks.size).float()
     if error is not None:
@@ -69,7 +70,8 @@ def _keep(error: torch.Tensor, left_out: torch.Tensor, feedback: Feedback) -> No
 @torch.no_grad()
 def decode(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Blocks, *, add: bool = False) -> None:
     """Write what the records of so many ranks, one after the other, stand for into `values`, flat, or add it there."""
-    if native_codes.decode(records, ranks, values, blocks, add=add):
+    by = kernel_codes if values.is_cuda else native_codes
+    if by.decode(records, ranks, values, blocks, add=add):
         return
     codes, scales = _parts(records.view(ranks, -1), values.numel() // ranks, blocks)
     rows = _rows(codes, blocks)
@@ -81,7 +83,8 @@ def decode(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Bloc
 @torch.no_grad()
 def decode_sum(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Blocks, *, add: bool) -> None:
     """Write the float32 sum, in the order of ranks, of what their records stand for into `values`, or add it there."""
-    if native_codes.decode(records, ranks, values, blocks, add=add, summed=True):
+    by = kernel_codes if values.is_cuda else native_codes
+    if by.decode(records, ranks, values, blocks, add=add, summed=True):
         return
     codes, scales = _parts(records.view(ranks, -1), values.numel(), blocks)
     rows = _rows(codes, blocks)
