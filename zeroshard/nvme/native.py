@@ -9,6 +9,7 @@ import weakref
 from functools import cache
 from pathlib import Path
 
+from zeroshard.native_library import load_versioned
 from zeroshard.nvme.transfers import DiskStalled, FileEnded, Transfer
 
 LIBRARY = Path(__file__).with_name("libzeroshard_disk.so")
@@ -81,14 +82,8 @@ def _close(library: ctypes.CDLL, engine: int, process: int) -> None:
 @cache
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL | None:
     """The library; None where it was not built, or is of another version. Nothing is compiled."""
-    if not path.exists():
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-        library.zeroshard_disk_version.restype = _int32
-        if library.zeroshard_disk_version() != VERSION:
-            return None
-    except (OSError, AttributeError):
+    library, _ = load_versioned(path, "disk", VERSION)
+    if library is None:
         return None
     library.zeroshard_disk_open.argtypes = [_int32, _int32]
     library.zeroshard_disk_open.restype = _address

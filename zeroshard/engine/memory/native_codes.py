@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from zeroshard.native_library import load_versioned
 from zeroshard.plan.hops import Feedback
 from zeroshard.plan.placement import Blocks
 
@@ -28,15 +29,8 @@ _int32, _int64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 @cache
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL | None:
     """The library; None where it is not there, can't be loaded or is of another version. Nothing is compiled."""
-    if not path.exists():
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-        library.zeroshard_codes_version.restype = _int32
-        version = library.zeroshard_codes_version()
-    except (OSError, AttributeError):
-        return None
-    if version != VERSION:
+    library, _ = load_versioned(path, "codes", VERSION)
+    if library is None:
         return None
     encode, decode = library.zeroshard_codes_encode, library.zeroshard_codes_decode
     encode.restype = decode.restype = _int32

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.errors import UsageError
+from zeroshard.native_library import load_versioned
 from zeroshard.optim.host.kernel import Squares
 from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
 
@@ -147,16 +148,9 @@ class NativeBackend:
 @cache
 def load_library(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
     """The library, or None, and why in words. Nothing is compiled."""
-    if not path.exists():
-        return None, "no C++ compiler was there when zeroshard was installed; install one and zeroshard again"
-    try:
-        library = ctypes.CDLL(str(path))
-        library.zeroshard_host_version.restype = _int32
-        version = library.zeroshard_host_version()
-    except (OSError, AttributeError) as error:
-        return None, f"{path.name} can't be loaded ({error}); install zeroshard again"
-    if version != VERSION:
-        return None, f"{path.name} is of another version of zeroshard ({version}, not {VERSION}); install it again"
+    library, why = load_versioned(path, "host", VERSION)
+    if library is None:
+        return None, why
     library.zeroshard_host_set.argtypes = [_int32]
     library.zeroshard_host_set.restype = ctypes.c_char_p
     step, squares = library.zeroshard_host_step, library.zeroshard_host_squares
@@ -165,7 +159,7 @@ def load_library(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
     step.argtypes = [_int32, _int32, _int32, _int64, ctypes.POINTER(ctypes.c_float), *tensors]
     squares.argtypes = [_int32, _int32, _int64, _address, _int32, _address, _address, _address]
     library.zeroshard_host_stream.argtypes = [_int32, _int32, _int64, _address, _address, _address, ctypes.c_float]
-    return library, "native code"
+    return library, why
 
 
 def instruction_sets(library: ctypes.CDLL) -> list[str]:
