@@ -29,7 +29,9 @@ MODEL_AXES: Axes = ("tp",)
 """The axes over which a model itself divides its parameters."""
 SEQUENCE: Axes = ("cp", "sp")
 """The axes whose ranks read other parts of the same sequences: state is divided over them as over data axes."""
-KNOWN: Axes = ("pp", REPLICATE, SHARD, "cp", "sp", "tp", "ep")
+STAGES = "pp"
+"""The axis along which ranks have other layers of the model: each of its positions is a mesh of its own for ZeRO."""
+KNOWN: Axes = (STAGES, REPLICATE, SHARD, "cp", "sp", "tp", "ep")
 
 
 _OTHER_NAMES = {
@@ -143,6 +145,10 @@ class Mesh:
     def first(self, rank: int, axes: Axes) -> bool:
         """Whether a rank is the first of those that hold the same part of what is divided over `axes`."""
         return self.position(rank, self.without(axes)) == 0
+
+    def of_stage(self) -> Mesh:
+        """The mesh of the ranks of one pipeline stage: this one without its axis `pp`."""
+        return Mesh(tuple(axis for axis in self.axes if axis.name != STAGES))
 
     def __str__(self) -> str:
         return " x ".join(f"{axis.name} {axis.size}" for axis in self.axes)

@@ -67,7 +67,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = ()) -> RankMesh:
+def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = (), whole: Mesh | None = None) -> RankMesh:
     """Communicators for `mesh` over the default process group, or over this process alone when there is none.
 
     Called by all ranks in the same order.
@@ -75,6 +75,7 @@ def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = ()) -> RankMesh:
     Args:
         mesh: by default one data-parallel group of all ranks.
         over: axes to make communicators over, beside all axes together.
+        whole: of all ranks, where `mesh` is that of one pipeline stage; the rank's number is that in its stage then.
 
     Raises:
         PlanError: the mesh is for another number of ranks.
@@ -82,30 +83,36 @@ def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = ()) -> RankMesh:
     joined = dist.is_available() and dist.is_initialized()
     size, rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
     mesh = Mesh.data_parallel(size) if mesh is None else mesh
-    if mesh.world_size != size:
-        raise PlanError(f"the mesh {mesh} is for {mesh.world_size} ranks, but there are {size}")
+    whole = mesh if whole is None else whole
+    if whole.world_size != size:
+        raise PlanError(f"the mesh {whole} is for {whole.world_size} ranks, but there are {size}")
     made: dict[tuple[tuple[int, ...], ...], AxisGroups] = {}
     groups: dict[Axes, AxisGroups] = {}
     for axes in dict.fromkeys((mesh.names, *over)):
-        partition = tuple(sorted(tuple(sorted(ranks)) for ranks in mesh.groups(axes)))
+        partition = tuple(sorted(tuple(sorted(ranks)) for ranks in whole.groups(axes)))
         if partition not in made:
             made[partition] = _axis_groups("+".join(axes), partition, rank)
         groups[axes] = made[partition]
-    return RankMesh(mesh, rank, groups)
+    return RankMesh(mesh, whole.position(rank, mesh.names), groups)
 
 
 def _axis_groups(name: str, partition: Sequence[Sequence[int]], rank: int) -> AxisGroups:
     """The communicators of this rank's group of `partition`; every rank makes every group, as c10d demands."""
     if len(partition[0]) == 1:
         return AxisGroups()
-    made: dict[str, dist.ProcessGroup] = {}
-    for purpose in ("gather", "reduce", "control"):
-        for ranks in partition:
-            group = _new_group(ranks, f"zeroshard {name} {purpose}")
-            if rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                made[purpose] = group
-    return AxisGroups(made["gather"], made["reduce"], made["control"])
+    made = [new_groups(f"{name} {purpose}", partition, rank) for purpose in ("gather", "reduce", "control")]
+    return AxisGroups(*made)
+
+
+def new_groups(name: str, partition: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """Make a communicator of each group of ranks; that of `rank`, None where it is in no group. Called by all ranks."""
+    own: dist.ProcessGroup | None = None
+    for ranks in partition:
+        group = _new_group(ranks, f"zeroshard {name}")
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            own = group
+    return own
 
 
 def group_timeout() -> timedelta:

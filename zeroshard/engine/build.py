@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,12 +14,14 @@ from zeroshard.comm.mesh import RankMesh, build_mesh, world_size
 from zeroshard.comm.nested import NestedCollectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
+from zeroshard.comm.stages import StagePlace, Stages
 from zeroshard.comm.waiting import Waiter
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.core.handle import Comm, Handle, attach, find_handle
 from zeroshard.engine.core.hooks import install_hooks
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.streams import CudaStreams, QueuedStreams, Streams
+from zeroshard.engine.core.tied import TiedCopies, TiedUnit, find_tied, share_values
 from zeroshard.engine.memory.peer_memory import PeerAllocator, open_peers
 from zeroshard.engine.memory.rank_values import write_parameter
 from zeroshard.engine.memory.storage import Storage
@@ -46,6 +48,8 @@ def build_handle(
     streams: Streams | None = None,
     peer_memory: PeerMemoryFactory | None = None,
     tiers: Mapping[Tier, TierFactory] | None = None,
+    place: StagePlace | None = None,
+    tied: Sequence[str] = (),
 ) -> Handle:
     """Shard `model` by `plan` and hook it; called by all ranks.
 
@@ -55,6 +59,8 @@ def build_handle(
         streams: backend to run on instead of the device's own (the checking one, say).
         peer_memory: what makes the memory that ranks share where the plan copies between peers, instead of the GPUs'.
         tiers: what makes the memory of tiers below host memory.
+        place: this rank's place among pipeline stages, where `model` is one of them; the plan is for the stage's ranks.
+        tied: paths of modules that other stages hold a copy of.
 
     Raises:
         PlanError: the plan is for other ranks or other parameters, or keeps state in a tier that is not there.
@@ -66,14 +72,17 @@ def build_handle(
             "build a new model"
         )
     _check_model(model)
-    _check_plan(model, plan)
+    _check_plan(model, plan, place)
     tiers = {} if tiers is None else tiers
     check_tiers(plan, tiers)
-    mesh = build_mesh(plan.mesh, _axes_of(plan))
+    mesh = build_mesh(plan.mesh, _axes_of(plan), None if place is None else place.whole)
     device = default_device() if device is None else device
     comm = _communicators(mesh)
+    if place is not None:
+        comm.stages = Stages(place, device, comm.sent)
     try:
-        return _start_engine(model, plan, comm, device, sync_parameters, streams, peer_memory, tiers)
+        found = [] if comm.stages is None else find_tied(plan, tied, comm.stages)
+        return _start_engine(model, plan, comm, device, sync_parameters, streams, peer_memory, tiers, found)
     except BaseException as error:
         _leave_communicators(comm, device, idle=isinstance(error, (PlanError, UsageError)))
         raise
@@ -88,10 +97,12 @@ def _start_engine(
     streams: Streams | None,
     peer_memory: PeerMemoryFactory | None,
     tiers: Mapping[Tier, TierFactory],
+    tied: Sequence[TiedUnit],
 ) -> Handle:
     """`build_handle` once there are communicators."""
     parameters = dict(model.named_parameters())
     _move_buffers(model, device)
+    share_values(model, tied, device)
     if sync_parameters and not is_deferred(model):
         _broadcast(model, plan, comm, device)
     _share_random_state(comm, device)
@@ -111,6 +122,8 @@ def _start_engine(
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
     tell = comm.watchdog.announce
     runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers, tell)
+    if comm.stages is not None and tied:
+        runtime.tied = TiedCopies(runtime.units, tied, runtime.gradients, comm.stages.place.index)
     handle = Handle(runtime, comm, device, install_hooks(model, runtime))
     attach(model, handle)
     return handle
@@ -124,9 +137,7 @@ def _leave_communicators(comm: Comm, device: torch.device, *, idle: bool) -> Non
     """
     if idle and device.type == "cuda":
         torch.cuda.synchronize(device)
-    comm.watchdog.close()
-    if idle:
-        comm.mesh.destroy()
+    comm.close(idle=idle)
 
 
 def default_device() -> torch.device:
@@ -165,9 +176,9 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _check_plan(model: nn.Module, plan: Plan) -> None:
+def _check_plan(model: nn.Module, plan: Plan, place: StagePlace | None) -> None:
     """Before any communicator is made: the mesh of a plan for other ranks would be an error of another kind."""
-    world = world_size()
+    world = world_size() if place is None else place.own.world_size
     if plan.mesh.world_size != world:
         running = "1 is" if world == 1 else f"{world} are"
         raise PlanError(

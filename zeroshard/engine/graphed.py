@@ -115,6 +115,8 @@ class GraphedStep:
         streams = handle.runtime.streams
         if not isinstance(streams, CudaStreams):
             raise PlanError("GraphedStep: the model runs on streams of another kind than CUDA's")
+        if handle.comm.stages is not None:
+            raise PlanError("GraphedStep: pipeline stages wait for each other on the host; train with optimizer.step()")
         if handle.plan.updates or any(g.param.away for _, g in handle.plan.groups()):
             raise PlanError("GraphedStep: state in host memory can't be stepped in a graph; keep it on the GPU")
         if any(hop.feedback and hop.feedback.reset for _, g in handle.plan.groups() for hop in g.hops):

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from zeroshard.comm.device_mesh import mesh_from
 from zeroshard.comm.peers import PeerMemoryFactory
+from zeroshard.comm.stages import StagePlace, find_stage
 from zeroshard.engine.automatic import OFFLOADS, AutoPlan, assumed_example, choose, example_of, reachable
 from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.closing import close_handle
@@ -28,7 +29,7 @@ from zeroshard.engine.core.handle import find_handle, handle_of
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.tiers import TierFactory
 from zeroshard.engine.outside_step.gathered import mark_parameters
-from zeroshard.engine.planning import check_update, make_plan
+from zeroshard.engine.planning import check_update, make_plan, stage_recipe
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
 from zeroshard.engine.step.make_stepper import make_stepper
 from zeroshard.errors import PlanError, UsageError
@@ -44,7 +45,8 @@ from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.predict.tiers import Offload as AwayTo
 from zeroshard.sharding.deferred.calls import suspended
-from zeroshard.sharding.dtensors import mesh_with_model
+from zeroshard.sharding.dtensors import has_dtensors, mesh_with_model
+from zeroshard.sharding.marks import mark_leaf
 from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
@@ -60,6 +62,7 @@ class ShardOptions(TypedDict, total=False):
     plan: Plan | Recipe | AutoPlan | int | Literal["auto"]
     units: Sequence[str] | None
     mesh: DeviceMesh | Mesh | None
+    tied: Sequence[str]
     shard_size: int | None
     accumulate: bool | None
     clip_norm: float | None
@@ -90,6 +93,7 @@ def shard(
     plan: Plan | Recipe | AutoPlan | int | Literal["auto"] = 3,
     units: Sequence[str] | None = None,
     mesh: DeviceMesh | Mesh | None = None,
+    tied: Sequence[str] = (),
     shard_size: int | None = None,
     accumulate: bool | None = None,
     clip_norm: float | None = None,
@@ -110,7 +114,9 @@ def shard(
         units: module paths that are gathered as a whole, instead of the ones found.
         mesh: the ranks as named axes, a torch DeviceMesh say: with `dp_replicate` and `dp_shard` a stage divides the
             state over `dp_shard`, and each of the subgroups holds a copy. By default all ranks are one subgroup; a
-            model that is divided over an axis `tp` (parallelize_module, tp_plan="auto") has that inside of them.
+            model that is divided over an axis `tp` (parallelize_module, tp_plan="auto") has that inside of them. With
+            `pp` of several ranks `model` is this rank's pipeline stage, its parameters named as in the whole model.
+        tied: paths of modules that several pipeline stages hold a copy of.
         shard_size: ranks per subgroup, in place of a mesh.
         accumulate: whether several backwards happen per step; takes an accumulator into the plan.
         clip_norm: global gradient norm above which gradients are scaled down.
@@ -127,12 +133,20 @@ def shard(
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
     device = default_device() if device is None else device
-    ranks = _mesh(model, mesh, shard_size)
+    ranks, place = _mesh(model, mesh, shard_size)
+    if place is None and tied:
+        raise PlanError("shard(tied=...): modules are tied between pipeline stages; give a mesh with an axis 'pp'")
     if isinstance(plan, (AutoPlan, str)):
         if isinstance(plan, str) and plan != "auto":
             raise PlanError(f"plan={plan!r}: {_PLANS}")
+        if place is not None:
+            raise PlanError(f"plan={plan!r}: of pipeline stages nobody chooses it yet; name a stage or a recipe")
         auto = AutoPlan() if isinstance(plan, str) else plan
         plan = _chosen(model, auto, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
+    for path in tied:
+        mark_leaf(model.get_submodule(path))  # a unit of its own, with the same layout on each stage
+    if place is not None:
+        plan = stage_recipe(plan, ranks)
     made = make_plan(model, plan, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
     return build_optimized(
         model,
@@ -144,6 +158,8 @@ def shard(
         streams=streams,
         peer_memory=peer_memory,
         tiers=tiers,
+        place=place,
+        tied=tied,
     )
 
 
@@ -158,6 +174,8 @@ def build_optimized(
     streams: Streams | None = None,
     peer_memory: PeerMemoryFactory | None = None,
     tiers: Mapping[Tier, TierFactory] | None = None,
+    place: StagePlace | None = None,
+    tied: Sequence[str] = (),
 ) -> tuple[nn.Module, ShardedOptimizer | None]:
     """Shard `model` by a finished plan and put the optimizer of `source` over it; called by all ranks."""
     if source is not None:
@@ -170,6 +188,8 @@ def build_optimized(
         streams=streams,
         peer_memory=peer_memory,
         tiers=tiers,
+        place=place,
+        tied=tied,
     )
     mark_parameters(handle)
     if source is None:
@@ -182,11 +202,17 @@ def build_optimized(
     return model, attach_optimizer(model, source, stepper)
 
 
-def _mesh(model: nn.Module, mesh: DeviceMesh | Mesh | None, shard_size: int | None) -> Mesh:
-    """The ranks that are running, as axes."""
+def _mesh(model: nn.Module, mesh: DeviceMesh | Mesh | None, shard_size: int | None) -> tuple[Mesh, StagePlace | None]:
+    """The ranks that run the model, as axes, and where these stand among pipeline stages."""
     if mesh is not None and shard_size is not None:
         raise PlanError("shard: give a mesh or shard_size, not both")
-    return mesh_with_model(model, mesh_from(mesh) if isinstance(mesh, DeviceMesh) else mesh, shard_size)
+    mesh = mesh_from(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    place = None if mesh is None else find_stage(mesh)
+    if place is None:
+        return mesh_with_model(model, mesh, shard_size), None
+    if has_dtensors(model):
+        raise PlanError(f"mesh: {mesh}: pipeline stages of a model with DTensors are not built")
+    return place.own, place
 
 
 def _chosen(

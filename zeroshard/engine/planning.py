@@ -30,6 +30,13 @@ from zeroshard.sharding.units import find_units
 _PLANS = "a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto' is needed"
 
 
+def stage_recipe(plan: Plan | Recipe | int, mesh: Mesh) -> Plan | Recipe | int:
+    """What is named for a pipeline stage on its `mesh`, without copies between GPUs, which are for a single mesh."""
+    if isinstance(plan, int) and plan in STAGES:
+        plan = Recipe(sharding=STAGES[plan].on(mesh))
+    return replace(plan, peer_copies=False) if isinstance(plan, Recipe) else plan
+
+
 def make_plan(
     model: nn.Module,
     plan: Plan | Recipe | int,

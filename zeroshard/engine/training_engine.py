@@ -240,7 +240,7 @@ class TrainingEngine(nn.Module, AsksSettings):
 
     def _print_progress(self, stepper: StepperBase) -> None:
         """One line on rank 0, for which the step waits for the device."""
-        if self._handle.comm.mesh.rank != 0:
+        if self._handle.comm.rank != 0:
             return
         assert self.optimizer is not None
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.optimizer.param_groups if "lr" in group)

@@ -41,7 +41,7 @@ def make_monitor(observe: ObserveConfig, *, first: bool) -> EventMonitor:
 
 def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | None:
     """The observer of an engine on the model of `handle`; None where there is nothing to watch."""
-    first = handle.comm.mesh.rank == 0
+    first = handle.comm.rank == 0
     monitor = make_monitor(observe, first=first)
     prints = observe.every is not None and observe.throughput
     printed = prints or observe.breakdown or observe.memory

@@ -66,7 +66,7 @@ class CommsLog(Silent):
 
     def __init__(self, handle: Handle, ops: Iterable[str] | None, *, verbose: bool) -> None:
         self._sent, self._runtime = handle.comm.sent, handle.runtime
-        self.is_first = handle.comm.mesh.rank == 0
+        self.is_first = handle.comm.rank == 0
         self._micro_batches = 1
         self._ops = None if ops is None else tuple(name.lower().replace("_", "-") for name in ops)
         self._verbose = verbose

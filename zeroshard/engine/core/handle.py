@@ -20,12 +20,13 @@ from zeroshard.checkpoint.saver import Saver
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import RankMesh
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.stages import Stages
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.core.statistics import Statistics
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.unit import Unit
-from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.errors import DivergenceError, UsageError, ZeroShardError
 from zeroshard.mesh import Axes
 from zeroshard.plan.plan import Plan
 
@@ -49,6 +50,35 @@ class Comm:
     control: Collectives
     gathers: dict[Axes, Collectives]
     reduces: dict[Axes, Collectives]
+    stages: Stages | None = None
+    """The other pipeline stages; None where this rank's mesh is all there is."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all ranks, those of other stages too."""
+        return self.mesh.rank if self.stages is None else self.stages.place.rank
+
+    @property
+    def ranks(self) -> int:
+        """All ranks, those of other stages too."""
+        return self.mesh.world_size if self.stages is None else self.stages.place.whole.world_size
+
+    def close(self, *, idle: bool) -> None:
+        """Stop the watchdogs and, where nothing is under way in them, destroy the communicators."""
+        self.watchdog.close()
+        if self.stages is not None:
+            self.stages.close(idle=idle)
+        if idle:
+            self.mesh.destroy()
+
+    def explain_mismatch(self) -> NoReturn:
+        """Called on all ranks when digests differ on some stage. Raises DivergenceError."""
+        if self.stages is None or self.mesh.world_size > 1:
+            self.watchdog.explain_mismatch()
+        raise DivergenceError(
+            "ranks of another pipeline stage issued different collectives in the last step; their own message says "
+            "which"
+        )
 
 
 @dataclass
@@ -137,9 +167,7 @@ class Handle:
         idle = self._settle()
         for closer in self.closers:
             closer()
-        self.comm.watchdog.close()
-        if idle:
-            self.comm.mesh.destroy()
+        self.comm.close(idle=idle)
 
     def _settle(self) -> bool:
         """Finish what is in flight; False where that can't be, for a communicator in use must not be destroyed."""

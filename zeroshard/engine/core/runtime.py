@@ -33,6 +33,7 @@ from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.reducing import Reducing
 from zeroshard.engine.core.state_at_rest import StateAtRest
 from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.core.tied import TiedCopies
 from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit
@@ -81,6 +82,8 @@ class Runtime:
         self._kept_views = KeptViews(model, storage.gather_slots)
         self.names_in_state_dict = False
         """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
+        self.tied: TiedCopies | None = None
+        """Units that other pipeline stages hold copies of; None where there are none."""
         self.reducing = Reducing()
         self._tracker = tracker = CallTracker()
         self._root = root = next(unit.index for unit in storage.units if unit.plan.name == "")
@@ -185,6 +188,8 @@ class Runtime:
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
         self.streams.touch(reads=tuple(("grad", unit.index) for unit in self.units))
+        if self.tied is not None:
+            self.tied.sum_gradients()
 
     def after_step(self, *, changed: bool, captured: bool = False) -> None:
         """The optimizer has run: drop the gradients and gather what the next forward needs first.

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import torch
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.stages import Stages
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.update_view import own_grad, own_pieces
@@ -50,12 +51,14 @@ def exchange(
     *,
     digest: int,
     whole: bool = False,
+    stages: Stages | None = None,
 ) -> Statistics:
     """Sum this rank's statistics over all ranks; gradients must be reduced.
 
     Args:
         norms: what squares gradients on a GPU; made when first needed and kept there, for its tables are copied over.
         whole: gradients are each rank's own, so all of them are squared; the sum only tells whether they are finite.
+        stages: the other pipeline stages, whose squares and divergences count too.
     """
     device = runtime.storage.device
     values = torch.zeros(stats_numel(runtime.plan), dtype=torch.float64, device=device)
@@ -63,7 +66,7 @@ def exchange(
     for unit in runtime.units:
         for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
             flags += fired
-            if group.counts:
+            if group.counted:
                 on_host = group.plan.grad_away
                 values[0] += (
                     runtime.gradients.squares.total(group) if on_host else _squared_norm(group, norms, whole=whole)
@@ -71,6 +74,8 @@ def exchange(
     values[1], values[2] = digest_terms(digest)
     values[STATS_FIXED:] = torch.tensor(flags, dtype=torch.float64)
     control.wait(control.all_reduce(values, "(step)"))
+    if stages is not None:
+        stages.add_statistics(values, control.size)
     squared, first, second, *counts = values.tolist()
     agree = second * control.size == first * first
     return Statistics(squared, agree, tuple(count > 0 for count in counts))
@@ -112,8 +117,16 @@ def _judged(group: Group, *, whole: bool) -> torch.Tensor:
     return group.grad
 
 
-def first_nonfinite(runtime: Runtime, control: Collectives, *, whole: bool = False) -> str:
+def first_nonfinite(
+    runtime: Runtime, control: Collectives, *, whole: bool = False, stages: Stages | None = None
+) -> str:
     """Name of the first parameter, in plan order, with a reduced gradient that is not finite, and inf or NaN."""
+    found = _first_of_stage(runtime, control, whole=whole)
+    told = [found or ""] if stages is None else stages.gather_text(found or "")
+    return next((name for name in told if name), "no single parameter (the sum of squares overflowed)")
+
+
+def _first_of_stage(runtime: Runtime, control: Collectives, *, whole: bool) -> str | None:
     names = [segment.name for group in trainable_groups(runtime) for segment in group.plan.layout.segments]
     none = 2 * len(names)
     found = torch.tensor(
@@ -121,9 +134,7 @@ def first_nonfinite(runtime: Runtime, control: Collectives, *, whole: bool = Fal
     )
     control.wait(control.all_reduce(found, "(non-finite)", op=torch.distributed.ReduceOp.MIN))
     code = int(found.item())
-    if code == none:
-        return "no single parameter (the sum of squares overflowed)"
-    return f"{names[code // 2]} ({'NaN' if code % 2 == 0 else 'inf'})"
+    return None if code == none else f"{names[code // 2]} ({'NaN' if code % 2 == 0 else 'inf'})"
 
 
 def trainable_groups(runtime: Runtime) -> list[Group]:

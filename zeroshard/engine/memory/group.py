@@ -42,6 +42,8 @@ class Group:
     """What has the memory of each parameter: the parameter itself, but for DTensors (see dtensor_group)."""
     counts: bool = True
     """Whether this rank enters sums over all ranks for the group: of ranks that hold the same part, the first does."""
+    elsewhere: bool = False
+    """Whether an earlier pipeline stage holds the same parameters, and enters sums over all stages and saves them."""
     row: Row | None = None
     """Where the shard rests that does not lie in place; `shard` has its size and dtype then, and no elements."""
     master: Row | None = None
@@ -63,6 +65,11 @@ class Group:
     _apart: list[torch.Tensor] | None = None
     _addresses: list[int] = field(default_factory=list)
     _stand_ins: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank enters sums for the group, and saves its part of it."""
+        return self.counts and not self.elsewhere
 
     @property
     def device(self) -> torch.device:

@@ -29,6 +29,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
 from zeroshard.checkpoint.values import pack
 from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.saving.all_stages import WholeModel, whole_model
 from zeroshard.engine.saving.prepared_load import EVERYTHING, Loaded, PreparedLoad, Selection
 from zeroshard.engine.saving.saved_model import (
     buffer_sums,
@@ -94,12 +95,13 @@ def save(
         if keep is not None and keep < 1:
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
         _settle(handle, saver)
-        state = _state(handle, model, stepper, scheduler, client_state, counters, frozen)
+        state = _state(handle, model, stepper, scheduler, client_state, counters, frozen, names)
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
-        request = Request(base, tag, (), handle.plan.aliases, state, rank_state, latest, keep, service, audit)
+        request = Request(base, tag, (), names.aliases, state, rank_state, latest, keep, service, audit)
         return request, buffer_sums(handle)
 
+    names = whole_model(handle, model)
     request, sums = on_all_ranks(saver.barrier(), prepare, where)
     _warn_of_gradients(handle)
     differing = differing_buffers(handle, sums)
@@ -143,6 +145,8 @@ def load(
 
     folder = _agreed_folder(saver.barrier(), on_all_ranks(saver.barrier(), settle, load_dir), tag)
 
+    names = whole_model(handle, model)
+
     def prepare() -> PreparedLoad:
         if saver.barrier().rank == 0:
             check_load(folder.parent, folder)
@@ -150,7 +154,7 @@ def load(
         reader = CheckpointReader(folder, service)
         _warn_of_plain(reader, service)
         try:
-            return PreparedLoad(handle, model, stepper, scheduler, reader, selection)
+            return PreparedLoad(handle, model, stepper, scheduler, reader, selection, names)
         except (ZeroShardError, Warning) as error:
             reader.close()
             if isinstance(error, CheckpointError) and str(folder) not in str(error):
@@ -192,7 +196,10 @@ def saver_of(handle: Handle) -> Saver:
     """The saver of a model, made when it is first needed."""
     if handle.saver is None:
         comm = handle.comm
-        handle.saver = Saver(comm.control, comm.mesh.store(), comm.watchdog, handle.device)
+        control, store, watchdog = comm.control, comm.mesh.store(), comm.watchdog
+        if comm.stages is not None:
+            control, store, watchdog = comm.stages.everyone, comm.stages.store, comm.stages.watchdog
+        handle.saver = Saver(control, store, watchdog, handle.device)
     return handle.saver
 
 
@@ -258,6 +265,7 @@ def _state(
     client_state: ClientState,
     counters: Mapping[str, Any] | None,
     frozen: bool,
+    names: WholeModel,
 ) -> dict[str, Any]:
     optimizer = find_optimizer(model)
     if callable(client_state):
@@ -265,18 +273,20 @@ def _state(
     if client_state is not None and not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of what is to be kept")
     return {
-        "optimizer": _optimizer_state(optimizer, stepper),
+        "optimizer": _optimizer_state(optimizer, stepper, names),
         "scaler": None if stepper is None or stepper.scaler is None else dict(stepper.scaler.state_dict()),
         "scheduler": None if scheduler is None else saved_schedule(scheduler),
         "client_state": pack(dict(client_state or {}), "client_state"),
         "counters": pack(dict(counters or {}), "counters"),
         "frozen": frozen,
-        "ranks": handle.comm.mesh.world_size,
+        "ranks": handle.comm.ranks,
     }
 
 
-def _optimizer_state(optimizer: ShardedOptimizer | None, stepper: StepperBase | None) -> dict[str, Any] | None:
-    if optimizer is None or stepper is None:
+def _optimizer_state(
+    optimizer: ShardedOptimizer | None, stepper: StepperBase | None, names: WholeModel
+) -> dict[str, Any] | None:
+    if optimizer is None or stepper is None or names.groups is None:
         return None
     counters = pack(stepper.update.counters(), "optimizer")
-    return {"type": optimizer.name, "groups": saved_groups(optimizer), "counters": counters}
+    return {"type": optimizer.name, "groups": saved_groups(optimizer, names.groups), "counters": counters}

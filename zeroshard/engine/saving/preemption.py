@@ -57,7 +57,10 @@ class Preemption:
         if isinstance(former, MethodType) and isinstance(former.__self__, Preemption):
             raise UsageError("Preemption: this process has one already, which saves one model; close it first")
         handle = handle_of(model)
-        mesh = handle.comm.mesh
+        comm = handle.comm
+        store, watchdog = comm.mesh.store(), comm.watchdog
+        if comm.stages is not None:
+            store, watchdog = comm.stages.store, comm.stages.watchdog
         self._pid = os.getpid()
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
@@ -65,9 +68,7 @@ class Preemption:
         signal.signal(signal.SIGTERM, self._handle)
         self._outer = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         _leave_out_children(self)
-        self._stopping = Stopping(
-            mesh.store(), mesh.rank, mesh.world_size, handle.comm.watchdog, self._asked, self._end_without_saving
-        )
+        self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, self._asked, self._end_without_saving)
         atexit.register(self.close)
         _tell_launcher()
 

@@ -25,16 +25,15 @@ from zeroshard.checkpoint.manifest import TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import unpack
 from zeroshard.engine.core.handle import Handle
+from zeroshard.engine.saving.all_stages import WholeModel
 from zeroshard.engine.saving.saved_model import (
     StateLoad,
     buffer_targets,
     parameter_targets,
-    persistent_buffers,
 )
 from zeroshard.engine.saving.saved_options import (
     check_engine_counters,
     counter_problems,
-    group_names,
     group_problems,
     restore_groups,
 )
@@ -98,11 +97,12 @@ class PreparedLoad:
         scheduler: Any,
         reader: CheckpointReader,
         selection: Selection,
+        names: WholeModel,
     ) -> None:
-        self.reader = reader
+        self.reader, self._names = reader, names
         self._handle, self._stepper = handle, stepper
         self._selection = selection
-        self._aliases = handle.plan.aliases
+        self._aliases = names.aliases
         self._optimizer = find_optimizer(model) if selection.optimizer else None
         self._schedule: ScheduleLoad | None = None
         self._state_load: StateLoad | None = None
@@ -127,8 +127,9 @@ class PreparedLoad:
     def _parameters(self) -> list[loading.Target]:
         targets = parameter_targets(self._handle)
         own = {self.reader.aliases.get(target.name, target.name) for target in targets}
-        own |= set(self._aliases)
-        own |= set(persistent_buffers(self._handle.runtime.model))  # an import from DCP can't tell which are buffers
+        own |= set(self._names.aliases)
+        own |= self._names.names  # buffers too: an import from DCP can't tell which are
+        own |= {self.reader.aliases.get(name, name) for name in self._names.names}
         for name in self.reader.names(TensorKind.PARAMETER):
             if name not in own:
                 self._other(f"tensor {name!r} is there, but this model has no such parameter")
@@ -168,12 +169,12 @@ class PreparedLoad:
         if saved["type"] not in (None, optimizer.name):  # None: an import that could not tell
             self._problems.append(f"its optimizer is {saved['type']}, this run's {optimizer.name}")
         else:
-            same = self.reader.manifest.world_size == self._handle.comm.mesh.world_size
+            same = self.reader.manifest.world_size == self._handle.comm.ranks
             counters = unpack(saved["counters"])
             self._problems += counter_problems(counters, stepper.update.counters())
             refusal = None if self._problems else stepper.update.refusal(counters, same_ranks=same)
             self._problems += [] if refusal is None else [refusal]
-        own = group_names(optimizer)
+        own = self._names.groups or []
         written: list[list[str]] = [group["names"] for group in saved["groups"]]
         theirs = [[self._aliases.get(name, name) for name in names] for names in written]
         if len(own) != len(theirs):
@@ -207,10 +208,10 @@ class PreparedLoad:
 
     def _generators(self) -> Any:
         """This rank's states, where they are gone on from; what is imported has none."""
-        manifest, mesh = self.reader.manifest, self._handle.comm.mesh
-        if not self._selection.progress or manifest.world_size != mesh.world_size:
+        manifest, comm = self.reader.manifest, self._handle.comm
+        if not self._selection.progress or manifest.world_size != comm.ranks:
             return None
-        return manifest.ranks[mesh.rank].get("generators")
+        return manifest.ranks[comm.rank].get("generators")
 
     def apply(self, barrier: CollectiveBarrier) -> None:
         """Take everything over, on all ranks. Raises CheckpointError where a file was lost or damaged in the end."""

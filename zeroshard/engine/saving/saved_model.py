@@ -69,13 +69,13 @@ def pieces(
     if update is not None:
         found += _state_pieces(handle, update)
         for name, tensor in update.rank_tensors(saving=True).items():
-            found.append(_whole_piece(_rank_state_name(handle.comm.mesh.rank, name), TensorKind.RANK_OPTIMIZER, tensor))
+            found.append(_whole_piece(_rank_state_name(handle.comm.rank, name), TensorKind.RANK_OPTIMIZER, tensor))
     return found
 
 
 def _saved_range(group: Group) -> tuple[int, int]:
     """The elements of a group that this rank saves; none in the further copies of a state."""
-    if not group.counts:
+    if not group.counted:
         return 0, 0
     return group.plan.layout.shard_range(group.rank)
 
@@ -94,7 +94,7 @@ def _parameter_pieces(handle: Handle, frozen: bool) -> Iterator[Piece]:
                 piece = Piece(_parameter_info(group, index), first, first + high - low, values)
                 yield from whole_pieces(handle, segment, piece)
             for index, segment in enumerate(layout.segments):
-                if not segment.numel and handle.comm.mesh.rank == 0:
+                if not segment.numel and handle.comm.mesh.rank == 0 and not group.elsewhere:
                     yield Piece(_parameter_info(group, index), 0, 0, partial(_parameter_values, group, 0))
 
 
@@ -114,13 +114,12 @@ def _parameter_values(group: Group, offset: int, low: int, high: int) -> torch.T
 
 def _buffer_pieces(handle: Handle, differing: Container[str]) -> Iterator[Piece]:
     """Buffers of rank 0, and those of other ranks that are not the same (statistics of a batch norm)."""
-    buffers = persistent_buffers(handle.runtime.model)
-    rank = handle.comm.mesh.rank
-    for name, buffer in buffers.items():
-        if rank == 0:
+    tied = handle.runtime.tied
+    for name, buffer in persistent_buffers(handle.runtime.model).items():
+        if handle.comm.mesh.rank == 0 and not (tied is not None and tied.elsewhere(name)):
             yield _whole_piece(name, TensorKind.BUFFER, buffer)
         elif name in differing:
-            yield _whole_piece(_rank_name(rank, name), TensorKind.RANK_BUFFER, buffer)
+            yield _whole_piece(_rank_name(handle.comm.rank, name), TensorKind.RANK_BUFFER, buffer)
 
 
 def _whole_piece(name: str, kind: TensorKind, buffer: torch.Tensor) -> Piece:
@@ -270,7 +269,7 @@ def _write_parameter(group: Group, offset: int, low: int, values: torch.Tensor) 
 
 def buffer_targets(handle: Handle, reader: CheckpointReader) -> list[Target]:
     """Buffers: this rank's own where the checkpoint has them and is of as many ranks, else rank 0's."""
-    rank, same = handle.comm.mesh.rank, reader.manifest.world_size == handle.comm.mesh.world_size
+    rank, same = handle.comm.rank, reader.manifest.world_size == handle.comm.ranks
     found: list[Target] = []
     for name, buffer in persistent_buffers(handle.runtime.model).items():
         own = _rank_name(rank, name)
@@ -329,7 +328,7 @@ class StateLoad:
                         "run: it was saved with another optimizer"
                     )
 
-        self._add_own(reader, handle.comm.mesh.rank, handle.comm.mesh.world_size)
+        self._add_own(reader, handle.comm.rank, handle.comm.ranks)
 
     def _add_own(self, reader: CheckpointReader, rank: int, world_size: int) -> None:
         """State that only the same rank of as many ranks can go on from."""

@@ -19,11 +19,15 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 _MEMBERS = ("params", "param_names")
 
 
-def saved_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """The groups for a checkpoint. Raises CheckpointError naming group and key of what can't be kept."""
+def saved_groups(optimizer: ShardedOptimizer, members: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The groups for a checkpoint. Raises CheckpointError naming group and key of what can't be kept.
+
+    Args:
+        members: the names of each group's parameters, those of other pipeline stages too.
+    """
     return [
-        {"names": names, "options": pack(_options(group), f"optimizer group {number}")}
-        for number, (names, group) in enumerate(zip(group_names(optimizer), optimizer.param_groups, strict=True))
+        {"names": list(names), "options": pack(_options(group), f"optimizer group {number}")}
+        for number, (names, group) in enumerate(zip(members, optimizer.param_groups, strict=True))
     ]
 
 

@@ -43,6 +43,11 @@ def save_16bit_model(model: nn.Module, folder: str | os.PathLike[str], filename:
     if not filename or Path(filename).name != filename:
         raise UsageError(f"save_16bit_model: {filename!r} is no file name; the folder is its own argument")
     handle = handle_of(model)
+    if handle.comm.stages is not None:
+        raise UsageError(
+            "save_16bit_model of a pipeline: no rank sees the weights of all stages; save a checkpoint and write them "
+            "from it: zeroshard checkpoint export"
+        )
     target = checked_directory(folder) / filename
     weights = _weights(model, frozen)
 

@@ -167,6 +167,8 @@ class DeviceStepper(StepperBase):
             self._stats[2].fill_(second)
         self._stats[STATS_FIXED:].copy_(self._flags())
         comm.control.wait(comm.control.all_reduce(self._stats, "(step)"))
+        if comm.stages is not None:
+            comm.stages.add_statistics(self._stats, comm.control.size)
         self._measured = runtime.gradients.collected
 
     def _flags(self) -> torch.Tensor:
@@ -218,7 +220,7 @@ class DeviceStepper(StepperBase):
     def _conclude(self, norm: float, agree: float, tile: float) -> None:
         """The outcome has reached the host."""
         if not agree:
-            self.handle.comm.watchdog.explain_mismatch()
+            self.handle.comm.explain_mismatch()
         if math.isfinite(norm) or self.applies_nonfinite:
             self._done(norm)
         else:
@@ -226,7 +228,7 @@ class DeviceStepper(StepperBase):
 
     def _counted_groups(self) -> list[Group]:
         """The groups whose squares this rank adds; a copy of a unit divided within a subgroup counts once."""
-        return [g for u in self.handle.runtime.units for g in u.trainable if g.counts]
+        return [g for u in self.handle.runtime.units for g in u.trainable if g.counted]
 
     def _landed_groups(self) -> list[Group]:
         """The counted groups whose gradients have been squared already, and rest in host memory."""

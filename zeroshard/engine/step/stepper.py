@@ -68,9 +68,10 @@ class HostStepper(StepperBase):
                 self._norms,
                 digest=comm.log.digest(),
                 whole=handle.runtime.reducing.keeps_local,
+                stages=comm.stages,
             )
             if not handle.last.agree:
-                comm.watchdog.explain_mismatch()
+                comm.explain_mismatch()
         return handle.last
 
     def norm(self) -> float:
@@ -95,7 +96,8 @@ class HostStepper(StepperBase):
     def _refuse(self, norm: float) -> None:
         """The gradients are not finite: nothing is updated."""
         runtime = self.handle.runtime
-        name = first_nonfinite(runtime, self.handle.comm.control, whole=runtime.reducing.keeps_local)
+        comm, whole = self.handle.comm, runtime.reducing.keeps_local
+        name = first_nonfinite(runtime, comm.control, whole=whole, stages=comm.stages)
         before = None if self.scaler is None else float(self.scaler.scale)
         self._update_scale(overflow=True)
         scales = None if self.scaler is None or before is None else (before, float(self.scaler.scale))

@@ -33,7 +33,7 @@ class StepFlops(Silent):
         self._rates = rates
         self._ranks = handle.plan.dp
         self._params = sum(group.layout.parameter_numel for _, group in handle.plan.groups())
-        self._told = told if handle.comm.mesh.rank == 0 else None
+        self._told = told if handle.comm.rank == 0 else None
         self._left = after
         self.counter: Counter | None = Counter() if after == 0 else None
 

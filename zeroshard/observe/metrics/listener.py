@@ -150,15 +150,15 @@ class Metrics(Silent):
         """Write the file now; False where the disk fails."""
         try:
             with self._writing:
-                said = RankSamples(self._run, self._comm.mesh.rank, tuple(self._samples()))
+                said = RankSamples(self._run, self._comm.rank, tuple(self._samples()))
                 write_samples(self._path, said)
         except OSError as error:
-            _LOGGER.warning("metrics of rank %d are not written from here on: %s", self._comm.mesh.rank, error)
+            _LOGGER.warning("metrics of rank %d are not written from here on: %s", self._comm.rank, error)
             return False
         return True
 
     def _samples(self) -> Iterator[Sample]:
-        ranks = str(self._comm.mesh.world_size)
+        ranks = str(self._comm.ranks)
         yield Sample("zeroshard_info", {"torch": torch.__version__, "ranks": ranks}, 1.0)
         yield from self._of_memory()
         yield from self._of_traffic()

@@ -36,7 +36,7 @@ class RunLog(Silent):
     """Writes the log; a disk that fails ends the writing and not the training."""
 
     def __init__(self, handle: Handle, path: str) -> None:
-        self._runtime, self._ranks = handle.runtime, handle.comm.mesh.world_size
+        self._runtime, self._ranks = handle.runtime, handle.comm.ranks
         self._path = Path(path)
         self._step = 0
         self._micro_batches: int | None = None
