@@ -40,8 +40,9 @@ from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
+from zeroshard.experts.divide import divide_experts, divide_over_neighbours
 from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
-from zeroshard.model_plan import divide_by_plan, replace_members
+from zeroshard.model_plan import divide_by_plan
 from zeroshard.observe.build import build_observer, check_packages
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
@@ -52,7 +53,7 @@ from zeroshard.optim.sources import Source
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
-from zeroshard.sharding.dtensors import data_ranks, has_dtensors, mesh_with_model
+from zeroshard.sharding.dtensors import axes_of_model, data_ranks, mesh_with_model
 from zeroshard.sharding.early import outside_of_init
 from zeroshard.sharding.marks import (
     set_z3_leaf_modules,
@@ -60,6 +61,7 @@ from zeroshard.sharding.marks import (
     set_z3_leaf_modules_by_suffix,
 )
 from zeroshard.sharding.overlap import refuse_shared_memory
+from zeroshard.sharding.replaced import replace_in_optimizer, replace_members
 from zeroshard.sharding.units import refuse_uninitialized
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -180,7 +182,7 @@ def _build_engine(
     need_kind(model, nn.Module, "the model", "an nn.Module")
     _join(dist_init_required, distributed_port)
     document = _config_source(args, config, config_params)
-    replaced = _divide(model, document)
+    replaced = _divide(model, document, mesh_param if mpu is None else mpu)
     mesh = _mesh(model, mpu, mesh_param)
     world = data_ranks(model, mesh)
     own, scheduled = optimizer is not None, lr_scheduler is not None
@@ -194,11 +196,9 @@ def _build_engine(
     if model_parameters is not None:
         need_kind(model_parameters, Iterable, "initialize(model_parameters=...)", "an iterable of parameters or groups")
     parameters = list(model_parameters) if model_parameters is not None else None
-    if replaced:
-        parameters = None if parameters is None else replace_members(parameters, replaced)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for group in optimizer.param_groups:
-                group["params"] = replace_members(group["params"], replaced)
+    if replaced and parameters is not None:
+        parameters = replace_members(parameters, replaced)
+    replace_in_optimizer(optimizer, replaced)
     source = _source(resolved, model, optimizer, parameters)
     _mark_leaves(model, resolved.zero.leaf_modules)
     _checkpoint(model, resolved.activations)
@@ -245,15 +245,28 @@ def _join(required: bool | None, port: int) -> None:
         init_distributed(distributed_port=port)
 
 
-def _divide(model: nn.Module, document: ConfigSource) -> dict[int, nn.Parameter]:
-    """Divide the model where the config asks for tensor parallelism; what replaces which parameter."""
-    section = read_document(document, Problems()).root.get("tensor_parallel")
-    size = section.get("autotp_size") if isinstance(section, Mapping) else None
-    if not isinstance(section, Mapping) or not isinstance(size, int) or size < 2:
-        return {}  # what is wrong with it is said where the whole config is read
-    partition = section.get("partition_config")
-    partition = partition if isinstance(partition, Mapping) else None
-    return divide_by_plan(model, size, default_device().type, partition)
+def _divide(model: nn.Module, document: ConfigSource, mesh: Any) -> dict[int, nn.Parameter]:
+    """Divide the model where a mesh or the config asks for it; what replaces which parameter."""
+    root, device_type = read_document(document, Problems()).root, default_device().type
+    replaced: dict[int, nn.Parameter] = {}
+    tensor, size = _section_with(root, "tensor_parallel", "autotp_size")
+    if size > 1:
+        partition = tensor.get("partition_config")
+        replaced |= divide_by_plan(model, size, device_type, partition if isinstance(partition, Mapping) else None)
+    if isinstance(mesh, DeviceMesh):
+        replaced |= divide_experts(model, mesh, device_type)
+    experts, size = _section_with(root, "expert_parallel", "autoep_size")
+    if experts.get("enabled") is True and size > 1:
+        replaced |= divide_over_neighbours(model, size, device_type, "expert_parallel.autoep_size")
+    return replaced
+
+
+def _section_with(root: Mapping[str, Any], name: str, key: str) -> tuple[Mapping[str, Any], int]:
+    """A section, and a size in it; what is wrong with them is said where the whole config is read."""
+    section = root.get(name)
+    section = section if isinstance(section, Mapping) else {}
+    size = section.get(key)
+    return section, size if isinstance(size, int) else 1
 
 
 def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:
@@ -265,7 +278,7 @@ def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:
         return None
     if isinstance(given, tuple) and len(given) == 2 and all(type(size) is int for size in given):
         data, other = given
-        axis = "tp" if has_dtensors(model) else "sp"
+        axis = next(iter(axes_of_model(model)), "sp")
         return mesh_with_model(model, Mesh((MeshAxis(REPLICATE, 1), MeshAxis(SHARD, data), MeshAxis(axis, other))))
     if not isinstance(given, DeviceMesh):
         raise UsageError(

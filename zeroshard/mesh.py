@@ -21,14 +21,19 @@ Axes = tuple[str, ...]
 """Names of axes, outermost first, whose ranks are taken together."""
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA: Axes = (REPLICATE, SHARD)
-"""The axes whose ranks read different data."""
+"""The axes of data parallelism, whose ranks differ in nothing but the data that they read."""
 NESTED: Axes = (SHARD, REPLICATE)
 """The same ranks in another order: parts of ranks with the same place in their subgroups are neighbours, so that a
 gather over `dp_replicate` gives each rank a connected 1/`dp_shard` of the whole, and one over `dp_shard` the rest."""
-MODEL_AXES: Axes = ("tp",)
+TENSOR, EXPERT = "tp", "ep"
+MODEL_AXES: Axes = (TENSOR, EXPERT)
 """The axes over which a model itself divides its parameters."""
 SEQUENCE: Axes = ("cp", "sp")
 """The axes whose ranks read other parts of the same sequences: state is divided over them as over data axes."""
+READERS: Axes = (*DATA, EXPERT)
+"""The axes whose ranks read different data: those with other experts do, and send each other tokens."""
+BESIDE_DATA: Axes = (*SEQUENCE, EXPERT)
+"""Further axes over which gradients are summed and state is divided, of parameters that all of their ranks have."""
 STAGES = "pp"
 """The axis along which ranks have other layers of the model: each of its positions is a mesh of its own for ZeRO."""
 KNOWN: Axes = (STAGES, REPLICATE, SHARD, "cp", "sp", "tp", "ep")
@@ -98,7 +103,7 @@ class Mesh:
     @property
     def data_parallel_size(self) -> int:
         """Ranks that read different data."""
-        return self.size(self.among(DATA))
+        return self.size(self.among(READERS))
 
     @property
     def sequence(self) -> Axes:
@@ -106,9 +111,14 @@ class Mesh:
         return tuple(axis.name for axis in self.axes if axis.name in SEQUENCE and axis.size > 1)
 
     @property
+    def beside_data(self) -> Axes:
+        """The axes of several ranks over which state is divided besides those of data."""
+        return tuple(axis.name for axis in self.axes if axis.name in BESIDE_DATA and axis.size > 1)
+
+    @property
     def summed(self) -> Axes:
-        """The axes over which gradients are summed."""
-        return (*DATA, *self.sequence)
+        """The axes over which gradients of what all ranks have are summed."""
+        return (*DATA, *self.beside_data)
 
     def size(self, over: Axes) -> int:
         """Ranks that meet over these axes. Raises PlanError for an axis that the mesh does not have."""

@@ -70,19 +70,6 @@ def divide_by_plan(
     return {id(parameter): after[name] for name, parameter in before.items()}
 
 
-def replace_members(groups: list[Any], members: Mapping[int, nn.Parameter]) -> list[Any]:
-    """Parameters, or groups of them as dicts, with those in the place of others that `divide_by_plan` gave."""
-
-    def replaced(items: Any) -> Any:
-        if isinstance(items, dict):
-            return {**items, "params": replaced(items["params"])} if "params" in items else items
-        if isinstance(items, (list, tuple)):
-            return [replaced(item) for item in items]
-        return members.get(id(items), items)
-
-    return [replaced(item) for item in groups]
-
-
 def _check_heads(model: nn.Module, ranks: int) -> None:
     """Each rank has whole heads. Raises PlanError with the numbers."""
     config = getattr(model, "config", None)

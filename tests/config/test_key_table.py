@@ -83,7 +83,7 @@ def test_a_key_not_built_yet_passes_at_its_inert_values(key: Key) -> None:
         assert load(key.path, value)
 
 
-_ASKING: dict[str, Any] = {"bool": True, "int": 7, "str": "debug", "dict": {"x": 1}, "section": {}}
+_ASKING: dict[str, Any] = {"bool": True, "int": 7, "number": 0.5, "str": "debug", "dict": {"x": 1}, "section": {}}
 
 
 def asking_value(key: Key) -> Any:

@@ -7,38 +7,19 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.parallel_model import Layout, build, sharded, train
+from tests.support.parallel_model import Layout, assert_same, build, sharded, train, whole_state
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
-State = dict[str, torch.Tensor]
-
-
-def _state(model: nn.Module) -> State:
-    """Parameters and moments, whole."""
-    found = dict(zeroshard.full_state_dict(model))
-    for name, parameter in model.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            value = zeroshard.safe_get_full_optimizer_state(parameter, key)
-            assert value is not None
-            found[f"{name}.{key}"] = value
-    return found
-
-
-def _assert_same(found: State, wanted: State, what: object) -> None:
-    for name, value in wanted.items():
-        assert name not in found or torch.equal(found[name], value), f"{what}: {name}"
 
 
 def _moved(rank: int, world: int, folder: str, layouts: list[Layout], background: bool) -> None:
     for layout in layouts:
         model, optimizer = sharded(layout)
         train(model, optimizer, layout, range(1))
-        saved = _state(model)
+        saved = whole_state(model)
         zeroshard.save(model, folder, f"{layout.tensor}-{layout.stage}", background=background)
         zeroshard.wait_for_checkpoint(model)
         zeroshard.close(model)
@@ -47,7 +28,7 @@ def _moved(rank: int, world: int, folder: str, layouts: list[Layout], background
                 continue
             model, optimizer = sharded(other)
             zeroshard.load(model, folder, f"{layout.tensor}-{layout.stage}")
-            _assert_same(_state(model), saved, f"{layout} into {other}")
+            assert_same(whole_state(model), saved, f"{layout} into {other}")
             zeroshard.close(model)
 
 
@@ -75,7 +56,7 @@ def _exported(rank: int, world: int, folder: str) -> None:
         found = get_fp32_state_dict_from_zero_checkpoint(folder)
         plain = build()
         plain.load_state_dict(found)
-        _assert_same(dict(plain.state_dict()), wanted, "zero_to_fp32")
+        assert_same(dict(plain.state_dict()), wanted, "zero_to_fp32")
 
 
 def test_weights_are_exported_whole(tmp_path: Path) -> None:

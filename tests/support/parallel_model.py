@@ -119,9 +119,11 @@ def divide(model: nn.Module, axis: DeviceMesh, *, sequence: bool = False, loss_p
     return model
 
 
-def in_one_process(data_ranks: int, steps: int = 3, lr: float = 1e-3) -> tuple[list[Step], dict[str, torch.Tensor]]:
+def in_one_process(
+    data_ranks: int, steps: int = 3, lr: float = 1e-3, made: Callable[[], nn.Module] = build
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """Losses, norms and parameters of a run on all data in one process, without zeroshard."""
-    model = build()
+    model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     found: list[Step] = []
     for step in range(steps):
@@ -190,3 +192,20 @@ def assert_close(
     for name, value in wanted[1].items() if found[1] else ():
         difference = float((found[1][name] - value).abs().max())
         assert difference < 1e-6, f"{what}: {name} differs by {difference}"
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and moments, whole."""
+    found = dict(zeroshard.full_state_dict(model))
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = zeroshard.safe_get_full_optimizer_state(parameter, key)
+            assert value is not None
+            found[f"{name}.{key}"] = value
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: object) -> None:
+    """Every tensor that both have, bit for bit."""
+    for name, value in wanted.items():
+        assert name not in found or torch.equal(found[name], value), f"{what}: {name}"

@@ -31,7 +31,7 @@ def mesh_from(device_mesh: DeviceMesh) -> Mesh:
     sizes = device_mesh.mesh.shape
     axes = [MeshAxis(axis_name(name), int(size)) for name, size in zip(names, sizes, strict=True)]
     present = {axis.name for axis in axes}
-    place = next((index for index, axis in enumerate(axes) if axis.name in DATA), len(axes))
+    place = next((index for index, axis in enumerate(axes) if axis.name in DATA), 0)
     if SHARD not in present:
         axes.insert(place + (REPLICATE in present), MeshAxis(SHARD, 1))
     if REPLICATE not in present:

@@ -232,6 +232,11 @@ class TensorParallelSection(Section):
     partition_config: dict[str, Any] | None = None
 
 
+class ExpertParallelSection(Section):
+    enabled: Flag = False
+    autoep_size: Count = 1
+
+
 class ElasticitySection(Section):
     enabled: Flag = False
     max_train_batch_size: Count = 2000
@@ -256,6 +261,7 @@ class ObeyedSections(Section):
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
     tensor_parallel: TensorParallelSection = Field(default_factory=TensorParallelSection)
+    expert_parallel: ExpertParallelSection = Field(default_factory=ExpertParallelSection)
     tensorboard: TensorboardSection = Field(default_factory=TensorboardSection)
     csv_monitor: CsvMonitorSection = Field(default_factory=CsvMonitorSection)
     wandb: WandbSection = Field(default_factory=WandbSection)

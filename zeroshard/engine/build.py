@@ -29,7 +29,7 @@ from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, SpillError, UsageError
-from zeroshard.mesh import MODEL_AXES, NESTED, Axes
+from zeroshard.mesh import MODEL_AXES, NESTED, TENSOR, Axes
 from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
@@ -199,10 +199,11 @@ def _axes_of(plan: Plan) -> list[Axes]:
     """The axes over which something is sent: those of units, what is left of their sums, and of the mesh."""
     found: list[Axes] = []
     for unit, group in plan.groups():
-        found += [unit.axes, replica_axes(unit, group), plan.mesh.without(unit.axes)]
+        axes = unit.axes_of(group)
+        found += [axes, replica_axes(unit, group), plan.mesh.without(axes)]
         if group.model_axes:
             data = plan.mesh.without(group.model_axes)
-            found += [group.model_axes, data, plan.mesh.without((*unit.axes, *group.model_axes))]
+            found += [group.model_axes, data, plan.mesh.without((*axes, *group.model_axes))]
         if group.second is not None:
             found += [group.second.axes, unit.axes[len(group.second.axes) :]]
     found += [(axis,) for axis in plan.mesh.among(MODEL_AXES) if plan.mesh.size((axis,)) > 1]
@@ -266,8 +267,8 @@ def _broadcast(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -
 
 
 def _share_random_state(comm: Comm, device: torch.device) -> None:
-    """Let the ranks of a model's axis draw what its first one draws: they drop out the same of what all have."""
-    for axis in comm.mesh.mesh.among(MODEL_AXES):
+    """Let ranks of an axis that read the same data draw what the first one draws: they drop out the same."""
+    for axis in comm.mesh.mesh.among((TENSOR,)):
         over = comm.gathers.get((axis,))
         if over is None or over.size == 1:
             continue

@@ -130,8 +130,9 @@ def _part(unit: UnitPlan, group: Group, segment: Segment, ranks: RankMesh, rank:
     """
     mesh, divided = ranks.mesh, group.plan.model_axes
     same = mesh.position(rank, divided) == mesh.position(ranks.rank, divided)
-    if not same or not mesh.first(rank, (*unit.axes, *divided)):
+    axes = unit.axes_of(group.plan)
+    if not same or not mesh.first(rank, (*axes, *divided)):
         return segment.numel, segment.numel
-    start, end = group.plan.layout.shard_range(mesh.position(rank, unit.axes))
+    start, end = group.plan.layout.shard_range(mesh.position(rank, axes))
     low = min(max(start, segment.offset), segment.end)
     return low - segment.offset, max(low, min(end, segment.end)) - segment.offset

@@ -33,6 +33,7 @@ from zeroshard.engine.planning import check_update, make_plan, stage_recipe
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
 from zeroshard.engine.step.make_stepper import make_stepper
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.experts.divide import divide_experts
 from zeroshard.mesh import Mesh
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
@@ -48,6 +49,7 @@ from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import has_dtensors, mesh_with_model
 from zeroshard.sharding.marks import mark_leaf
 from zeroshard.sharding.overlap import refuse_shared_memory
+from zeroshard.sharding.replaced import replace_in_optimizer
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -114,8 +116,9 @@ def shard(
         units: module paths that are gathered as a whole, instead of the ones found.
         mesh: the ranks as named axes, a torch DeviceMesh say: with `dp_replicate` and `dp_shard` a stage divides the
             state over `dp_shard`, and each of the subgroups holds a copy. By default all ranks are one subgroup; a
-            model that is divided over an axis `tp` (parallelize_module, tp_plan="auto") has that inside of them. With
-            `pp` of several ranks `model` is this rank's pipeline stage, its parameters named as in the whole model.
+            model that is divided over an axis `tp` (parallelize_module, tp_plan="auto") has that inside of them. Over
+            an axis `ep` the experts of the model are divided. With `pp` of several ranks `model` is this rank's
+            pipeline stage, its parameters named as in the whole model.
         tied: paths of modules that several pipeline stages hold a copy of.
         shard_size: ranks per subgroup, in place of a mesh.
         accumulate: whether several backwards happen per step; takes an accumulator into the plan.
@@ -129,10 +132,11 @@ def shard(
     """
     refuse_uninitialized(model)
     refuse_shared_memory(model)
+    device = default_device() if device is None else device
+    replace_in_optimizer(optimizer, divide_experts(model, mesh, device.type))
     source = None
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
-    device = default_device() if device is None else device
     ranks, place = _mesh(model, mesh, shard_size)
     if place is None and tied:
         raise PlanError("shard(tied=...): modules are tied between pipeline stages; give a mesh with an axis 'pp'")

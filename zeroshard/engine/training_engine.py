@@ -32,7 +32,7 @@ from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
 from zeroshard.engine.step.step_base import StepperBase
 from zeroshard.errors import UsageError
-from zeroshard.mesh import DATA
+from zeroshard.mesh import READERS
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
 
@@ -465,7 +465,7 @@ class TrainingEngine(nn.Module, AsksSettings):
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and self.device.type == "cuda",
-            place=(self.plan.mesh.position(self._handle.comm.mesh.rank, DATA), self.plan.dp),
+            place=(self.plan.mesh.position(self._handle.comm.mesh.rank, self.plan.mesh.among(READERS)), self.plan.dp),
         )
         self._data.adopt(loader)
         return loader

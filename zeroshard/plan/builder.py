@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, NESTED, SEQUENCE, SHARD, Mesh
+from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
@@ -146,7 +146,7 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
     budget = recipe.persistence_budget
     planned: list[UnitPlan] = []
     for unit in units:
-        row = _over_sequence(recipe.overrides.get(unit.name, recipe.sharding), mesh)
+        row = _over_all(recipe.overrides.get(unit.name, recipe.sharding), mesh)
         numel = sum(_numel(parameter) for parameter in unit.parameters)
         if (
             mesh.size(row.axes) == 1
@@ -157,7 +157,7 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
             row = Sharding(param=False, grad=row.grad, state=row.state, axes=row.axes)
         second = SecondCopy((SHARD,), mesh.size((SHARD,))) if row.axes == NESTED else None
         hops = _hops(row, mesh, recipe)
-        planned.append(_unit_plan(unit, row, mesh.size(row.axes), recipe, second, hops))
+        planned.append(_unit_plan(unit, row, mesh, recipe, second, hops))
     planned = with_owners(planned, recipe.matrices)
     policy = recipe_policy(planned, recipe)
     if recipe.offload is not None:
@@ -176,10 +176,10 @@ def _hops(row: Sharding, mesh: Mesh, recipe: Recipe) -> tuple[Hop, ...]:
             "sums of gradients in codes (zero_quantized_gradients): a 1-bit optimizer averages momentum in its own "
             "codes, after steps with exact gradients; leave one of them out"
         )
-    if mesh.sequence:
+    if mesh.beside_data:
         raise PlanError(
-            f"sums of gradients in codes (zero_quantized_gradients) are not built on a mesh that divides sequences "
-            f"({mesh}); leave one of them out"
+            f"sums of gradients in codes (zero_quantized_gradients) are not built on a mesh that divides sequences or "
+            f"experts ({mesh}); leave one of them out"
         )
     if mesh.size(DATA) > mesh.size(row.axes):
         raise PlanError(
@@ -190,14 +190,14 @@ def _hops(row: Sharding, mesh: Mesh, recipe: Recipe) -> tuple[Hop, ...]:
     return hops_of(codes, row.axes, within, one_each=mesh.size((SHARD,)) == 1)
 
 
-def _over_sequence(row: Sharding, mesh: Mesh) -> Sharding:
-    """The row with what it divides divided over the ranks that share sequences, too."""
-    if mesh.sequence and row.axes == NESTED:
+def _over_all(row: Sharding, mesh: Mesh) -> Sharding:
+    """The row with what it divides divided over the ranks that share sequences or have other experts, too."""
+    if mesh.beside_data and row.axes == NESTED:
         raise PlanError(
             f"a second copy of the parameters in each subgroup (zero_hpz_partition_size) is not built on a mesh that "
-            f"divides sequences ({mesh}); leave one of them out"
+            f"divides sequences or experts ({mesh}); leave one of them out"
         )
-    return replace(row, axes=(*row.axes, *mesh.sequence)) if mesh.sequence else row
+    return replace(row, axes=(*row.axes, *mesh.beside_data)) if mesh.beside_data else row
 
 
 def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
@@ -308,7 +308,7 @@ def _numel(parameter: ParameterSpec) -> int:
 def _unit_plan(
     unit: UnitSpec,
     row: Sharding,
-    shards: int,
+    mesh: Mesh,
     recipe: Recipe,
     second: SecondCopy | None = None,
     hops: tuple[Hop, ...] = (),
@@ -331,11 +331,18 @@ def _unit_plan(
         )
         members.setdefault(key, []).append(parameter)
     groups = (
-        _group_plan(parameters, dtype, trainable, row, shards, recipe, 1 if matrix else recipe.moments, blocks)
-        for (dtype, trainable, matrix, blocks, _), parameters in members.items()
+        _group_plan(
+            parameters, dtype, trainable, _within(row, axis), mesh, recipe, 1 if matrix else recipe.moments, blocks
+        )
+        for (dtype, trainable, matrix, blocks, axis), parameters in members.items()
     )
     groups = tuple(replace(group, second=second, hops=hops if group.trainable else ()) for group in groups)
     return UnitPlan(unit.name, row.axes, groups, unit.aliases)
+
+
+def _within(row: Sharding, axis: str) -> Sharding:
+    """The row for parameters that the model divides over `axis`: ZeRO divides what its ranks have over the others."""
+    return replace(row, axes=tuple(other for other in row.axes if other != axis)) if axis in row.axes else row
 
 
 def _master_dtype(dtype: str, precision: Precision) -> str:
@@ -364,11 +371,12 @@ def _group_plan(
     dtype: str,
     trainable: bool,
     row: Sharding,
-    shards: int,
+    mesh: Mesh,
     recipe: Recipe,
     copies: int,
     blocks: Blocks | None,
 ) -> GroupPlan:
+    shards = mesh.size(row.axes)
     codes = (recipe.codes if trainable else recipe.frozen_codes) if row.param and shards > 1 else None
     differences = recipe.differences if row.param and trainable and row.axes == NESTED else None
     summed = recipe.gradient_codes if trainable and row.state and shards > 1 else None
@@ -405,7 +413,7 @@ def _group_plan(
         wire=wire,
         staged=needs_slot and (recipe.policy.accumulate or kept != wire),
         update_axes=state_axes,
-        sums=(*DATA, *(axis for axis in row.axes if axis in SEQUENCE)),
+        sums=(*DATA, *(axis for axis in row.axes if axis not in DATA)),
         grad=grad,
         master=master,
         moments=moments,

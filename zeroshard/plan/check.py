@@ -50,7 +50,10 @@ def _check_mesh(mesh: Mesh) -> None:
         raise PlanError(f"mesh: the axes {list(DATA)} are needed, of 1 rank where nothing is replicated or divided")
     places = [mesh.names.index(name) for name in mesh.summed]
     if places != sorted(places):
-        raise PlanError(f"mesh: {mesh}: axes that divide sequences stand inside of the data axes {list(DATA)}")
+        raise PlanError(
+            f"mesh: {mesh}: axes that divide sequences stand inside of the data axes {list(DATA)}, and so does that "
+            "of experts"
+        )
     built = (*DATA, *SEQUENCE, *MODEL_AXES)
     for axis in mesh.axes:
         if axis.name not in built and axis.size > 1:
@@ -60,37 +63,40 @@ def _check_mesh(mesh: Mesh) -> None:
 
 
 def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
-    over = plan.mesh.sequence
+    over = plan.mesh.beside_data
     possible = ((*DATA, *over), (SHARD, *over), NESTED)
     if unit.axes not in possible:
         raise PlanError(
             f"{path}.axes must be {' or '.join(str(list(axes)) for axes in possible)}, not {list(unit.axes)}"
         )
     for number, group in enumerate(unit.groups):
-        where = f"{path}.groups[{number}]"
-        _check_layout(group.layout, plan.mesh.size(unit.axes), f"{where}.layout")
+        where, axes = f"{path}.groups[{number}]", unit.axes_of(group)
+        _check_layout(group.layout, plan.mesh.size(axes), f"{where}.layout")
         _check_cuts(plan.mesh, group, f"{where}.layout")
-        if group.update_axes not in ((), unit.axes):
-            raise PlanError(f"{where}.update_axes must be [] or the unit's axes {list(unit.axes)}")
-        if group.trainable and group.sums != plan.mesh.summed:
-            raise PlanError(f"{where}.sums must be {list(plan.mesh.summed)}: all ranks read different data")
+        if group.update_axes not in ((), axes):
+            raise PlanError(f"{where}.update_axes must be [] or the group's axes {list(axes)}")
+        sums = tuple(axis for axis in plan.mesh.summed if axis not in group.model_axes)
+        if group.trainable and group.sums != sums:
+            raise PlanError(f"{where}.sums must be {list(sums)}: all their ranks read different data")
         if group.compressed and over:
-            raise PlanError(f"{where}: 1-bit optimizers are not built on a mesh that divides sequences ({plan.mesh})")
+            raise PlanError(
+                f"{where}: 1-bit optimizers are not built on a mesh that divides sequences or experts ({plan.mesh})"
+            )
         _check_second(plan, unit, group, where)
         _check_codes(group, where)
         _check_differences(group, where)
         _check_hops(plan, unit, group, where)
         divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
         if group.trainable and divided and not group.update_axes:
-            raise PlanError(f"{where}.update_axes must be {list(unit.axes)} where parameters or gradients are divided")
+            raise PlanError(f"{where}.update_axes must be {list(axes)} where parameters or gradients are divided")
         for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER, StateKind.MOMENTS):
             placement = group.placement(kind)
             if placement is None:
                 continue
             if not (kind is StateKind.MASTER and _is_split(group)):
                 _check_dtype(placement.dtype, f"{where}.{kind.value}.dtype")
-            if placement.axes not in ((), unit.axes):
-                raise PlanError(f"{where}.{kind.value}.axes must be [] or the unit's axes {list(unit.axes)}")
+            if placement.axes not in ((), axes):
+                raise PlanError(f"{where}.{kind.value}.axes must be [] or the group's axes {list(axes)}")
             if placement.copies < 1:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
             _check_blocks(group.layout, kind, placement, f"{where}.{kind.value}")
@@ -100,7 +106,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
         if group.owners and len(group.owners) != len(group.layout.segments):
             raise PlanError(f"{where}.owners has {len(group.owners)} entries for {len(group.layout.segments)} segments")
         if any(not 0 <= owner < group.layout.shards for owner in group.owners):
-            raise PlanError(f"{where}.owners names a rank that the axes {list(unit.axes)} do not have")
+            raise PlanError(f"{where}.owners names a rank that the axes {list(axes)} do not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
 
@@ -275,7 +281,7 @@ def peer_problem(plan: Plan) -> str | None:
     groups = [(unit, group) for unit, group in plan.groups() if group.layout.shards > 1]
     if not groups:
         return "nothing is sent"
-    if len({unit.axes for unit, _ in groups}) > 1:
+    if len({unit.axes_of(group) for unit, group in groups}) > 1:
         return "units are sharded over different axes"
     if any(group.second is not None for _, group in groups):
         return "parameters have a second copy in each subgroup"
@@ -285,7 +291,7 @@ def peer_problem(plan: Plan) -> str | None:
         return "gradients are summed in codes"
     if any(group.param.away for _, group in groups):
         return "parameters rest off the device"
-    if plan.mesh.sequence or any(plan.mesh.size((axis,)) > 1 for axis in plan.mesh.among(MODEL_AXES)):
+    if plan.mesh.beside_data or any(plan.mesh.size((axis,)) > 1 for axis in plan.mesh.among(MODEL_AXES)):
         return "the mesh has axes beside those of data"
     trainable = [group for _, group in groups if group.trainable]
     if any(not group.update_axes for group in trainable):

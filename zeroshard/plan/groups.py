@@ -130,7 +130,8 @@ class GroupPlan:
         """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
         if self.param.away:
             return True
-        return self.layout.shards > 1 and (self.param.divided or bool(self.update_axes))
+        # A part that the model divides may be one rank's alone, and comes into the slot of its unit all the same.
+        return self.param.divided or (self.layout.shards > 1 and bool(self.update_axes))
 
     @property
     def gathered_nbytes(self) -> int:
@@ -222,7 +223,7 @@ class UnitPlan:
     """What is gathered and reduced together. The root unit's name is "".
 
     Attributes:
-        axes: the mesh axes that the layouts of its groups are cut for.
+        axes: the mesh axes that the layouts of its groups are cut for, but for those over which the model divides one.
     """
 
     name: str
@@ -233,6 +234,11 @@ class UnitPlan:
     @property
     def label(self) -> str:
         return self.name or "(root)"
+
+    def axes_of(self, group: GroupPlan) -> Axes:
+        """The mesh axes that the layout of a group is cut for."""
+        divided = group.model_axes
+        return tuple(axis for axis in self.axes if axis not in divided) if divided else self.axes
 
     @property
     def sharded(self) -> bool:

@@ -215,7 +215,7 @@ def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
     (refresh, gather), follow = _gathers(unit, group, ways), _follow(unit, group)
     if group.grad is None:
         return GroupLegs(gather, refresh=refresh)
-    axes, wire, whole = unit.axes, group.wire, group.layout.numel
+    axes, wire, whole = unit.axes_of(group), group.wire, group.layout.numel
     local = local_dtype(group, ways.accumulate)
     keep = (_collect(group, Buffer.LOCAL, local, adds=True),)
     divided = group.grad.divided
@@ -262,7 +262,7 @@ def _gathers(unit: UnitPlan, group: GroupPlan, ways: Ways) -> tuple[Legs, Legs]:
     up, source = _brought_up(group, first)
     if group.second is None:
         route = Route.COPIES if ways.copies else Route.COLLECTIVE
-        return (), (*up, *_shards_gathered(group, source, first, group.layout.numel, unit.axes, route))
+        return (), (*up, *_shards_gathered(group, source, first, group.layout.numel, unit.axes_of(group), route))
     outer = unit.axes[len(group.second.axes) :]
     refresh = (*up, *_shards_gathered(group, source, first, group.second_numel, outer))
     whole = _all_gather(group, first, Buffer.WHOLE, group.layout.numel, group.second.axes)
@@ -340,7 +340,7 @@ def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
     if not group.update_axes:
         numel, kept = group.layout.numel, group.grad.dtype
         back = Leg(LegKind.CAST, Buffer.WIRE, Buffer.LOCAL, numel, kept, group.wire, Stream.REDUCE)
-        return (*sent, *_shared(group, unit.axes, landing, Buffer.WIRE), back)
+        return (*sent, *_shared(group, unit.axes_of(group), landing, Buffer.WIRE), back)
     return (*sent, *_landed(group, landing))
 
 
@@ -374,7 +374,7 @@ def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) 
 
 def _reduce_scatter(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Leg:
     numel, wire = group.layout.numel, group.wire
-    return Leg(LegKind.REDUCE_SCATTER, source, landing, numel, wire, wire, Stream.REDUCE, unit.axes)
+    return Leg(LegKind.REDUCE_SCATTER, source, landing, numel, wire, wire, Stream.REDUCE, unit.axes_of(group))
 
 
 def _reduced_twice(unit: UnitPlan, group: GroupPlan, second: SecondCopy, landing: Buffer) -> Legs:
@@ -424,7 +424,7 @@ def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
 
 def replica_axes(unit: UnitPlan, group: GroupPlan) -> Axes:
     """The axes along which ranks hold the same part of the unit, but gradients of other data."""
-    return tuple(axis for axis in group.sums if axis not in unit.axes)
+    return tuple(axis for axis in group.sums if axis not in unit.axes_of(group))
 
 
 def _shared(group: GroupPlan, axes: Axes, part: Buffer, whole: Buffer) -> Legs:

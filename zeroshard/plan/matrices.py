@@ -45,13 +45,13 @@ def with_owners(units: Sequence[UnitPlan], matrices: Sequence[str]) -> list[Unit
         for index, group in enumerate(unit.groups):
             if not _is_divided(group) or group.layout.segments[0].name not in wanted:
                 continue
-            work.setdefault(unit.axes, [0.0] * group.layout.shards)
+            work.setdefault(unit.axes_of(group), [0.0] * group.layout.shards)
             for place, segment in enumerate(group.layout.segments):
                 batch, rows, columns = matrix_shape(segment.shape)
                 jobs.append((float(batch * rows * columns * min(rows, columns)), number, index, place))
     owners = {(number, index): [0] * len(units[number].groups[index].layout.segments) for _, number, index, _ in jobs}
     for cost, number, index, place in sorted(jobs, key=lambda job: (-job[0], job[1:])):
-        loads = work[units[number].axes]
+        loads = work[units[number].axes_of(units[number].groups[index])]
         owner = loads.index(min(loads))
         loads[owner] += cost
         owners[number, index][place] = owner
@@ -95,7 +95,7 @@ def exchange_buffers(plan: Plan) -> int:
 def _owned(plan: Plan) -> Iterator[tuple[Axes, GroupPlan]]:
     for unit, group in plan.groups():
         if group.owners:
-            yield unit.axes, group
+            yield unit.axes_of(group), group
 
 
 def _is_divided(group: GroupPlan) -> bool:

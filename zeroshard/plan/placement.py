@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, NESTED, REPLICATE, SEQUENCE, SHARD, Axes, Mesh
+from zeroshard.mesh import BESIDE_DATA, DATA, NESTED, REPLICATE, SHARD, Axes, Mesh
 from zeroshard.plan.dtypes import itemsize
 
 MIN_BLOCKED_NUMEL = 4096
@@ -143,7 +143,7 @@ class Sharding:
                 f"{self}: where parameters or gradients are divided each rank updates its part, so the optimizer's "
                 "state is divided too; set state=True"
             )
-        if tuple(axis for axis in self.axes if axis not in SEQUENCE) not in (DATA, (SHARD,), NESTED):
+        if tuple(axis for axis in self.axes if axis not in BESIDE_DATA) not in (DATA, (SHARD,), NESTED):
             raise PlanError(
                 f"{self}: axes must be {DATA} (all data-parallel ranks), {(SHARD,)} (a subgroup of them) or {NESTED} "
                 "(all of them, and a second copy of the parameters in each subgroup)"

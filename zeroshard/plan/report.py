@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.groups import UnitPlan
 from zeroshard.plan.memory import StateBytes, state_bytes
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import step_traffic
@@ -80,9 +81,14 @@ def unit_table(plan: Plan) -> Table:
         numel = sum(group.layout.parameter_numel for group in unit.groups)
         dtypes = ", ".join(dict.fromkeys(group.param.dtype for group in unit.groups)) or "-"
         slot = plan.gather_slots.of_unit[index]
-        rest = f"1/{plan.mesh.size(unit.axes)}" if unit.sharded else "whole"
+        rest = ", ".join(_parts(plan, unit)) if unit.sharded else "whole"
         table.add_row(unit.label, f"{numel:,}", dtypes, rest, "-" if slot is None else str(slot))
     return table
+
+
+def _parts(plan: Plan, unit: UnitPlan) -> dict[str, None]:
+    """What of the parameters of each group rests on a rank, each once."""
+    return dict.fromkeys(f"1/{plan.mesh.size(unit.axes_of(group))}" for group in unit.groups)
 
 
 def _ratio(mine: int, other: int) -> str:

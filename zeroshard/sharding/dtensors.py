@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, MODEL_AXES, Mesh, MeshAxis, axis_name
+from zeroshard.mesh import DATA, EXPERT, MODEL_AXES, TENSOR, Mesh, MeshAxis, axis_name
 from zeroshard.sharding.cut import Cut
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _axes(of: DTensor) -> Iterator[tuple[int, str]]:
     names = of.device_mesh.mesh_dim_names
     for number, size in enumerate(of.device_mesh.shape):
         if size > 1:
-            yield number, "tp" if names is None else axis_name(names[number])
+            yield number, TENSOR if names is None else axis_name(names[number])
 
 
 def _cut(name: str, of: DTensor, number: int, axis: str) -> Cut | None:
@@ -131,6 +131,11 @@ def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None 
         PlanError: the mesh and the model's own do not agree.
     """
     found = {axis: ranks for _, parameter in model.named_parameters() for axis, ranks in _groups(parameter)}
+    if EXPERT in found and len(found) > 1:
+        raise PlanError(
+            f"the model is divided over {' and '.join(sorted(found))}: experts that are divided over {EXPERT!r} in a "
+            "model that is divided otherwise are not built yet; leave one of the axes out"
+        )
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if mesh is None:
         mesh = _around(found, world, shard_size)
@@ -145,13 +150,18 @@ def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None 
                 f"the model is divided over ranks {ranks} along {axis!r}, the mesh ({mesh}) has {own} there; divide "
                 "the model over a DeviceMesh of the same axes"
             )
-    for axis in MODEL_AXES:
-        if axis in mesh.names and mesh.size((axis,)) > 1 and axis not in found:
+    for axis in mesh.among(MODEL_AXES):
+        if mesh.size((axis,)) > 1 and axis not in found:
             raise PlanError(
                 f"mesh: axis {axis!r} has {mesh.size((axis,))} ranks, but nothing uses it: no parameter of the model "
                 "is a DTensor on it. Call parallelize_module on the model first, or load it with its own plan"
             )
     return mesh
+
+
+def axes_of_model(model: nn.Module) -> frozenset[str]:
+    """The axes over which the model divides parameters."""
+    return frozenset(axis for parameter in model.parameters() for axis, _ in _groups(parameter))
 
 
 def has_dtensors(model: nn.Module) -> bool:
@@ -190,5 +200,9 @@ def _around(found: dict[str, list[int]], world: int, shard_size: int | None) -> 
             f"the model is divided over ranks {ranks} of {world} along {axis!r}; name all axes in a mesh, mesh="
             f"init_device_mesh(..., mesh_dim_names=({DATA[1]!r}, {axis!r})) say"
         )
+    if shard_size is not None and axis == EXPERT:  # a subgroup has all experts
+        if shard_size % len(ranks):
+            raise PlanError(f"a shard group of {shard_size} ranks does not hold all {len(ranks)} ranks of {axis!r}")
+        shard_size //= len(ranks)
     data = Mesh.data_parallel(world // len(ranks), shard_size)
     return Mesh((*data.axes, MeshAxis(axis, len(ranks))))

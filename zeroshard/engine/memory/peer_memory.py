@@ -56,7 +56,7 @@ def open_peers(
     if not plan.policy.peer_copies:
         return None
     if factory is None:
-        over = {unit.axes for unit, group in plan.groups() if group.layout.shards > 1}
+        over = {unit.axes_of(group) for unit, group in plan.groups() if group.layout.shards > 1}
         gather = mesh.over(over.pop()).gather if len(over) == 1 else None
         if device.type != "cuda" or gather is None:
             raise PlanError(

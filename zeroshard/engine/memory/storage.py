@@ -94,10 +94,12 @@ class Storage:
         """Host memory through which gathers get parameters that don't lie in place; behind it, so at pages too."""
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
-            position = plan.mesh.position(rank, unit.axes)
-            groups = [self._allocate(group, parameters, position) for group in unit.groups]
+            groups = [
+                self._allocate(group, parameters, plan.mesh.position(rank, unit.axes_of(group)))
+                for group in unit.groups
+            ]
             for group in groups:
-                group.counts = plan.mesh.first(rank, (*unit.axes, *group.plan.model_axes))
+                group.counts = plan.mesh.first(rank, (*unit.axes_of(group.plan), *group.plan.model_axes))
             trainable = [group for group in groups if group.plan.trainable]
             self.units.append(Unit(unit, index, groups, trainable=trainable))
         self.place_slots(plan)

@@ -231,7 +231,7 @@ class _Spot:
         comm = self.handle.comm
         label = f"{self.segment.name} (safe_get_full_fp32_param or its kin)"
         comm.log.record("get", label, whole.nbytes)
-        gathers = comm.gathers[self.unit.plan.axes]
+        gathers = comm.gathers[self.unit.plan.axes_of(self.group.plan)]
         gathers.wait(gathers.all_reduce(whole, label))
 
     def agree(self, code: int, call: str) -> int:
@@ -274,7 +274,7 @@ class _Spot:
         part = value.detach().to(self.handle.device, self.dtype, copy=True).reshape(-1).contiguous()
         comm = self.handle.comm
         comm.log.record("set", self.segment.name, 0)
-        divided = self.unit.plan.axes if self.divided else ()
+        divided = self.unit.plan.axes_of(self.group.plan) if self.divided else ()
         copies = self.handle.plan.mesh.without((*divided, *self.group.plan.model_axes))
         if copies:
             replicas = comm.gathers[copies]
@@ -346,7 +346,7 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
 
 def _sum_of_pending(spot: _Spot) -> torch.Tensor:
     """The sum over ranks of local gradients that the next reduce will take, flat; they stay pending."""
-    comm, axes = spot.handle.comm, spot.unit.plan.axes
+    comm, axes = spot.handle.comm, spot.unit.plan.axes_of(spot.group.plan)
     local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end]
     summed = local.to(spot.dtype) / spot.handle.plan.policy.predivide
     comm.log.record("get", spot.segment.name, summed.nbytes)
@@ -371,7 +371,7 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
     if spot.unit.gradients.local:
         local = gradients.local(group)[spot.segment.offset : spot.segment.end]
         mesh = spot.handle.plan.mesh
-        first = mesh.position(spot.handle.comm.mesh.rank, mesh.summed) == 0
+        first = mesh.position(spot.handle.comm.mesh.rank, spot.group.plan.sums) == 0
         local.copy_(summed * spot.handle.plan.policy.predivide if first else torch.zeros_like(summed))
         summed = torch.zeros_like(summed)
     if spot.unit.gradients.reduced:

@@ -278,7 +278,7 @@ def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -
     """All-gather this rank's `part` of a group (its shard in any dtype) into memory of its own."""
     part = part.to(handle.device)
     whole = torch.empty(group.plan.layout.numel, dtype=part.dtype, device=part.device)
-    gathers = handle.comm.gathers[unit.plan.axes]
+    gathers = handle.comm.gathers[unit.plan.axes_of(group.plan)]
     handle.comm.log.record("all-gather", unit.label, whole.nbytes)
     gathers.wait(gathers.all_gather(whole, part, unit.label))
     return whole

@@ -43,7 +43,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     grad=partial(step_grad, group),
                     first_flag=first_flag,
                     hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
-                    axes=unit.plan.axes,
+                    axes=unit.plan.axes_of(group.plan),
                     counts=ranks.mesh.first(ranks.rank, (*group.plan.update_axes, *group.plan.model_axes)),
                     divided=group.plan.updated_in_parts,
                     blocks=None if group.plan.moments is None else group.plan.moments.blocks,

@@ -1,0 +1,194 @@
+"""Expert parallelism: experts that are divided over ranks train under ZeRO as one process does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.expert_model import EVEN, EXPERTS, ONE_RANK, Layout, build, sharded, train
+from tests.support.measure import forget_sent, held_bytes, sent
+from tests.support.parallel_model import (
+    BATCH,
+    CLIP,
+    assert_close,
+    assert_same,
+    in_one_process,
+    loss_of,
+    tokens,
+    whole_state,
+)
+from zeroshard.errors import PlanError
+from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.traffic import step_traffic
+
+WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
+MESHES = [(1, 2), (2, 2)] + ([(1, 4), (2, 4)] if WHOLE_MATRIX else [])
+
+
+def _as_in_one_process(rank: int, world: int, data: int, experts: int, biases: Sequence[Sequence[float]]) -> None:
+    for bias in biases:
+        wanted = in_one_process(world, made=partial(build, bias))
+        for stage in range(4) if WHOLE_MATRIX else (1, 3) if data > 1 else (0, 2):
+            layout = Layout(data, experts, stage)
+            model, optimizer = sharded(layout, bias)
+            steps = train(model, optimizer, range(2))
+            forget_sent(model)
+            steps += train(model, optimizer, range(2, 3))
+            plan = zeroshard.plan_of(model)
+            assert sent(model) == step_traffic(plan), str(layout)
+            assert held_bytes(model).total == state_bytes(plan).total
+            assert plan.dp == world
+            assert_close((steps, zeroshard.full_state_dict(model)), wanted, (str(layout), bias))
+            zeroshard.close(model)
+
+
+@pytest.mark.parametrize(("data", "experts"), MESHES)
+def test_divided_experts_train_as_one_process_does(data: int, experts: int) -> None:
+    run_ranks(data * experts, _as_in_one_process, data, experts, (EVEN, ONE_RANK), timeout=600)
+
+
+def _moved(rank: int, world: int, folder: str, layouts: list[Layout]) -> None:
+    for layout in layouts:
+        model, optimizer = sharded(layout, ONE_RANK)
+        train(model, optimizer, range(1))
+        saved = whole_state(model)
+        tag = f"{layout.experts}-{layout.stage}"
+        zeroshard.save(model, folder, tag)
+        zeroshard.close(model)
+        for other in layouts:
+            if other == layout and not WHOLE_MATRIX:
+                continue
+            model, optimizer = sharded(other, ONE_RANK)
+            zeroshard.load(model, folder, tag)
+            assert_same(whole_state(model), saved, f"{layout} into {other}")
+            zeroshard.close(model)
+
+
+def test_a_checkpoint_of_experts_loads_in_any_other_layout(tmp_path: Path) -> None:
+    shapes = itertools.product(((4, 1), (2, 2), (1, 4)), range(4)) if WHOLE_MATRIX else (((2, 2), 3), ((4, 1), 1))
+    run_ranks(4, _moved, str(tmp_path), [Layout(*shape, stage) for shape, stage in shapes], timeout=900)
+
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_clipping": CLIP,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+}
+CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
+    "accumulated": ({"gradient_accumulation_steps": 2}, 1e-5),
+    "bf16": ({"bf16": {"enabled": True}}, 0.05),
+    "offload": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1e-5),
+}
+
+
+def _engines(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "ep"))
+    for name, (config, bound) in CONFIGS.items():
+        accumulation = int(config.get("gradient_accumulation_steps", 1))
+        wanted, _ = in_one_process(world * accumulation, 2, made=build)
+        model = build()
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **config.get("zero_optimization", {})}
+        engine, *_ = zeroshard.initialize(
+            model=model, config={**BASE, **config, "zero_optimization": zero}, mesh_param=mesh
+        )
+        assert engine.train_batch_size() == BATCH * world * accumulation
+        for step, (_, norm) in enumerate(wanted):
+            for micro in range(accumulation):
+                engine.backward(loss_of(engine, tokens(step, rank * accumulation + micro)))
+                engine.step()
+            found = engine.get_global_grad_norm()
+            assert found is not None
+            assert abs(found - norm) <= bound * norm, (name, norm, found)
+        assert held_bytes(model).total == state_bytes(engine.plan).total, name
+        engine.destroy()
+
+
+def test_initialize_takes_divided_experts() -> None:
+    run_ranks(2, _engines)
+
+
+def _overflows(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "ep"))
+    config = {**BASE, "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+    engine, *_ = zeroshard.initialize(model=build(), config=config, mesh_param=mesh)
+    before = zeroshard.full_state_dict(engine.module)
+    engine.backward(loss_of(engine, tokens(0, rank)))
+    parameter = engine.module.get_parameter("blocks.0.mlp.experts.down_proj")
+    part = zeroshard.safe_get_local_grad(parameter)
+    assert part is not None
+    zeroshard.safe_set_local_grad(parameter, torch.full_like(part, torch.inf) if rank == 1 else part)
+    engine.step()
+    assert not engine.was_step_applied()
+    after = zeroshard.full_state_dict(engine.module)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    whole = zeroshard.safe_get_full_fp32_param(parameter)
+    assert whole is not None
+    assert whole.shape == parameter.shape
+    assert parameter.shape[0] == EXPERTS
+    assert isinstance(parameter, DTensor)
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    read = torch.cat([batch[0] for batch in engine.deepspeed_io(data)])
+    others = [torch.zeros_like(read) for _ in range(world)]
+    torch.distributed.all_gather(others, read)
+    assert torch.equal(torch.cat(others).sort().values, torch.arange(8))
+
+
+def test_an_overflow_of_one_rank_s_experts_skips_the_step_on_all() -> None:
+    run_ranks(2, _overflows)
+
+
+def _by_config(rank: int, world: int) -> None:
+    wanted, _ = in_one_process(world, 2, made=build)
+    model = build()
+    config = {**BASE, "zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    del config["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
+    assert engine.train_batch_size() == BATCH * world
+    for step, (_, norm) in enumerate(wanted):
+        engine.backward(loss_of(engine, tokens(step, rank)))
+        engine.step()
+        found = engine.get_global_grad_norm()
+        assert found is not None
+        assert abs(found - norm) < 1e-6 * max(1.0, norm)
+    engine.destroy()
+    with pytest.raises(PlanError, match=r"expert_parallel.autoep_size 3 does not divide the 2 ranks that run"):
+        zeroshard.initialize(model=build(), config={**BASE, "expert_parallel": {"enabled": True, "autoep_size": 3}})
+
+
+def test_a_config_divides_the_experts() -> None:
+    run_ranks(2, _by_config)
+
+
+def _refused(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "ep"))
+    with pytest.raises(PlanError, match=r"mlp.experts has 3 experts, which 2 ranks of axis 'ep' do not divide"):
+        zeroshard.shard(build((0.0,) * 3), mesh=mesh)
+    with pytest.raises(PlanError, match="nothing uses it: Linear has no experts that are divided over ranks"):
+        zeroshard.shard(nn.Linear(2, 2), mesh=mesh)
+    with zeroshard.Init():
+        deferred = build()
+    with pytest.raises(PlanError, match=r"'blocks.0.mlp.experts.gate_up_proj' has no values here"):
+        zeroshard.shard(deferred, mesh=mesh)
+    outer = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp_shard"))
+    with pytest.raises(PlanError, match="stand inside of the data axes"):
+        zeroshard.shard(build(), mesh=outer)
+    config = {**BASE, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+    with pytest.raises(PlanError, match="not built on a mesh that divides sequences or experts"):
+        zeroshard.initialize(model=build(), config=config, mesh_param=mesh)
+
+
+def test_experts_that_cannot_be_divided_are_refused_by_number() -> None:
+    run_ranks(2, _refused)

@@ -1,0 +1,8 @@
+"""Experts that are divided over the ranks of an axis `ep`, to which ranks send their tokens.
+
+    dispatch    rows to the ranks of their experts and back, differentiable
+    fused       modules that hold all experts in 3-D weights, as transformers' models do
+    divide      a whole model over an axis: weights become DTensors, modules send their tokens
+
+The engine does not know them: it sees DTensors along `ep`, and divides what each rank has over the other data axes.
+"""

@@ -1,0 +1,94 @@
+"""Sends each token to the ranks of its experts, and what they make of it back: two exchanges that autograd knows.
+
+    rows, by expert     rank 0  a0 a0 a2 a3     rank 1  b1 b3 b3         experts 0, 1 on rank 0; 2, 3 on rank 1
+    --- counts, then rows, all-to-all --->
+    arrived             rank 0  a0 a0 | b1      rank 1  a2 a3 | b3 b3    by the rank they come from, then by expert
+    --- the experts, then all-to-all back --->
+    returned            in the order of the rows
+
+Nothing is padded and nothing dropped, so the result does not depend on how even the choice of experts is. A rank that
+gets no row takes part all the same, in the backward too. The counts come to the host, once for each dispatch: they are
+the sizes of what is sent. Rejected: equal parts for all experts (a capacity), which drops tokens or sends padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Where the rows of this rank go, and which ones come here.
+
+    Attributes:
+        order: numbers of the chosen (token, place among its experts) pairs, by expert.
+        sent, received: rows to and from each rank of the axis.
+        experts: of each row that arrives, the number of its expert among those of this rank.
+    """
+
+    group: dist.ProcessGroup
+    order: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    experts: torch.Tensor
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the order of pairs, of the tokens that chose experts here, from all ranks."""
+        return _Exchange.apply(rows, self.group, self.received, self.sent)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """What was made of them on all ranks, for this rank's pairs in their own order, (pairs, ...)."""
+        sorted_rows = _Exchange.apply(rows, self.group, self.sent, self.received)
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(self.order.numel(), device=self.order.device)
+        return sorted_rows[places]
+
+
+def make_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Dispatch:
+    """Let the ranks of `group` tell each other how many rows they have for whom; called by all of them.
+
+    Args:
+        chosen: the experts of each token, (tokens, places), out of all experts.
+        experts: of all ranks; each has as many, in the order of ranks.
+    """
+    pairs, ranks = chosen.reshape(-1), group.size()
+    order = torch.argsort(pairs, stable=True)
+    sent = torch.bincount(pairs, minlength=experts).view(ranks, -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sizes = torch.stack((sent.sum(dim=1), received.sum(dim=1))).tolist()
+    own = torch.arange(experts // ranks, device=pairs.device).repeat(ranks)
+    arrived = torch.repeat_interleave(own, received.view(-1), output_size=sum(sizes[1]))
+    return Dispatch(group, order, sizes[0], sizes[1], arrived)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to all ranks of a group; their gradients go the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, arriving: list[int], leaving: list[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.arriving, ctx.leaving = group, arriving, leaving
+        return _exchange(rows, group, arriving, leaving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(gradients[0], ctx.group, ctx.leaving, ctx.arriving), None, None, None
+
+
+def _exchange(rows: torch.Tensor, group: dist.ProcessGroup, arriving: list[int], leaving: list[int]) -> torch.Tensor:
+    rows = rows.contiguous()
+    out = rows.new_empty((sum(arriving), *rows.shape[1:]))
+    # As bytes: not every backend sends every dtype, and nothing is computed on the way.
+    dist.all_to_all_single(_bytes(out), _bytes(rows), arriving, leaving, group=group)
+    return out
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(rows.shape[0], math.prod(rows.shape[1:])).view(torch.uint8)
