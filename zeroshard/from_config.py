@@ -50,6 +50,9 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.schedules.named import build_scheduler
 from zeroshard.optim.sources import Source
+from zeroshard.pipeline.engine import PipelineCalls, PipelineEngine
+from zeroshard.pipeline.module import PipelineModule
+from zeroshard.pipeline.start import PipelineStart, find_pipeline
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
@@ -100,14 +103,15 @@ def initialize(
         config: dict, path or JSON text (`config_params` is its older name).
 
     Returns:
-        Engine, optimizer, loader and scheduler; what there is none of is None.
+        Engine, optimizer, loader and scheduler; what there is none of is None. The engine of a PipelineModule has
+        `train_batch` and `eval_batch`.
 
     Raises:
         ConfigError: the config, with the JSON path of each fault.
         PlanError, UsageError: what can't be put together.
     """
     return build_engine(
-        Engine,
+        PipelineEngine if isinstance(model, PipelineModule) else Engine,
         args=args,
         model=model,
         optimizer=optimizer,
@@ -183,8 +187,9 @@ def _build_engine(
     _join(dist_init_required, distributed_port)
     document = _config_source(args, config, config_params)
     replaced = _divide(model, document, mesh_param if mpu is None else mpu)
-    mesh = _mesh(model, mpu, mesh_param)
-    world = data_ranks(model, mesh)
+    pipeline = find_pipeline(model, mpu, mesh_param)
+    mesh = _mesh(model, mpu, mesh_param) if pipeline is None else pipeline.mesh
+    world = data_ranks(model, mesh) if pipeline is None else pipeline.mesh.data_parallel_size
     own, scheduled = optimizer is not None, lr_scheduler is not None
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     if resolved.log_level is not None:
@@ -202,12 +207,14 @@ def _build_engine(
     source = _source(resolved, model, optimizer, parameters)
     _mark_leaves(model, resolved.zero.leaf_modules)
     _checkpoint(model, resolved.activations)
+    if pipeline is not None:
+        pipeline.obey(resolved)
     if resolved.zero.stage == "auto":
         example = example_from(training_data, collate_fn, resolved.batch.micro)
         read = partial(resolve, world_size=world, client_optimizer=own, client_scheduler=scheduled)
         resolved = read(chosen_document(model, document, resolved, read, source, device, example, mesh)).config
     scaler = _scaler(resolved, device)
-    sharded = _shard(model, resolved, source, scaler, device, mesh)
+    sharded = _shard(model, resolved, source, scaler, device, mesh, pipeline)
     observer = None
     try:
         _cast_buffers(model, resolved.precision.buffer)
@@ -216,6 +223,8 @@ def _build_engine(
         engine = kind(model, sharded, scheduler, _batch_sizes(resolved), _engine_options(resolved, observer))
         if observer is not None:
             weakref.finalize(engine, observer.close)
+        if isinstance(engine, PipelineCalls):
+            engine.run_schedule(resolved.pipeline.schedule)
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
         if resolved.checkpoint.directory is not None:
             engine.save_on_sigterm(resolved.checkpoint.directory)
@@ -250,14 +259,19 @@ def _divide(model: nn.Module, document: ConfigSource, mesh: Any) -> dict[int, nn
     root, device_type = read_document(document, Problems()).root, default_device().type
     replaced: dict[int, nn.Parameter] = {}
     tensor, size = _section_with(root, "tensor_parallel", "autotp_size")
+    experts, parts = _section_with(root, "expert_parallel", "autoep_size")
+    if isinstance(model, PipelineModule) and (size > 1 or (experts.get("enabled") is True and parts > 1)):
+        raise ConfigError(
+            f"tensor_parallel.autotp_size {size} and expert_parallel.autoep_size {parts}: dividing layers of a "
+            "PipelineModule is not built; leave both at 1"
+        )
     if size > 1:
         partition = tensor.get("partition_config")
         replaced |= divide_by_plan(model, size, device_type, partition if isinstance(partition, Mapping) else None)
     if isinstance(mesh, DeviceMesh):
         replaced |= divide_experts(model, mesh, device_type)
-    experts, size = _section_with(root, "expert_parallel", "autoep_size")
-    if experts.get("enabled") is True and size > 1:
-        replaced |= divide_over_neighbours(model, size, device_type, "expert_parallel.autoep_size")
+    if experts.get("enabled") is True and parts > 1:
+        replaced |= divide_over_neighbours(model, parts, device_type, "expert_parallel.autoep_size")
     return replaced
 
 
@@ -283,7 +297,7 @@ def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:
     if not isinstance(given, DeviceMesh):
         raise UsageError(
             f"initialize({name}=...): a torch DeviceMesh is needed, or two sizes (data and tensor, or data and "
-            f"sequence), not a {type(given).__name__}; pipeline parallelism is not built yet"
+            f"sequence), not a {type(given).__name__}; for a pipeline build the model as a PipelineModule"
         )
     return mesh_with_model(model, mesh_from(given))
 
@@ -344,8 +358,12 @@ def _shard(
     scaler: LossScaler | None,
     device: torch.device,
     mesh: Mesh | None,
+    pipeline: PipelineStart | None,
 ) -> ShardedOptimizer | None:
     recipe = recipe_of(config, kept_in_fp32(model))
+    if pipeline is not None:
+        mesh = pipeline.divided(config.zero.subgroup)
+        recipe = pipeline.recipe(recipe)
     if mesh is None:
         mesh = mesh_with_model(model, None, config.zero.subgroup)
     elif config.zero.subgroup is not None and mesh.size((SHARD,)) != config.zero.subgroup:
@@ -355,7 +373,10 @@ def _shard(
         )
     recipe = replace(recipe, sharding=recipe.sharding.on(mesh))
     plan = make_plan(model, recipe, source, device, mesh=mesh)
-    return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
+    if pipeline is None:
+        return build_optimized(model, plan, source, scaler=scaler, device=device)[1]
+    place, tied = pipeline.place(mesh), pipeline.model.tied
+    return build_optimized(model, plan, source, scaler=scaler, device=device, place=place, tied=tied)[1]
 
 
 def _cast_buffers(model: nn.Module, wanted: str | None) -> None:

@@ -67,6 +67,14 @@ USED = [
     "deepspeed.checkpoint.ds_to_universal.main",
     "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
     "deepspeed.add_config_arguments",
+    "deepspeed.PipelineModule",
+    "deepspeed.PipelineEngine",
+    "deepspeed.pipe.PipelineModule",
+    "deepspeed.pipe.TiedLayerSpec",
+    "deepspeed.runtime.pipe.LayerSpec",
+    "deepspeed.runtime.pipe.engine.PipelineEngine",
+    "deepspeed.runtime.pipe.module.PipelineModule",
+    "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology",
     "deepspeed.runtime.utils.see_memory_usage",
     "deepspeed.runtime.utils.memory_status",
     "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live",
@@ -76,9 +84,6 @@ USED = [
 ]
 # What scripts import at their head and use in one branch, or in isinstance.
 PLACEHOLDERS = {
-    "deepspeed.PipelineModule": "pipeline parallelism is not built yet",
-    "deepspeed.pipe.PipelineModule": "pipeline parallelism is not built yet",
-    "deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology": "pipeline parallelism is not built yet",
     "deepspeed.moe.layer.MoE": "expert parallelism is not built yet",
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "the loss scale is the engine's",
     "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb": "one-bit optimizers",

@@ -281,8 +281,10 @@ def test_tensor_parallelism_is_not_built_yet_under_each_of_its_names(section: di
     assert "tensor parallelism, which is not built yet" in problem_of(tensor_parallel=section)
 
 
-def test_pipeline_parallelism_is_not_built_yet() -> None:
-    assert "pipeline parallelism, which is not built yet" in problem_of(pipeline_parallel={"pp_size": 8})
+def test_stages_are_not_cut_by_the_config_alone() -> None:
+    problem = problem_of(pipeline_parallel={"pp_size": 8})
+    assert "stages that the config alone cuts, which is not built yet" in problem
+    assert "PipelineModule" in problem
     load(pipeline_parallel={"pp_size": 1}, tensor_parallel={"tp_size": 1})
 
 

@@ -193,6 +193,14 @@ def _counts(value: Any) -> Any:
     return tuple(value)
 
 
+def _count_or_auto(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise refuse('"auto" or a whole number of at least 1', value)
+    return value
+
+
 def _elastic_version(value: Any) -> float:
     if isinstance(value, bool) or value not in (0.1, 0.2):
         raise refuse("0.1 or 0.2", value)
@@ -209,6 +217,7 @@ LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"],
     one_of("debug", "info", "warning", "error", "critical"),
 ]
+CountOrAuto = Annotated["Literal['auto'] | int", BeforeValidator(_count_or_auto)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Text = Annotated[str, BeforeValidator(_text)]
 AnyText = Annotated[str, BeforeValidator(_any_text)]

@@ -6,7 +6,7 @@ of the key table that say `obeyed`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -14,6 +14,7 @@ from zeroshard.config.fields import (
     LARGEST,
     AnyText,
     Count,
+    CountOrAuto,
     Counts,
     DtypeName,
     ElasticVersion,
@@ -237,6 +238,18 @@ class ExpertParallelSection(Section):
     autoep_size: Count = 1
 
 
+Schedule = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"]
+
+
+class PipelineSection(Section):
+    activation_checkpoint_interval: Annotated[int, whole(0)] = 0
+    partition: Text = "best"
+    schedule: Annotated[Schedule, one_of(*get_args(Schedule))] = "auto"
+    seed_layers: Flag = False
+    stages: CountOrAuto = "auto"
+    use_reentrant: Flag | None = None
+
+
 class ElasticitySection(Section):
     enabled: Flag = False
     max_train_batch_size: Count = 2000
@@ -260,6 +273,7 @@ class ObeyedSections(Section):
     activation_checkpointing: ActivationSection = Field(default_factory=ActivationSection)
     checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
     elasticity: ElasticitySection = Field(default_factory=ElasticitySection)
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
     tensor_parallel: TensorParallelSection = Field(default_factory=TensorParallelSection)
     expert_parallel: ExpertParallelSection = Field(default_factory=ExpertParallelSection)
     tensorboard: TensorboardSection = Field(default_factory=TensorboardSection)

@@ -42,7 +42,7 @@ from zeroshard.config.resolved import (
     SchedulerConfig,
     ZeroConfig,
 )
-from zeroshard.config.sections import activations, loss_scale, observing
+from zeroshard.config.sections import activations, loss_scale, observing, pipeline
 from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
 from zeroshard.config.zero import ZeroRules
 from zeroshard.errors import UsageError, ZeroShardWarning
@@ -193,6 +193,7 @@ class _Resolver:
                 saving.audit,
             ),
             activations=activations(sections),
+            pipeline=pipeline(sections),
             drop_last=sections.dataloader_drop_last,
             steps_per_print=sections.steps_per_print,
             observe=observing(sections),

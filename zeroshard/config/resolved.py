@@ -301,6 +301,18 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """What is asked of a PipelineModule; `stages` and `partition` are None where the module's own count."""
+
+    schedule: str
+    stages: int | None
+    partition: str | None
+    seed_layers: bool
+    checkpoint_interval: int
+    reentrant: bool
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole config. `origins` says for each JSON path where its value comes from."""
 
@@ -316,6 +328,7 @@ class Config:
     scheduler: SchedulerConfig | None
     checkpoint: CheckpointConfig
     activations: ActivationConfig
+    pipeline: PipelineConfig
     drop_last: bool
     steps_per_print: int | None
     observe: ObserveConfig

@@ -21,6 +21,7 @@ from zeroshard.config.resolved import (
     LossScaleConfig,
     MetricsConfig,
     ObserveConfig,
+    PipelineConfig,
     WandbConfig,
 )
 
@@ -34,6 +35,19 @@ def activations(sections: ObeyedSections) -> ActivationConfig:
         asked.cpu_checkpointing,
         asked.synchronize_checkpoint_boundary,
         asked.profile,
+    )
+
+
+def pipeline(sections: ObeyedSections) -> PipelineConfig:
+    """What is asked of a PipelineModule."""
+    asked = sections.pipeline
+    return PipelineConfig(
+        asked.schedule,
+        None if asked.stages == "auto" else asked.stages,
+        None if asked.partition.lower() == "best" else asked.partition,
+        asked.seed_layers,
+        asked.activation_checkpoint_interval,
+        bool(asked.use_reentrant),
     )
 
 

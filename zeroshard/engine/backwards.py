@@ -34,11 +34,13 @@ class Backwards:
     Attributes:
         divides: whether the engine divides by the accumulation steps where the call does not say.
         since_step: backwards that gave gradients since `count_from_here`.
+        per_step: how many a schedule makes in each step; None where the batching says which is the last.
     """
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, batching: Batching) -> None:
         self.divides = True
         self.since_step = 0
+        self.per_step: int | None = None
         self._scaler = scaler
         self._batching = batching
         self._runtime = runtime
@@ -54,7 +56,8 @@ class Backwards:
                 "by the scale once more. Call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self.since_step += 1
-        self._runtime.reducing.set_boundary(self._batching.at_boundary)
+        last = self._batching.at_boundary if self.per_step is None else self.since_step == self.per_step
+        self._runtime.reducing.set_boundary(last)
         return 1.0 if self._inside or divided_by is not None or not self.divides else 1.0 / self._steps
 
     @property

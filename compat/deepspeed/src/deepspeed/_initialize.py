@@ -17,6 +17,7 @@ from deepspeed._optimizer import describe_optimizer, stand_for_client
 from deepspeed._parameters import describe, enables_checks
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
 from zeroshard.auto_config import ConfigSource
@@ -25,6 +26,7 @@ from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.from_config import build_engine
+from zeroshard.pipeline.module import PipelineModule
 
 
 def initialize(
@@ -72,7 +74,7 @@ def initialize(
         if not trains:  # the caller of a reference model knows that it can't be trained
             warnings.filterwarnings("ignore", "initialize: neither the config", ZeroShardWarning)
         engine, *others = build_engine(
-            DeepSpeedEngine,
+            PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
             args=args,
             model=model,
             optimizer=optimizer,

@@ -1,9 +1,9 @@
 """Names of DeepSpeed that can be imported though nothing stands behind them yet.
 
-Scripts import the class of a pipeline, the wrapper of an fp16 optimizer or a part of ZeRO-3's machinery at their head
-and use them in one branch only, or in an `isinstance`. So each name below is a class that has no instances: imports,
-`isinstance` and subclasses work, and a call ends in an error that names it. To refuse the import, as for every other
-unknown name, would end scripts that never come to the call.
+Scripts import the class of a mixture of experts, the wrapper of an fp16 optimizer or a part of ZeRO-3's machinery at
+their head and use them in one branch only, or in an `isinstance`. So each name below is a class that has no instances:
+imports, `isinstance` and subclasses work, and a call ends in an error that names it. To refuse the import, as for every
+other unknown name, would end scripts that never come to the call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any, NoReturn
 from deepspeed._refusals import refusal
 
 _LINEAR = ("LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap")
-_PIPELINE = ("LayerSpec", "PipelineModule", "TiedLayerSpec")
 
 PLACEHOLDERS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("PipelineEngine", "PipelineModule"),
     "deepspeed.checkpoint": ("DeepSpeedCheckpoint",),
     "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
@@ -27,7 +25,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.monitor.csv_monitor": ("csvMonitor",),
     "deepspeed.monitor.tensorboard": ("TensorBoardMonitor",),
     "deepspeed.monitor.wandb": ("WandbMonitor",),
-    "deepspeed.pipe": _PIPELINE,
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
     "deepspeed.runtime.comm": (),
     "deepspeed.runtime.comm.coalesced_collectives": ("all_to_all_quant_reduce", "reduce_scatter_coalesced"),
@@ -38,15 +35,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.fp16.onebit.lamb": ("OnebitLamb",),
     "deepspeed.runtime.fp16.onebit.zoadam": ("ZeroOneAdam",),
     "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
-    "deepspeed.runtime.pipe": _PIPELINE,
-    "deepspeed.runtime.pipe.engine": ("PipelineEngine",),
-    "deepspeed.runtime.pipe.module": _PIPELINE,
-    "deepspeed.runtime.pipe.topology": (
-        "PipeDataParallelTopology",
-        "PipeModelDataParallelTopology",
-        "PipelineParallelGrid",
-        "ProcessTopology",
-    ),
     "deepspeed.runtime.progressive_layer_drop": ("ProgressiveLayerDrop",),
     "deepspeed.runtime.sparse_tensor": ("SparseTensor",),
     "deepspeed.runtime.torch_autocast": ("PARAM_COMM_DTYPE_ATTR_NAME", "get_comm_dtype", "has_comm_dtype"),

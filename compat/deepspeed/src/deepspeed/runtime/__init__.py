@@ -14,6 +14,7 @@ __getattr__, __dir__ = lazy(
         "dataloader": "deepspeed.runtime.dataloader",
         "engine": "deepspeed.runtime.engine",
         "lr_schedules": "deepspeed.runtime.lr_schedules",
+        "pipe": "deepspeed.runtime.pipe",
         "swap_tensor": "deepspeed.runtime.swap_tensor",
         "utils": "deepspeed.runtime.utils",
         "zero": "deepspeed.runtime.zero",

@@ -1,0 +1,239 @@
+"""DeepSpeed's PipelineModule: scripts with its names train as one process does, under each of torch's schedules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from zeroshard.errors import ConfigError, UsageError
+from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
+from zeroshard.pipeline.module import PipelineModule
+from zeroshard.pipeline.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
+WIDTH, MICRO = 16, 4
+State = dict[str, torch.Tensor]
+Batch = tuple[Any, Any]
+
+
+class Block(nn.Module):
+    """Hands on what it computed, and beside it what it was given second as it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = inputs
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * mask.unsqueeze(-1), mask
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.embedding(inputs[0], self.weight), inputs[1].float()
+
+
+def _head(module: Embedding, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.linear(inputs[0], module.weight)
+
+
+def _loss(output: torch.Tensor, labels: dict[str, torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    assert isinstance(labels, torch.Tensor)
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def _layers() -> list[Any]:
+    blocks = [LayerSpec(Block) for _ in range(6)]
+    return [
+        TiedLayerSpec("embedding", Embedding),
+        *blocks,
+        TiedLayerSpec("embedding", Embedding, forward_fn=_head, tied_weight_attr="weight"),
+    ]
+
+
+def _data(seed: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        tokens = torch.randint(0, WIDTH, (2, 9), generator=generator)
+        yield (tokens[:, :-1], torch.ones(2, 8, dtype=torch.int64)), tokens[:, 1:]
+
+
+def _config(stage: int, **others: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **others,
+    }
+
+
+def _trained(rank: int, world: int, stages: int, cases: list[tuple[int, int, str]]) -> list[tuple[list[float], State]]:
+    """By case (stage of ZeRO, chunks, schedule): losses and norms of three steps and an evaluation, and parameters."""
+    found: list[tuple[list[float], State]] = []
+    for stage, chunks, schedule in cases:
+        model = PipelineModule(
+            _layers(), num_stages=stages, loss_fn=_loss, seed_layers=True, partition_method="uniform", chunks=chunks
+        )
+        config = _config(stage, pipeline={"schedule": schedule, "activation_checkpoint_interval": stage % 2})
+        engine, _, _, _ = zeroshard.initialize(model=model, config=config)
+        place = engine.grid.get_data_parallel_id()
+        data, told = _data(place), list[float]()
+        for step in range(3):
+            told.append(float(engine.train_batch(data)))
+            told.append(engine.get_global_grad_norm() or 0.0)
+            told += [float(engine.eval_batch(_data(100 + place), num_micro_batches=2))] if step == 1 else []
+        assert (engine.global_steps, engine.micro_steps) == (3, 3 * MICRO)
+        found.append((told, {name: value.clone() for name, value in zeroshard.full_state_dict(engine.module).items()}))
+        engine.destroy()
+    return found
+
+
+def _assert_alike(stages: int, data: int, cases: list[tuple[int, int, str]]) -> None:
+    ((wanted, parameters),) = run_ranks(data, _trained, 1, [(0, 1, "auto")])[0]
+    found = run_ranks(stages * data, _trained, stages, cases, timeout=300)
+    for number, case in enumerate(cases):
+        held: State = {}
+        for told, state in (rank[number] for rank in found):
+            assert told == pytest.approx(wanted, abs=1e-6, rel=1e-6), f"{stages} x {data}, {case}"
+            held |= state
+        assert held.keys() == parameters.keys()
+        for name, value in parameters.items():
+            difference = float((held[name] - value).abs().max())
+            assert difference < 1e-6, f"{stages} x {data}, {case}: {name} differs by {difference}"
+
+
+def test_every_schedule_trains_as_one_stage_does() -> None:
+    cases = [(1, 1, "auto"), (3, 2, "auto")]
+    _assert_alike(2, 2, cases)
+
+
+@pytest.mark.skipif(not WHOLE_MATRIX, reason="set ZEROSHARD_ALL_MESHES=1")
+@pytest.mark.parametrize(("stages", "data"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_every_schedule_at_every_stage(stages: int, data: int) -> None:
+    kinds = [(1, "1f1b"), (1, "gpipe"), (2, "interleaved_1f1b"), (2, "looped_bfs")]
+    _assert_alike(stages, data, [(stage, *kind) for stage in range(4) for kind in kinds])
+
+
+def _own_layers(rank: int, world: int) -> None:
+    model = PipelineModule(_layers(), num_stages=2, partition_method="type:Block", seed_layers=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert len(model.forward_funcs) == 4
+    assert any(name.startswith(f"{1 if rank == 0 else 6}.") for name in names)
+    assert not any(name.startswith(f"{6 if rank == 0 else 1}.") for name in names)
+    assert model.mpu().get_pipe_parallel_rank() == rank
+    assert model.mpu().is_last_stage is (rank == 1)
+    assert model.mpu().stage_to_global(1 - rank) == 1 - rank
+    v = PipelineModule([nn.Linear(2, 2) for _ in range(4)], num_stages=2, chunks=2, placement="v")
+    assert v.own == ([0, 3] if rank == 0 else [1, 2])
+    _refuses()
+
+
+def _refuses() -> None:
+    specs = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+    with pytest.raises(UsageError, match=r"num_stages=3 does not divide the 2 ranks"):
+        PipelineModule(specs, num_stages=3)
+    with pytest.raises(UsageError, match=r"1 layers for 2 stages: each needs at least one"):
+        PipelineModule(specs[:1], num_stages=2)
+    with pytest.raises(UsageError, match=r"4 layers for 2 stages of 3 chunks each"):
+        PipelineModule(specs, num_stages=2, chunks=3)
+    with pytest.raises(UsageError, match=r"num_stages=1, but the topology \(pipe 2 x data 1\) has 2"):
+        PipelineModule(specs, num_stages=1, topology=PipeDataParallelTopology(2, 1))
+    with pytest.raises(UsageError, match=r"layer 1 is a int; a LayerSpec, a module or a function"):
+        PipelineModule([specs[0], 3], num_stages=2)
+    tensor = PipelineModule(specs, topology=PipeModelDataParallelTopology(1, 2, 1))
+    with pytest.raises(UsageError, match=r"2 ranks of tensor parallelism beside 1 stages, which is not built"):
+        zeroshard.initialize(model=tensor, config=_config(1))
+    model = PipelineModule(specs, topology=ProcessTopology(["pipe", "data"], [2, 1]), loss_fn=_loss)
+    for section, message in (
+        ({"schedule": "interleaved_1f1b"}, "runs several chunks per stage, and this PipelineModule has one"),
+        ({"stages": 4}, r"pipeline.stages is 4, but the PipelineModule was built with 2 stages"),
+        ({"partition": "uniform"}, r"pipeline.partition is 'uniform', but .* partition_method='parameters'"),
+        ({"seed_layers": True}, r"pipeline.seed_layers is true, but the PipelineModule has built"),
+    ):
+        with pytest.raises((UsageError, ConfigError), match=message):
+            zeroshard.initialize(model=model, config=_config(1, pipeline=section))
+    with pytest.raises(ConfigError, match=r"autotp_size 2 .* dividing layers of a PipelineModule is not built"):
+        zeroshard.initialize(model=model, config=_config(1, tensor_parallel={"autotp_size": 2}))
+    with pytest.raises(ConfigError, match=r'stage "auto" is not built for pipelines'):
+        zeroshard.initialize(model=model, config=_config(1, zero_optimization={"stage": "auto"}))
+    several = PipelineModule(specs, num_stages=2, chunks=2)
+    with pytest.raises(UsageError, match=r"5 micro-batches .* don't divide into 2 rounds; use a multiple of 2"):
+        zeroshard.initialize(model=several, config=_config(1, gradient_accumulation_steps=5))
+    engine, _, _, _ = zeroshard.initialize(model=model, config=_config(1, pipeline={"stages": 2}))
+    with pytest.raises(UsageError, match=r"engine.backward\(\) of a pipeline: .* call train_batch"):
+        engine.backward(torch.zeros(()))
+    with pytest.raises(UsageError, match=r"the data iterator ended after 1 of the 4 micro-batches"):
+        engine.train_batch(iter([(torch.zeros(1, 4), torch.zeros(1))]))
+    engine.destroy()
+
+
+def test_a_stage_has_its_own_layers_and_what_can_not_be_is_refused() -> None:
+    run_ranks(2, _own_layers)
+
+
+class Tokens(torch.utils.data.Dataset[Batch]):
+    """Samples for a script that gives `training_data`."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Batch:
+        tokens = torch.randint(0, WIDTH, (9,), generator=torch.Generator().manual_seed(index))
+        return (tokens[:-1], torch.ones(8)), tokens[1:]
+
+
+def _script(rank: int, world: int) -> list[float]:
+    """What a script for DeepSpeed says, word for word."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    deepspeed.init_distributed()
+    net = PipelineModule(
+        layers=[
+            TiedLayerSpec("embedding", Embedding),
+            *[LayerSpec(Block) for _ in range(6)],
+            lambda x: x,
+            TiedLayerSpec("embedding", Embedding, forward_fn=_head),
+        ],
+        loss_fn=_loss,
+        topology=PipeDataParallelTopology(num_pp=2, num_dp=world // 2),
+        partition_method="parameters",
+        activation_checkpoint_interval=1,
+        seed_layers=True,
+    )
+    engine, _, _, _ = deepspeed.initialize(
+        model=net,
+        model_parameters=[p for p in net.parameters() if p.requires_grad],
+        training_data=Tokens(),
+        config=_config(1, pipeline={"stages": "auto", "partition": "best"}),
+    )
+    assert isinstance(engine, deepspeed.PipelineEngine)
+    assert engine.is_first_stage() is (engine.grid.get_stage_id() == 0)
+    assert engine.is_last_stage() is (engine.mpu.get_pipe_parallel_rank() == 1)
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    engine.set_dataiterator(_data(7))
+    losses.append(float(engine.train_batch()))
+    losses.append(float(engine.eval_batch(_data(8))))
+    engine.destroy()
+    return losses
+
+
+def test_a_script_for_deepspeed_trains_unchanged() -> None:
+    found = run_ranks(2, _script)
+    assert found[0] == found[1]
+    assert found[0][3] < found[0][0]

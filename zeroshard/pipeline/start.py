@@ -1,0 +1,103 @@
+"""What `initialize` does with a PipelineModule: its mesh, what a config asks of it, and what its plan needs.
+
+The module has built its layers by the time the config is read. So what the config says of stages and partitions is
+compared with it, and a difference is an error: to build other layers then would leave the script's parameters behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zeroshard.comm.stages import StagePlace, find_stage
+from zeroshard.config.resolved import Config
+from zeroshard.errors import ConfigError, UsageError
+from zeroshard.mesh import DATA, REPLICATE, SHARD, Mesh, MeshAxis
+from zeroshard.pipeline.module import PipelineModule
+from zeroshard.pipeline.topology import PipelineParallelGrid
+from zeroshard.plan.builder import Recipe
+
+
+@dataclass(frozen=True)
+class PipelineStart:
+    """A PipelineModule that is to be trained, and its mesh."""
+
+    model: PipelineModule
+    mesh: Mesh
+
+    def obey(self, config: Config) -> None:
+        """Take over what a config says of the pipeline.
+
+        Raises:
+            ConfigError: it says another thing than the module was built with, or asks for what is not built.
+        """
+        model, asked = self.model, config.pipeline
+        if asked.stages not in (None, model.num_stages):
+            raise ConfigError(
+                f"pipeline.stages is {asked.stages}, but the PipelineModule was built with {model.num_stages} stages; "
+                "change one of them, or leave the key out"
+            )
+        if asked.partition is not None and asked.partition.lower() != model.partition_method.lower():
+            raise ConfigError(
+                f"pipeline.partition is {asked.partition!r}, but the PipelineModule was built with partition_method="
+                f"{model.partition_method!r}; change one of them, or leave the key out"
+            )
+        if asked.seed_layers and not model.seed_layers:
+            raise ConfigError(
+                "pipeline.seed_layers is true, but the PipelineModule has built its layers without seeds: say "
+                "PipelineModule(..., seed_layers=True)"
+            )
+        if config.zero.stage == "auto":
+            raise ConfigError('zero_optimization.stage "auto" is not built for pipelines; write a number from 0 to 3')
+        if asked.checkpoint_interval:
+            model.activation_checkpoint_interval = asked.checkpoint_interval
+        model.use_reentrant = asked.reentrant
+        if not model.has_trained():
+            raise UsageError(
+                f"PipelineModule: stage {model.stage_id} of {model.num_stages} (layers "
+                f"{model.layers_of(model.stage_id)}) has no trained parameters; use fewer stages, or "
+                "partition_method='parameters'"
+            )
+
+    def divided(self, subgroup: int | None) -> Mesh:
+        """The mesh of this rank's stage, in subgroups of a size. Raises PlanError where that does not divide it."""
+        own = self.mesh.of_stage()
+        return own if subgroup is None else Mesh.data_parallel(own.data_parallel_size, subgroup)
+
+    def place(self, own: Mesh) -> StagePlace | None:
+        """This rank's place among the stages, each of them the mesh `own`; None for a single stage."""
+        sizes = {axis.name: axis.size for axis in own.axes}
+        axes = [MeshAxis(axis.name, sizes.get(axis.name, axis.size)) for axis in self.mesh.axes]
+        return find_stage(Mesh(tuple(axes)))
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe of a stage: each chunk's backward is one of several in a step, and copies are for one mesh."""
+        several = self.model.chunks > 1
+        policy = replace(recipe.policy, accumulate=True) if several else recipe.policy
+        return replace(recipe, policy=policy, peer_copies=False if self.model.num_stages > 1 else recipe.peer_copies)
+
+
+def find_pipeline(model: nn.Module, mpu: Any, mesh_param: Any) -> PipelineStart | None:
+    """The start of a PipelineModule; None for any other model.
+
+    Raises:
+        UsageError: its topology has axes that are not built beside stages, or the caller names another mesh.
+    """
+    if not isinstance(model, PipelineModule):
+        return None
+    named = mpu if mesh_param is None else mesh_param
+    if named is not None and not isinstance(named, PipelineParallelGrid):
+        raise UsageError(
+            "initialize: a PipelineModule has its mesh from num_stages or topology; leave mpu and mesh_param out"
+        )
+    mesh = model.topology().mesh()
+    other = next((axis for axis in mesh.axes if axis.name == "tp" and axis.size > 1), None)
+    if other is not None:
+        raise UsageError(
+            f"PipelineModule: the topology has {other.size} ranks of tensor parallelism beside "
+            f"{model.num_stages} stages, which is not built; use PipeDataParallelTopology"
+        )
+    assert mesh.among(DATA) == (REPLICATE, SHARD)
+    return PipelineStart(model, mesh)
