@@ -50,6 +50,9 @@ from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.schedules.named import build_scheduler
 from zeroshard.optim.sources import Source
+from zeroshard.parallel.divided_attention import divide_attention, find_transformers_model
+from zeroshard.parallel.requested import SIZE, agreed_mesh, answers_sequence, requested_sequence
+from zeroshard.parallel.sequence_axis import SequenceParallel
 from zeroshard.pipeline.engine import PipelineCalls, PipelineEngine
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.start import PipelineStart, find_pipeline
@@ -186,9 +189,11 @@ def _build_engine(
     need_kind(model, nn.Module, "the model", "an nn.Module")
     _join(dist_init_required, distributed_port)
     document = _config_source(args, config, config_params)
-    replaced = _divide(model, document, mesh_param if mpu is None else mpu)
+    named = mesh_param if mpu is None or answers_sequence(mpu) else mpu
+    replaced = _divide(model, document, named)
     pipeline = find_pipeline(model, mpu, mesh_param)
-    mesh = _mesh(model, mpu, mesh_param) if pipeline is None else pipeline.mesh
+    mesh = _mesh(model, None if answers_sequence(mpu) else mpu, mesh_param) if pipeline is None else pipeline.mesh
+    mesh = _divide_sequences(model, document, mpu, mesh)
     world = data_ranks(model, mesh) if pipeline is None else pipeline.mesh.data_parallel_size
     own, scheduled = optimizer is not None, lr_scheduler is not None
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
@@ -281,6 +286,18 @@ def _section_with(root: Mapping[str, Any], name: str, key: str) -> tuple[Mapping
     section = section if isinstance(section, Mapping) else {}
     size = section.get(key)
     return section, size if isinstance(size, int) else 1
+
+
+def _divide_sequences(model: nn.Module, document: ConfigSource, mpu: Any, mesh: Mesh | None) -> Mesh | None:
+    """Let the model's attention exchange where sequences are divided; the mesh with their axis."""
+    size = read_document(document, Problems()).root.get(SIZE)
+    sequence = requested_sequence(size if type(size) is int else 1, mpu, mesh)
+    if sequence is None:
+        return mesh
+    mesh = mesh_with_model(model, agreed_mesh(mesh, sequence.axis, divided=bool(axes_of_model(model))))
+    if sequence.exchanges and (isinstance(mpu, SequenceParallel) or find_transformers_model(model) is not None):
+        divide_attention(model, sequence.axis.group, sequence.core, disable_in_eval=sequence.disable_in_eval)
+    return mesh
 
 
 def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:

@@ -52,6 +52,13 @@ USED = [
     "deepspeed.utils.logging.logger",
     "deepspeed.utils.is_initialized",
     "deepspeed.utils.groups",
+    "deepspeed.utils.groups._get_sequence_parallel_group",
+    "deepspeed.utils.groups._get_sequence_parallel_rank",
+    "deepspeed.utils.groups._get_sequence_parallel_world_size",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter",
+    "deepspeed.sequence.layer.DistributedAttention",
     "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum",
     "deepspeed.zero.GatheredParameters",
     "deepspeed.zero.Init",
@@ -95,8 +102,8 @@ PLACEHOLDERS = {
 }
 # What they ask for only with features that are not built.
 REFUSED = {
-    "deepspeed.utils.groups._get_sequence_parallel_group": "data-parallel",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": "sequence parallelism is not built yet",
+    "deepspeed.utils.groups._get_expert_parallel_group": "groups of data and of divided sequences",
+    "deepspeed.sequence.fpdt_layer.FPDT_Attention": "attention in chunks on the host is not built",
     "deepspeed.init_inference": "zeroshard trains",
     "deepspeed.moe.sharded_moe.TopKGate": "expert parallelism is not built yet",
     "deepspeed.some_new_thing": "zeroshard has no counterpart",

@@ -298,6 +298,7 @@ class ObeyedSections(Section):
     managed_gradient_accumulation: Flag = True
     dataloader_drop_last: Flag = False
     log_level: LogLevel | None = None
+    sequence_parallel_size: Count = 1
     steps_per_print: PrintInterval = None
     wall_clock_breakdown: Flag = False
     zero_allow_untested_optimizer: Flag = False

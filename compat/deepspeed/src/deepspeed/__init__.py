@@ -50,6 +50,7 @@ __getattr__, __dir__ = lazy(
         "pipe": "deepspeed.pipe",
         "profiling": "deepspeed.profiling",
         "runtime": "deepspeed.runtime",
+        "sequence": "deepspeed.sequence",
         "tp_model_init": "deepspeed._tensor_parallel:tp_model_init",
         "utils": "deepspeed.utils",
         "zero": "deepspeed.runtime.zero",

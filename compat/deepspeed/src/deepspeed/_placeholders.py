@@ -49,8 +49,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
         "get_allgather_dtype",
         "partitioned_param_data_shape",
     ),
-    "deepspeed.sequence": (),
-    "deepspeed.sequence.layer": ("DistributedAttention",),
 }
 """Module -> the names of it that are such classes."""
 

@@ -17,8 +17,8 @@ _REPLACED = {
     "deepspeed.inference": _SERVING,
     "deepspeed.InferenceEngine": _SERVING,
     "deepspeed.moe": "expert parallelism is not built yet; a model's own experts are gathered with their block",
-    "deepspeed.sequence": "sequence parallelism is not built yet; leave sp_size at 1",
-    "deepspeed.runtime.sequence_parallel": "sequence parallelism is not built yet; leave sp_size at 1",
+    "deepspeed.sequence": "deepspeed.sequence.layer.DistributedAttention and UlyssesSPAttentionHF divide sequences",
+    "deepspeed.sequence.fpdt_layer": "attention in chunks on the host is not built; see docs/parallelism.md",
     "deepspeed.checkpoint": "checkpoints load at any number of ranks; for DeepSpeed's: zeroshard checkpoint import",
     "deepspeed.runtime.swap_tensor": "optimizer state on disk is moved by the plan; see docs/offload.md",
     "deepspeed.runtime.torch_autocast": "torch.autocast in the forward works as it is",
@@ -36,7 +36,7 @@ _REPLACED = {
     "deepspeed.ops.sparse_attention": "sparse attention was removed upstream and is not built here",
     "deepspeed.ops.adam.OnebitAdam": "use zeroshard.OneBitAdam",
     "deepspeed.runtime.fp16": "the loss scale is the engine's; for one-bit optimizers see zeroshard.OneBitAdam",
-    "deepspeed.utils.groups": "only the data-parallel group exists, torch.distributed's default one",
+    "deepspeed.utils.groups": "the groups of data and of divided sequences exist",
 }
 
 

@@ -15,6 +15,7 @@ __getattr__, __dir__ = lazy(
         "engine": "deepspeed.runtime.engine",
         "lr_schedules": "deepspeed.runtime.lr_schedules",
         "pipe": "deepspeed.runtime.pipe",
+        "sequence_parallel": "deepspeed.runtime.sequence_parallel",
         "swap_tensor": "deepspeed.runtime.swap_tensor",
         "utils": "deepspeed.runtime.utils",
         "zero": "deepspeed.runtime.zero",

@@ -1,21 +1,66 @@
-"""Process groups: there is the data-parallel one."""
+"""Process groups: of the ranks that read different data, and of those that have parts of one sequence.
+
+A sequence is divided by `register_with_transformers`, `initialize(mpu=...)`, `sequence_parallel_size` or an axis of a
+mesh; where none of them has been asked, each rank has whole ones.
+"""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from deepspeed._exports import lazy
+from zeroshard.errors import UsageError
+from zeroshard.parallel.sequence_axis import SequenceAxis, find_axis
 
 __getattr__, __dir__ = lazy(__name__, {})
 
 
 def _get_data_parallel_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD
+    axis = find_axis()
+    return dist.group.WORLD if axis is None else axis.data_group
 
 
 def _get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
+    axis = find_axis()
+    return dist.get_world_size() if axis is None else axis.mesh.data_parallel_size
 
 
 def _get_data_parallel_rank() -> int:
+    axis = find_axis()
+    return dist.get_rank() if axis is None else axis.data_place
+
+
+def _get_sequence_parallel_group() -> dist.ProcessGroup:
+    return _axis().group
+
+
+def _get_sequence_parallel_world_size() -> int:
+    axis = find_axis()
+    return 1 if axis is None else axis.size
+
+
+def _get_sequence_parallel_rank() -> int:
+    axis = find_axis()
+    return 0 if axis is None else axis.place
+
+
+def _get_sequence_data_parallel_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return dist.get_world_size()
+
+
+def _get_sequence_data_parallel_rank() -> int:
     return dist.get_rank()
+
+
+def _axis() -> SequenceAxis:
+    axis = find_axis()
+    if axis is None:
+        raise UsageError(
+            "no sequences are divided over ranks, so there is no group for them: call "
+            "UlyssesSPAttentionHF.register_with_transformers or initialize with sequence_parallel_size before"
+        )
+    return axis

@@ -1,0 +1,1 @@
+"""Sequences that are divided over ranks: the axis, what attention exchanges, and how batches are cut."""
