@@ -300,10 +300,18 @@ def test_a_row_over_an_axis_that_is_not_there_is_refused() -> None:
         Sharding(True, True, True, axes=("tensor",))
 
 
-def test_integers_are_refused_by_name() -> None:
-    units = [UnitSpec("", (ParameterSpec("packed", (4,), torch.int8),))]
-    with pytest.raises(PlanError, match=r"'packed' has dtype torch.int8.*buffer"):
-        plan_of(units, 3)
+@pytest.mark.parametrize(("dtype", "said"), [(torch.int8, "can't be trained"), (torch.complex64, "can't be sharded")])
+def test_dtypes_that_cannot_be_trained_are_refused_by_name(dtype: torch.dtype, said: str) -> None:
+    with pytest.raises(PlanError, match=rf"'packed' has dtype {dtype}.*{said}"):
+        plan_of([UnitSpec("", (ParameterSpec("packed", (4,), dtype),))], 3)
+
+
+def test_frozen_integers_are_divided_in_their_own_dtype() -> None:
+    plan = plan_of(
+        [UnitSpec("", (ParameterSpec("packed", (4, 4), torch.int8, False),))], 3, precision=Precision("bf16")
+    )
+    group = plan.units[0].groups[0]
+    assert (group.param.dtype, group.param.divided, group.master) == ("int8", True, None)
 
 
 def test_an_unknown_dtype_is_refused() -> None:

@@ -14,7 +14,7 @@ from statistics import median
 from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
-from zeroshard.plan.dtypes import dtype_name, itemsize, state_dtype
+from zeroshard.plan.dtypes import dtype_name, is_packed, itemsize, packed_name, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import GradientCodes, Hop, hops_of
 from zeroshard.plan.matrices import with_owners
@@ -313,7 +313,7 @@ def _unit_plan(
     second: SecondCopy | None = None,
     hops: tuple[Hop, ...] = (),
 ) -> UnitPlan:
-    members: dict[tuple[str, bool, bool, Blocks | None, str], list[ParameterSpec]] = {}
+    members: dict[tuple[str, bool, bool, bool, Blocks | None, str], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
         matrix = parameter.trainable and parameter.name in recipe.matrices
         if matrix and parameter.cut is not None:
@@ -325,6 +325,7 @@ def _unit_plan(
         key = (
             _compute_dtype(parameter, recipe.precision),
             parameter.trainable,
+            parameter.packed,
             matrix,
             recipe.blocks if suits else None,
             "" if parameter.cut is None else parameter.cut.axis,
@@ -334,7 +335,7 @@ def _unit_plan(
         _group_plan(
             parameters, dtype, trainable, _within(row, axis), mesh, recipe, 1 if matrix else recipe.moments, blocks
         )
-        for (dtype, trainable, matrix, blocks, axis), parameters in members.items()
+        for (dtype, trainable, _, matrix, blocks, axis), parameters in members.items()
     )
     groups = tuple(replace(group, second=second, hops=hops if group.trainable else ()) for group in groups)
     return UnitPlan(unit.name, row.axes, groups, unit.aliases)
@@ -353,12 +354,20 @@ def _master_dtype(dtype: str, precision: Precision) -> str:
 
 
 def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
+    packed = packed_name(parameter.dtype)
+    if packed is not None:
+        if parameter.trainable:
+            raise PlanError(
+                f"parameter {parameter.name!r} has dtype {parameter.dtype} and requires a gradient; packed and whole "
+                "numbers can't be trained: call requires_grad_(False), or dequantize it"
+            )
+        return packed
     if not parameter.dtype.is_floating_point:
         raise PlanError(
-            f"parameter {parameter.name!r} has dtype {parameter.dtype}; only floating-point parameters can be sharded: "
-            "register it as a buffer, or dequantize it"
+            f"parameter {parameter.name!r} has dtype {parameter.dtype}, which can't be sharded: register it as a "
+            "buffer if it is frozen, or hold its real and its imaginary part"
         )
-    if precision.param is None:
+    if precision.param is None or parameter.packed:
         return dtype_name(parameter.dtype)
     dotted = f".{parameter.name}."
     if any(f".{kept}." in dotted for kept in precision.keep_fp32):
@@ -377,7 +386,9 @@ def _group_plan(
     blocks: Blocks | None,
 ) -> GroupPlan:
     shards = mesh.size(row.axes)
-    codes = (recipe.codes if trainable else recipe.frozen_codes) if row.param and shards > 1 else None
+    packed = is_packed(dtype) or any(parameter.packed for parameter in parameters)
+    coded = row.param and shards > 1 and not packed
+    codes = (recipe.codes if trainable else recipe.frozen_codes) if coded else None
     differences = recipe.differences if row.param and trainable and row.axes == NESTED else None
     summed = recipe.gradient_codes if trainable and row.state and shards > 1 else None
     sizes = [one.size for one in (blocks, codes, differences) if one is not None]

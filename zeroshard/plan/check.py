@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SEQUENCE, SHARD, Mesh
-from zeroshard.plan.dtypes import dtype_name
+from zeroshard.plan.dtypes import dtype_name, is_packed
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
 from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
@@ -93,7 +93,8 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             placement = group.placement(kind)
             if placement is None:
                 continue
-            if not (kind is StateKind.MASTER and _is_split(group)):
+            frozen_numbers = kind is StateKind.PARAM and not group.trainable and is_packed(placement.dtype)
+            if not (kind is StateKind.MASTER and _is_split(group)) and not frozen_numbers:
                 _check_dtype(placement.dtype, f"{where}.{kind.value}.dtype")
             if placement.axes not in ((), axes):
                 raise PlanError(f"{where}.{kind.value}.axes must be [] or the group's axes {list(axes)}")
@@ -130,6 +131,8 @@ def _check_codes(group: GroupPlan, path: str) -> None:
     """Gathers in codes are for parameters that rest exactly in shards of whole blocks."""
     if group.codes is None:
         return
+    if is_packed(group.param.dtype):
+        raise PlanError(f"{path}.codes: {group.param.dtype} parameters hold packed or whole numbers, which codes round")
     if not group.param.divided:
         raise PlanError(f"{path}.codes: parameters that rest whole are not gathered in codes, which would round them")
     _check_record(group, group.codes, f"{path}.codes")

@@ -11,9 +11,12 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 }
-
-
-_STORED = {**_DTYPES, "int16": torch.int16, "uint8": torch.uint8}
+_PACKED = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+}
+"""Dtypes of frozen parameters that hold packed or whole numbers, and are kept, sent and saved as they are."""
+_STORED = {**_DTYPES, **_PACKED}
 """Dtypes of what is stored or sent: also the remainder of split master weights, and records of codes."""
 
 
@@ -24,6 +27,17 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     if name not in _DTYPES:
         raise PlanError(f"dtype {dtype!s} can't be sharded; use one of {', '.join(_DTYPES)}")
     return name
+
+
+def packed_name(dtype: torch.dtype) -> str | None:
+    """The plan's name of a dtype of packed or whole numbers; None for another."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in _PACKED else None
+
+
+def is_packed(name: str) -> bool:
+    """Whether a dtype's values are packed or whole numbers, which nothing computes with as they are."""
+    return name in _PACKED
 
 
 def torch_dtype(name: str) -> torch.dtype:

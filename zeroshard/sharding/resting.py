@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from zeroshard.errors import UsageError
@@ -318,7 +319,9 @@ def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
     assert not issubclass(whole, Guard)
     guard = PartGuard if is_traceable_wrapper_subclass_type(whole) else Guard
     members = {"__module__": __name__, "whole_class": whole}
-    return cast("type[torch.Tensor]", type(f"Resting{whole.__name__}", (guard, whole), members))
+    # Libraries of quantized weights tell theirs by the name of the class.
+    name = "RestingParameter" if whole is nn.Parameter else whole.__name__
+    return cast("type[torch.Tensor]", type(name, (guard, whole), members))
 
 
 def whole_class(parameter: _P) -> type[_P]:

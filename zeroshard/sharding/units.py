@@ -24,6 +24,7 @@ from zeroshard.errors import PlanError
 from zeroshard.sharding.cut import Cut
 from zeroshard.sharding.dtensors import cut_of
 from zeroshard.sharding.marks import external_parameters, is_leaf
+from zeroshard.sharding.resting import whole_class
 from zeroshard.sharding.unowned import whole_numel, whole_shape
 from zeroshard.sharding.whole import can_be_unit, is_whole, takes_hooks
 
@@ -41,6 +42,7 @@ class ParameterSpec:
 
     Attributes:
         cut: how the model divides it; `shape` is that of one rank's part then.
+        packed: its memory holds something else than numbers of its dtype (a library's codes), and is kept as it is.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool = True
     cut: Cut | None = None
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,17 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
             continue
         unit = next(iter(owner[key])) if len(owner[key]) == 1 else ""
         first_name[key] = (path, unit)
-        cut = cut_of(path, parameter)
-        spec = ParameterSpec(path, whole_shape(parameter), parameter.dtype, parameter.requires_grad, cut)
-        members[unit].append(spec)
+        members[unit].append(_spec_of(path, parameter))
     return [
         UnitSpec(name, tuple(members[name]), tuple(aliases[name])) for name in members if name == "" or members[name]
     ]
+
+
+def _spec_of(path: str, parameter: nn.Parameter) -> ParameterSpec:
+    cut, trainable = cut_of(path, parameter), parameter.requires_grad
+    # A class of its own is how libraries of quantized weights mark what a plain conversion would destroy.
+    packed = cut is None and not trainable and whole_class(parameter) is not nn.Parameter
+    return ParameterSpec(path, whole_shape(parameter), parameter.dtype, trainable, cut, packed)
 
 
 def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:

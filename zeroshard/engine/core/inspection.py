@@ -23,6 +23,7 @@ from zeroshard.engine.memory.guard import ShardedGradient
 from zeroshard.engine.memory.rank_values import follow
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
+from zeroshard.plan.dtypes import is_packed
 from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.resting import is_resting, unguarded
 
@@ -52,6 +53,10 @@ _REPLACED = f"was given other data while it was gathered (parameter.data = ..., 
 _WRITTEN = (
     "was changed in place while it was gathered, in a forward or in its recomputation (parameter.data.clamp_(...), "
     f"say), {_INSTEAD}"
+)
+_CODES = (
+    "holds packed numbers, and its module gave it other data (bitsandbytes' 8-bit layers do so in each forward, and "
+    "keep a second copy): load the model with load_in_4bit, or in a floating dtype"
 )
 _RESIZED = "has another shape than when the model was sharded; resize it before shard() or initialize()"
 _DTYPE = "choose the dtype before shard(), or a precision in the plan or config"
@@ -179,4 +184,6 @@ def refuse_leftover(group: Group, index: int, parameter: nn.Parameter) -> None:
 
 
 def _refuse(group: Group, index: int, what: str) -> NoReturn:
+    if what in (_ELSEWHERE, _REPLACED) and is_packed(group.plan.param.dtype):
+        what = _CODES
     raise UsageError(f"parameter {group.plan.layout.segments[index].name!r} {what}")
