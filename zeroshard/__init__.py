@@ -62,6 +62,8 @@ if TYPE_CHECKING:
         OneBitLamb,
         ZeroOneAdam,
     )
+    from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
+    from zeroshard.pipeline.module import PipelineModule
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.hops import Feedback, GradientCodes
     from zeroshard.plan.offload import Offload
@@ -99,6 +101,9 @@ _HOME = {
     "GraphedStep": "zeroshard.engine.graphed",
     "Init": "zeroshard.sharding.deferred.init",
     "Lamb": "zeroshard.optim.named",
+    "LayerSpec": "zeroshard.pipeline.layers",
+    "PipelineModule": "zeroshard.pipeline.module",
+    "TiedLayerSpec": "zeroshard.pipeline.layers",
     "Lion": "zeroshard.optim.named",
     "MuonAdamW": "zeroshard.optim.named",
     "OneBitAdam": "zeroshard.optim.named",
@@ -186,6 +191,7 @@ __all__ = [
     "HostUpdate",
     "Init",
     "Lamb",
+    "LayerSpec",
     "Lion",
     "Mesh",
     "MeshAxis",
@@ -194,6 +200,7 @@ __all__ = [
     "OnDevice",
     "OneBitAdam",
     "OneBitLamb",
+    "PipelineModule",
     "Plan",
     "Precision",
     "Preemption",
@@ -201,6 +208,7 @@ __all__ = [
     "Recipe",
     "Sharding",
     "Spill",
+    "TiedLayerSpec",
     "Tier",
     "TiledLinear",
     "ZeroOneAdam",

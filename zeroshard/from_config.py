@@ -380,7 +380,7 @@ def _shard(
     recipe = recipe_of(config, kept_in_fp32(model))
     if pipeline is not None:
         mesh = pipeline.divided(config.zero.subgroup)
-        recipe = pipeline.recipe(recipe)
+        recipe = pipeline.recipe(recipe, config.pipeline.schedule)
     if mesh is None:
         mesh = mesh_with_model(model, None, config.zero.subgroup)
     elif config.zero.subgroup is not None and mesh.size((SHARD,)) != config.zero.subgroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class Block(nn.Module):
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         x, mask = inputs
-        return x + self.down(F.gelu(self.up(self.norm(x)))) * mask.unsqueeze(-1), mask
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * mask.unsqueeze(-1).to(x.dtype), mask
 
 
 class Embedding(nn.Module):
@@ -75,7 +76,7 @@ def _config(stage: int, **others: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         **others,
     }
@@ -85,10 +86,18 @@ def _trained(rank: int, world: int, stages: int, cases: list[tuple[int, int, str
     """By case (stage of ZeRO, chunks, schedule): losses and norms of three steps and an evaluation, and parameters."""
     found: list[tuple[list[float], State]] = []
     for stage, chunks, schedule in cases:
+        bubbles = "zero_bubble" not in schedule
         model = PipelineModule(
-            _layers(), num_stages=stages, loss_fn=_loss, seed_layers=True, partition_method="uniform", chunks=chunks
+            _layers(),
+            num_stages=stages,
+            loss_fn=_loss,
+            seed_layers=True,
+            partition_method="uniform",
+            chunks=chunks,
+            placement="v" if schedule == "zbv_zero_bubble" else "loop",
         )
-        config = _config(stage, pipeline={"schedule": schedule, "activation_checkpoint_interval": stage % 2})
+        interval = stage % 2 if bubbles else 0
+        config = _config(stage, pipeline={"schedule": schedule, "activation_checkpoint_interval": interval})
         engine, _, _, _ = zeroshard.initialize(model=model, config=config)
         place = engine.grid.get_data_parallel_id()
         data, told = _data(place), list[float]()
@@ -99,6 +108,10 @@ def _trained(rank: int, world: int, stages: int, cases: list[tuple[int, int, str
         assert (engine.global_steps, engine.micro_steps) == (3, 3 * MICRO)
         found.append((told, {name: value.clone() for name, value in zeroshard.full_state_dict(engine.module).items()}))
         engine.destroy()
+    if stages == 2 and world == 4:
+        model = PipelineModule(_layers(), num_stages=2, loss_fn=_loss)
+        with pytest.raises(UsageError, match=r"at ZeRO stage 3: gradients of weights come when unit '\S+' is not"):
+            zeroshard.initialize(model=model, config=_config(3, pipeline={"schedule": "interleaved_zero_bubble"}))
     return found
 
 
@@ -117,7 +130,7 @@ def _assert_alike(stages: int, data: int, cases: list[tuple[int, int, str]]) -> 
 
 
 def test_every_schedule_trains_as_one_stage_does() -> None:
-    cases = [(1, 1, "auto"), (3, 2, "auto")]
+    cases = [(1, 1, "auto"), (3, 2, "auto"), (2, 1, "interleaved_zero_bubble"), (1, 2, "zbv_zero_bubble")]
     _assert_alike(2, 2, cases)
 
 
@@ -125,7 +138,9 @@ def test_every_schedule_trains_as_one_stage_does() -> None:
 @pytest.mark.parametrize(("stages", "data"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_every_schedule_at_every_stage(stages: int, data: int) -> None:
     kinds = [(1, "1f1b"), (1, "gpipe"), (2, "interleaved_1f1b"), (2, "looped_bfs")]
+    split = [(1, "interleaved_zero_bubble"), (2, "interleaved_zero_bubble"), (2, "zbv_zero_bubble")]
     _assert_alike(stages, data, [(stage, *kind) for stage in range(4) for kind in kinds])
+    _assert_alike(stages, data, [(stage, *kind) for stage in range(3) for kind in split])
 
 
 def _own_layers(rank: int, world: int) -> None:
@@ -159,7 +174,12 @@ def _refuses() -> None:
         zeroshard.initialize(model=tensor, config=_config(1))
     model = PipelineModule(specs, topology=ProcessTopology(["pipe", "data"], [2, 1]), loss_fn=_loss)
     for section, message in (
-        ({"schedule": "interleaved_1f1b"}, "runs several chunks per stage, and this PipelineModule has one"),
+        ({"schedule": "interleaved_1f1b"}, "runs several chunks per stage, and this PipelineModule has 1; build it"),
+        ({"schedule": "zbv_zero_bubble"}, r"runs two chunks per stage, .* chunks=2\), or use 'gpipe' or '1f1b'"),
+        (
+            {"schedule": "interleaved_zero_bubble", "activation_checkpoint_interval": 1},
+            "blocks would be computed again for inputs and for weights",
+        ),
         ({"stages": 4}, r"pipeline.stages is 4, but the PipelineModule was built with 2 stages"),
         ({"partition": "uniform"}, r"pipeline.partition is 'uniform', but .* partition_method='parameters'"),
         ({"seed_layers": True}, r"pipeline.seed_layers is true, but the PipelineModule has built"),
@@ -170,6 +190,9 @@ def _refuses() -> None:
         zeroshard.initialize(model=model, config=_config(1, tensor_parallel={"autotp_size": 2}))
     with pytest.raises(ConfigError, match=r'stage "auto" is not built for pipelines'):
         zeroshard.initialize(model=model, config=_config(1, zero_optimization={"stage": "auto"}))
+    v = PipelineModule(specs, num_stages=2, chunks=2, placement="v")
+    with pytest.raises(UsageError, match=r"'looped_bfs' runs chunks placed as 'loop', .* use 'zbv_zero_bubble'"):
+        zeroshard.initialize(model=v, config=_config(1, pipeline={"schedule": "looped_bfs"}))
     several = PipelineModule(specs, num_stages=2, chunks=2)
     with pytest.raises(UsageError, match=r"5 micro-batches .* don't divide into 2 rounds; use a multiple of 2"):
         zeroshard.initialize(model=several, config=_config(1, gradient_accumulation_steps=5))
@@ -183,6 +206,35 @@ def _refuses() -> None:
 
 def test_a_stage_has_its_own_layers_and_what_can_not_be_is_refused() -> None:
     run_ranks(2, _own_layers)
+
+
+def _goes_on(rank: int, world: int, folder: str, stages: int, stage: int, chunks: int, load: bool) -> list[float]:
+    """Two steps and a checkpoint, or that checkpoint; then losses, and what the run counted."""
+    model = PipelineModule(_layers(), num_stages=stages, loss_fn=_loss, seed_layers=True, chunks=chunks)
+    config = _config(stage, fp16={"enabled": True, "initial_scale_power": 19, "hysteresis": 1})
+    engine, _, _, _ = zeroshard.initialize(model=model, config=config)
+    data = _data(0)
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        engine.train_batch(data)
+        engine.train_batch(data)
+        engine.save_checkpoint(folder)
+    data = _data(50)
+    told = [float(engine.train_batch(data)) for _ in range(4)]
+    told += [engine.loss_scale, engine.global_steps, engine.micro_steps, engine.skipped_steps]
+    engine.destroy()
+    return told
+
+
+def test_a_checkpoint_goes_on_in_other_stages_with_the_loss_scale_and_skipped_steps_of_all(tmp_path: Path) -> None:
+    wanted, other = run_ranks(2, _goes_on, str(tmp_path), 2, 1, 1, False)
+    assert wanted == other
+    assert wanted[-1] > 2  # steps skipped on all stages, for a loss scale that one of them could not hold
+    assert wanted[4] < 2**19
+    for case in ((2, 3, 2), (1, 2, 1)):
+        for told in run_ranks(case[0], _goes_on, str(tmp_path), *case, True):
+            assert told == pytest.approx(wanted, abs=2e-3), case
 
 
 class Tokens(torch.utils.data.Dataset[Batch]):

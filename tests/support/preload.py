@@ -10,6 +10,7 @@ import gc
 from importlib import import_module
 
 import torch._dynamo
+import torch.distributed.pipelining
 import torch.distributed.tensor.parallel  # noqa: F401
 
 import zeroshard
@@ -17,7 +18,7 @@ import zeroshard
 for _name in zeroshard.__all__:
     getattr(zeroshard, _name)
 _MODULES = ("distributed", "models", "training", "references", "zoo", "offload", "onebit", "saved", "measure")
-for _module in (*_MODULES, "parallel_model"):
+for _module in (*_MODULES, "parallel_model", "pipeline_model"):
     import_module(f"tests.support.{_module}")
 
 # What is shared with the server stays shared: a collection would otherwise visit, and so copy, all that was imported.

@@ -238,7 +238,9 @@ class ExpertParallelSection(Section):
     autoep_size: Count = 1
 
 
-Schedule = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"]
+Schedule = Literal[
+    "auto", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"
+]
 
 
 class PipelineSection(Section):

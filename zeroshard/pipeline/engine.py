@@ -23,7 +23,7 @@ from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.errors import UsageError
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.runner import Runner
-from zeroshard.pipeline.schedules import Shape, chosen
+from zeroshard.pipeline.schedules import Shape, chosen, splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
 
 _LABEL = "(loss of all stages)"
@@ -59,8 +59,24 @@ class PipelineCalls(TrainingEngine):
                 "managed_gradient_accumulation false: train_batch() of a pipeline makes a step of "
                 "gradient_accumulation_steps micro-batches; leave the key out"
             )
-        self._schedule_name()
+        if splits_backward(self._schedule_name()):
+            self._check_split()
         self._expect_backwards()
+
+    def _check_split(self) -> None:
+        name = self._schedule_name()
+        sharded = next((unit.label for unit in self.plan.units if unit.sharded), None)
+        if sharded is not None:
+            raise UsageError(
+                f"pipeline.schedule {name!r} at ZeRO stage 3: gradients of weights come when unit {sharded!r} is not "
+                "gathered any more; use stage 2, or 1f1b, interleaved_1f1b or looped_bfs"
+            )
+        if self.pipeline.activation_checkpoint_interval:
+            raise UsageError(
+                f"pipeline.schedule {name!r} with activation_checkpoint_interval "
+                f"{self.pipeline.activation_checkpoint_interval}: blocks would be computed again for inputs and for "
+                "weights; leave one of the two out"
+            )
 
     @property
     def pipeline(self) -> PipelineModule:
@@ -208,7 +224,9 @@ class PipelineCalls(TrainingEngine):
 
     def _expect_backwards(self) -> None:
         if self._backwards is not None:
-            self._backwards.per_step = self.micro_batches * self.pipeline.chunks
+            # Where weights' gradients come apart no backward is the last: what is whole is reduced in the step.
+            apart = splits_backward(self._schedule_name())
+            self._backwards.per_step = 0 if apart else self.micro_batches * self.pipeline.chunks
 
     @property
     def _stages(self) -> Stages | None:
@@ -225,12 +243,15 @@ class PipelineCalls(TrainingEngine):
 
     def _evaluating_runner(self, count: int) -> Runner:
         if self._evaluator is None or self._evaluator[0] != count:
-            self._evaluator = count, self._runner("gpipe" if self.pipeline.chunks == 1 else "looped_bfs", count, None)
+            kind = "gpipe" if self.pipeline.chunks == 1 else "looped_bfs"
+            name = "zbv_zero_bubble" if self.pipeline.placement == "v" else kind
+            self._evaluator = count, self._runner(name, count, None)
         return self._evaluator[1]
 
     def _runner(self, name: str, count: int, loss: Callable[[Any, int], torch.Tensor] | None) -> Runner:
         assert self._stages is not None
-        return Runner(self.pipeline, self._stages, name, count, self.device, self._autocast, loss)
+        collect = self._handle.runtime.backward.collect
+        return Runner(self.pipeline, self._stages, name, count, self.device, self._autocast, loss, collect)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._options.autocast

@@ -24,7 +24,7 @@ from torch import nn
 from zeroshard.comm.stages import Stages
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.pipeline.module import PipelineModule
-from zeroshard.pipeline.schedules import make_schedule
+from zeroshard.pipeline.schedules import Collect, make_schedule
 
 Loss = Callable[[Any, int], torch.Tensor]
 _Shapes = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
@@ -70,6 +70,7 @@ class Runner:
 
     Args:
         loss: from the last part's output and the number of a micro-batch; None for forwards alone.
+        collect: takes gradients of weights that a schedule computes apart.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class Runner:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
         loss: Loss | None,
+        collect: Collect,
     ) -> None:
         self._model, self._stages, self._device = model, stages, device
         self._name, self._micro, self._loss = name, micro_batches, loss
+        self._collect = collect
         self.chunks = [Chunk(model, chunk, autocast) for chunk in range(model.chunks)]
         self._schedule: Any = None
         self._seen: Any = None
@@ -102,6 +105,7 @@ class Runner:
             self._device,
             self._stages.neighbours,
             self._loss_of_index if self._loss is not None else None,
+            self._collect,
         )
 
     def _loss_of_index(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,11 @@
     1f1b                     a forward and a backward in turn: as few micro-batches wait as there are stages
     interleaved_1f1b         the same over several chunks on each stage
     looped_bfs               each chunk with all micro-batches before the next: a unit is gathered once for all of them
+    interleaved_zero_bubble  gradients of inputs go on at once, those of weights fill the bubbles
+    zbv_zero_bubble          the same with two chunks per stage, there and back
 
-Looped breadth-first is from Lamy-Poirier 2022 (arXiv:2211.05953). What runs is `torch.distributed.pipelining`, which is
+Looped breadth-first is from Lamy-Poirier 2022 (arXiv:2211.05953), zero bubbles from Qi et al. 2023 (arXiv:2401.10241)
+and 2024 (arXiv:2405.15362). What runs is `torch.distributed.pipelining`, which is
 imported here alone, for it takes a second.
 """
 
@@ -21,6 +24,9 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 
+Collect = Callable[[Sequence[tuple[nn.Parameter, torch.Tensor]]], object]
+"""Takes parameters and their gradients."""
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -28,20 +34,33 @@ class _Kind:
 
     Attributes:
         kind: its class's name.
-        several: whether it takes several chunks on each stage, as a list.
+        least, most: chunks on each stage that it runs.
+        placement: how it wants these placed.
+        listed: whether it takes the stages as a list, though there is one.
+        rounds: whether it takes micro-batches in whole rounds of as many as there are stages.
+        splits: whether gradients of inputs and of weights are computed apart.
     """
 
     kind: str
-    several: bool
+    least: int = 1
+    most: int = 1
+    placement: str = "loop"
+    listed: bool = True
+    rounds: bool = False
+    splits: bool = False
 
 
+_MANY = 2**31
+_FORWARDS = ("FORWARD", "SEND_F", "RECV_F")
+"""Names of torch's actions that forwards alone consist of."""
 _KINDS = {
-    "gpipe": _Kind("ScheduleGPipe", False),
-    "1f1b": _Kind("Schedule1F1B", False),
-    "interleaved_1f1b": _Kind("ScheduleInterleaved1F1B", True),
-    "looped_bfs": _Kind("ScheduleLoopedBFS", True),
+    "gpipe": _Kind("ScheduleGPipe", listed=False),
+    "1f1b": _Kind("Schedule1F1B", listed=False),
+    "interleaved_1f1b": _Kind("ScheduleInterleaved1F1B", 2, _MANY, rounds=True),
+    "looped_bfs": _Kind("ScheduleLoopedBFS", 2, _MANY),
+    "interleaved_zero_bubble": _Kind("ScheduleInterleavedZeroBubble", 1, _MANY, rounds=True, splits=True),
+    "zbv_zero_bubble": _Kind("ScheduleZBVZeroBubble", 2, 2, "v", splits=True),
 }
-SCHEDULES = tuple(_KINDS)
 
 
 @dataclass(frozen=True)
@@ -54,8 +73,13 @@ class Shape:
     micro_batches: int
 
 
+def splits_backward(name: str) -> bool:
+    """Whether a schedule computes gradients of inputs and of weights apart."""
+    return name != "auto" and _KINDS[name].splits
+
+
 def chosen(asked: str, shape: Shape) -> str:
-    """The schedule of a name; "auto" is 1F1B, interleaved where stages have several chunks.
+    """The schedule of a name; "auto" is the one without splitting backwards that fits.
 
     Raises:
         UsageError: it can't run this pipeline.
@@ -63,23 +87,20 @@ def chosen(asked: str, shape: Shape) -> str:
     name = asked
     if asked == "auto":
         name = "1f1b" if shape.chunks == 1 else "interleaved_1f1b"
+        name = "zbv_zero_bubble" if shape.placement == "v" else name
     kind = _KINDS[name]
-    if shape.chunks > 1 and not kind.several:
+    if not kind.least <= shape.chunks <= kind.most:
+        wanted = "one chunk" if kind.most == 1 else "two chunks" if kind.most == 2 else "several chunks"
         raise UsageError(
-            f"pipeline.schedule {name!r} runs one chunk per stage, and this PipelineModule has {shape.chunks}; use "
-            f"{_named(several=True)}, or chunks=1"
+            f"pipeline.schedule {name!r} runs {wanted} per stage, and this PipelineModule has {shape.chunks}; build it "
+            f"with PipelineModule(..., chunks={min(kind.most, max(kind.least, 1))}), or use {_that_fit(shape)}"
         )
-    if shape.chunks == 1 and kind.several:
+    if shape.placement != kind.placement and shape.chunks > 1:
         raise UsageError(
-            f"pipeline.schedule {name!r} runs several chunks per stage, and this PipelineModule has one; build it with "
-            f"PipelineModule(..., chunks=2), or use {_named(several=False)}"
+            f"pipeline.schedule {name!r} runs chunks placed as {kind.placement!r}, and this PipelineModule has "
+            f"placement={shape.placement!r}; change it, or use {_that_fit(shape)}"
         )
-    if shape.placement == "v":
-        raise UsageError(
-            f"pipeline.schedule {name!r} runs chunks that are placed in a loop, and this PipelineModule places them as "
-            "a 'v', for zero-bubble schedules, which are not built; use placement='loop'"
-        )
-    if name == "interleaved_1f1b":
+    if kind.rounds:
         _check_rounds(name, shape)
     return name
 
@@ -94,8 +115,12 @@ def _check_rounds(name: str, shape: Shape) -> None:
         )
 
 
-def _named(*, several: bool) -> str:
-    return " or ".join(repr(name) for name, kind in _KINDS.items() if kind.several is several)
+def _that_fit(shape: Shape) -> str:
+    return " or ".join(
+        repr(name)
+        for name, kind in _KINDS.items()
+        if kind.least <= shape.chunks <= kind.most and (shape.chunks == 1 or kind.placement == shape.placement)
+    )
 
 
 def make_schedule(
@@ -108,6 +133,7 @@ def make_schedule(
     device: torch.device,
     group: dist.ProcessGroup,
     loss_fn: Callable[..., Any] | None,
+    collect: Collect,
 ) -> Any:
     """The schedule over this rank's chunks.
 
@@ -115,14 +141,24 @@ def make_schedule(
         numbers: those of the chunks in the whole model, of `total`.
         shapes: of each chunk's inputs and outputs, as tensors on the meta device.
         loss_fn: None for forwards alone.
+        collect: takes the gradients of weights that are computed apart.
     """
     from torch.distributed import pipelining
 
+    from zeroshard.pipeline.split import stage_class
+
+    kind = _KINDS[name]
+    stage = stage_class(collect) if kind.splits else pipelining.PipelineStage
     stages = [
-        pipelining.PipelineStage(chunk, number, total, device, input_args=inputs, output_args=outputs, group=group)
+        stage(chunk, number, total, device, input_args=inputs, output_args=outputs, group=group)
         for chunk, number, (inputs, outputs) in zip(chunks, numbers, shapes, strict=True)
     ]
-    kind = _KINDS[name]
     made = getattr(pipelining, kind.kind)
     # Gradients are in the engine's buffers, and the loss is divided before its backward.
-    return made(stages if kind.several else stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False)
+    schedule = made(stages if kind.listed else stages[0], micro_batches, loss_fn=loss_fn, scale_grads=False)
+    if loss_fn is None and kind.listed:  # torch would run what belongs to backwards, which are not there
+        schedule.pipeline_order_with_comms = {
+            rank: [action for action in actions if action.computation_type.name in _FORWARDS]
+            for rank, actions in schedule.pipeline_order_with_comms.items()
+        }
+    return schedule

@@ -16,6 +16,7 @@ from zeroshard.config.resolved import Config
 from zeroshard.errors import ConfigError, UsageError
 from zeroshard.mesh import DATA, REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.pipeline.module import PipelineModule
+from zeroshard.pipeline.schedules import splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
 from zeroshard.plan.builder import Recipe
 
@@ -72,9 +73,9 @@ class PipelineStart:
         axes = [MeshAxis(axis.name, sizes.get(axis.name, axis.size)) for axis in self.mesh.axes]
         return find_stage(Mesh(tuple(axes)))
 
-    def recipe(self, recipe: Recipe) -> Recipe:
+    def recipe(self, recipe: Recipe, schedule: str) -> Recipe:
         """The recipe of a stage: each chunk's backward is one of several in a step, and copies are for one mesh."""
-        several = self.model.chunks > 1
+        several = self.model.chunks > 1 or splits_backward(schedule)
         policy = replace(recipe.policy, accumulate=True) if several else recipe.policy
         return replace(recipe, policy=policy, peer_copies=False if self.model.num_stages > 1 else recipe.peer_copies)
 

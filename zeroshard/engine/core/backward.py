@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import nn
 
 from zeroshard.engine.core.autograd import NodeOrder, accumulates, carrier, graph_task, node_number
 from zeroshard.engine.core.cursor import Cursor
@@ -198,6 +199,22 @@ class Backward:
         self._reads.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(end)
         return run
+
+    def collect(self, gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Take over gradients that a backward by inputs gave its caller; outside of a graph, on all ranks alike.
+
+        Args:
+            gradients: parameters of units that are not sharded, and what is to be added to their gradients.
+        """
+        self._gradients.discard_leftovers()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        whole, sharded = self._reducing.reduces(self._accumulate)
+        given = {id(parameter) for parameter, _ in gradients}
+        for unit in reversed(self._units):
+            if any(id(parameter) in given for group in unit.trainable for parameter in group.parameters):
+                self._gradients.finish_unit(unit, 1.0, reduce_whole=whole, reduce_sharded=sharded)
+        self._gradients.show_collected()
 
     def await_gradients(self, index: int) -> None:
         """The list has come to the reduce of a unit."""
