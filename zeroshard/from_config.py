@@ -40,7 +40,7 @@ from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
-from zeroshard.experts.divide import divide_experts, divide_over_neighbours
+from zeroshard.experts.divide import divide_as_stacked, divide_experts, divide_over_neighbours
 from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.model_plan import divide_by_plan
 from zeroshard.observe.build import build_observer, check_packages
@@ -277,7 +277,7 @@ def _divide(model: nn.Module, document: ConfigSource, mesh: Any) -> dict[int, nn
         replaced |= divide_experts(model, mesh, device_type)
     if experts.get("enabled") is True and parts > 1:
         replaced |= divide_over_neighbours(model, parts, device_type, "expert_parallel.autoep_size")
-    return replaced
+    return replaced | divide_as_stacked(model, device_type)
 
 
 def _section_with(root: Mapping[str, Any], name: str, key: str) -> tuple[Mapping[str, Any], int]:

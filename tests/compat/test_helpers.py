@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tests.support.distributed import run_ranks
-from zeroshard.errors import UsageError
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 
@@ -25,8 +24,10 @@ def test_groups_without_experts_stay_as_they_are() -> None:
     vars(expert)["allreduce"] = False
     assert not is_moe_param(weight)
     assert is_moe_param(expert)
-    with pytest.raises(UsageError, match="1 parameters are marked as one rank's own"):
-        split_params_into_different_moe_groups_for_optimizer({"params": [weight, expert]})
+    assert split_params_into_different_moe_groups_for_optimizer({"params": [weight, expert], "lr": 0.1}) == [
+        {"params": [weight], "lr": 0.1},
+        {"params": [expert], "lr": 0.1, "name": "", "moe": True},
+    ]
 
 
 def _generates_between_steps(rank: int, world: int, stage: int) -> None:

@@ -91,7 +91,6 @@ USED = [
 ]
 # What scripts import at their head and use in one branch, or in isinstance.
 PLACEHOLDERS = {
-    "deepspeed.moe.layer.MoE": "expert parallelism is not built yet",
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "the loss scale is the engine's",
     "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb": "one-bit optimizers",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "no counterpart",
@@ -102,10 +101,10 @@ PLACEHOLDERS = {
 }
 # What they ask for only with features that are not built.
 REFUSED = {
-    "deepspeed.utils.groups._get_expert_parallel_group": "groups of data and of divided sequences",
+    "deepspeed.utils.groups._get_some_new_group": "groups of data, of divided sequences and of experts",
     "deepspeed.sequence.fpdt_layer.FPDT_Attention": "attention in chunks on the host is not built",
     "deepspeed.init_inference": "zeroshard trains",
-    "deepspeed.moe.sharded_moe.TopKGate": "expert parallelism is not built yet",
+    "deepspeed.moe.mappings": "MoE of deepspeed.moe.layer is there",
     "deepspeed.some_new_thing": "zeroshard has no counterpart",
 }
 

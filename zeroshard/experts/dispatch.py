@@ -20,18 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.sharding.dtensors import as_dtensor
+
 
 @dataclass(frozen=True)
 class Dispatch:
     """Where the rows of this rank go, and which ones come here.
 
     Attributes:
-        order: numbers of the chosen (token, place among its experts) pairs, by expert.
+        order: numbers of the pairs of a token and an expert, by expert.
         sent, received: rows to and from each rank of the axis.
         experts: of each row that arrives, the number of its expert among those of this rank.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     order: torch.Tensor
     sent: list[int]
     received: list[int]
@@ -39,25 +41,28 @@ class Dispatch:
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows in the order of pairs, of the tokens that chose experts here, from all ranks."""
-        return _Exchange.apply(rows, self.group, self.received, self.sent)
+        return rows if self.group is None else _Exchange.apply(rows, self.group, self.received, self.sent)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
         """What was made of them on all ranks, for this rank's pairs in their own order, (pairs, ...)."""
-        sorted_rows = _Exchange.apply(rows, self.group, self.sent, self.received)
+        sorted_rows = rows if self.group is None else _Exchange.apply(rows, self.group, self.sent, self.received)
         places = torch.empty_like(self.order)
         places[self.order] = torch.arange(self.order.numel(), device=self.order.device)
         return sorted_rows[places]
 
 
-def make_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Dispatch:
+def make_dispatch(pairs: torch.Tensor, experts: int, group: dist.ProcessGroup | None) -> Dispatch:
     """Let the ranks of `group` tell each other how many rows they have for whom; called by all of them.
 
     Args:
-        chosen: the experts of each token, (tokens, places), out of all experts.
+        pairs: the expert of each pair of a token and an expert, out of all experts.
         experts: of all ranks; each has as many, in the order of ranks.
+        group: None where this rank has all experts.
     """
-    pairs, ranks = chosen.reshape(-1), group.size()
     order = torch.argsort(pairs, stable=True)
+    if group is None:
+        return Dispatch(group, order, [], [], pairs[order])
+    ranks = group.size()
     sent = torch.bincount(pairs, minlength=experts).view(ranks, -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -65,6 +70,20 @@ def make_dispatch(chosen: torch.Tensor, experts: int, group: dist.ProcessGroup) 
     own = torch.arange(experts // ranks, device=pairs.device).repeat(ranks)
     arrived = torch.repeat_interleave(own, received.view(-1), output_size=sum(sizes[1]))
     return Dispatch(group, order, sizes[0], sizes[1], arrived)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The weights of this rank's experts."""
+    divided = as_dtensor(parameter)
+    return parameter if divided is None else divided.to_local()
+
+
+def attached(nothing: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """No rows, as a result of the weights: the backward of this rank takes part in the exchange, and has gradients."""
+    for weight in weights:
+        if weight.requires_grad:
+            nothing = nothing + weight.reshape(-1)[:1].sum().to(nothing.dtype)
+    return nothing
 
 
 class _Exchange(torch.autograd.Function):

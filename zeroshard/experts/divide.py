@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.device_mesh import device_mesh_of, mesh_from
-from zeroshard.comm.mesh import world_size
 from zeroshard.errors import PlanError
+from zeroshard.experts.axes import neighbours_mesh
 from zeroshard.experts.fused import fused_experts, send_tokens
-from zeroshard.mesh import EXPERT, REPLICATE, SHARD, STAGES, Mesh, MeshAxis, axis_name
+from zeroshard.experts.stacked import StackedExperts
+from zeroshard.mesh import EXPERT, STAGES, Mesh, axis_name
 from zeroshard.sharding.dtensors import as_dtensor, axes_of_model
 from zeroshard.sharding.resting import is_resting
 
@@ -35,7 +36,9 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh | Mesh | None, device_type
     several = () if named is None else [axis.name for axis in named.axes if axis.size > 1]
     if named is None or EXPERT not in several or STAGES in several or EXPERT in axes_of_model(model):
         return {}  # experts in pipeline stages are refused where the mesh is read
-    found = list(fused_experts(model))
+    fused = list(fused_experts(model))
+    stacked = [(path, one, one.num_experts) for path, one in model.named_modules() if isinstance(one, StackedExperts)]
+    found = [*fused, *stacked]
     if not found:
         raise PlanError(
             f"mesh: axis {EXPERT!r} has {named.size((EXPERT,))} ranks, but nothing uses it: {type(model).__name__} has "
@@ -46,21 +49,29 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh | Mesh | None, device_type
         _check(path, module, experts, named.size((EXPERT,)))
     axis = _axis(mesh if isinstance(mesh, DeviceMesh) else device_mesh_of(named, device_type))
     replaced: dict[int, nn.Parameter] = {}
-    for _, module, experts in found:
-        for name, parameter in module.named_parameters(recurse=False):
-            replaced[id(parameter)] = made = _part(parameter, axis)
-            module._parameters[name] = made
+    for _, module, experts in fused:
+        _replace(module, axis, replaced)
         send_tokens(module, experts, axis.get_group())
+    for _, module, _ in stacked:
+        for part in module.modules():
+            _replace(part, axis, replaced)
     return replaced
+
+
+def divide_as_stacked(model: nn.Module, device_type: str) -> dict[int, nn.Parameter]:
+    """The same over as many ranks as the model's stacked experts say."""
+    sizes = {one.ranks for one in model.modules() if isinstance(one, StackedExperts) and one.ranks > 1}
+    if len(sizes) > 1:
+        raise PlanError(
+            f"the model has experts over {' and over '.join(map(str, sorted(sizes)))} ranks; one axis {EXPERT!r} is "
+            "built: give all layers the same ep_size"
+        )
+    return divide_over_neighbours(model, sizes.pop(), device_type, "ep_size") if sizes else {}
 
 
 def divide_over_neighbours(model: nn.Module, ranks: int, device_type: str, key: str) -> dict[int, nn.Parameter]:
     """The same over so many ranks with consecutive numbers; `key` asks for it."""
-    world = world_size()
-    if world % ranks:
-        raise PlanError(f"{key} {ranks} does not divide the {world} ranks that run")
-    axes = (MeshAxis(REPLICATE, 1), MeshAxis(SHARD, world // ranks), MeshAxis(EXPERT, ranks))
-    return divide_experts(model, Mesh(axes), device_type)
+    return divide_experts(model, neighbours_mesh(ranks, device_type, key), device_type)
 
 
 def _axis(mesh: DeviceMesh) -> DeviceMesh:
@@ -69,10 +80,18 @@ def _axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[next(name for name in names if axis_name(name) == EXPERT)]
 
 
+def _replace(module: nn.Module, axis: DeviceMesh, replaced: dict[int, nn.Parameter]) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        made = replaced.get(id(parameter))  # one of several names
+        if made is None:
+            made = replaced[id(parameter)] = _part(parameter, axis)
+        module._parameters[name] = made
+
+
 def _check(path: str, module: nn.Module, experts: int, ranks: int) -> None:
     if experts % ranks:
         raise PlanError(f"{path} has {experts} experts, which {ranks} ranks of axis {EXPERT!r} do not divide")
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, parameter in module.named_parameters(recurse=isinstance(module, StackedExperts)):
         whole = f"{path}.{name}"
         if parameter.is_meta or is_resting(parameter):
             raise PlanError(
@@ -87,6 +106,7 @@ def _part(parameter: nn.Parameter, axis: DeviceMesh) -> nn.Parameter:
 
     shape = parameter.shape
     part = parameter.detach().chunk(axis.size())[axis.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    part = part.to(axis.device_type)
     stride = torch.empty(shape, device="meta").stride()
     value = DTensor.from_local(part, axis, [Shard(0)], run_check=False, shape=shape, stride=stride)
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from zeroshard.experts.dispatch import make_dispatch
-from zeroshard.sharding.dtensors import as_dtensor
+from zeroshard.experts.dispatch import attached, local_part, make_dispatch
 
 _COUNT = "num_experts"
 _CALLS = (
@@ -58,12 +57,15 @@ def send_tokens(module: nn.Module, experts: int, group: dist.ProcessGroup) -> No
 
     def forward(hidden_states: torch.Tensor, *choice: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         chosen, weights = (*choice, *named.values())
-        dispatch = make_dispatch(chosen, experts, group)
+        dispatch = make_dispatch(chosen.reshape(-1), experts, group)
         rows = dispatch.there(hidden_states[dispatch.order // chosen.shape[-1]])
-        local = {name: _local(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        ones = weights.new_ones((rows.shape[0], 1), dtype=rows.dtype)
-        made = functional_call(part, local, (rows, dispatch.experts.unsqueeze(-1), ones))
-        returned = dispatch.back(_attached(made, rows, *local.values()))
+        local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        if rows.shape[0]:
+            made = functional_call(part, local, (rows, dispatch.experts.unsqueeze(-1), rows.new_ones((len(rows), 1))))
+        else:
+            made = attached(rows, *local.values())
+        # What ranks make of rows has their dtype on all of them, also where autocast lets experts give another.
+        returned = dispatch.back(made.to(rows.dtype))
         weighted = returned.view(*chosen.shape, returned.shape[-1]) * weights.unsqueeze(-1)
         return weighted.sum(dim=-2).to(hidden_states.dtype)
 
@@ -77,18 +79,3 @@ def _on_local_experts(module: nn.Module, local: int) -> nn.Module:
     vars(part)[_COUNT] = local
     part._parameters = {name: nn.Parameter(torch.empty(0, device="meta")) for name in module._parameters}
     return part
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    divided = as_dtensor(parameter)
-    return parameter if divided is None else divided.to_local()
-
-
-def _attached(made: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """What no row went into, as a result of its sources: the backward of this rank takes part in the exchange, too."""
-    if made.shape[0] or not torch.is_grad_enabled():
-        return made
-    for source in sources:
-        if source.requires_grad:
-            made = made + source.reshape(-1)[:1].sum().to(made.dtype)
-    return made

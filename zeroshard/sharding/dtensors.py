@@ -130,7 +130,14 @@ def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None 
     Raises:
         PlanError: the mesh and the model's own do not agree.
     """
-    found = {axis: ranks for _, parameter in model.named_parameters() for axis, ranks in _groups(parameter)}
+    found: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        for axis, ranks in _groups(parameter):
+            if found.setdefault(axis, ranks) != ranks:
+                raise PlanError(
+                    f"parameter {name!r} is divided over ranks {ranks} along {axis!r}, others over {found[axis]}: one "
+                    "axis of each name is built; divide all over the same ranks"
+                )
     if EXPERT in found and len(found) > 1:
         raise PlanError(
             f"the model is divided over {' and '.join(sorted(found))}: experts that are divided over {EXPERT!r} in a "

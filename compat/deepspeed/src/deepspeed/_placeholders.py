@@ -20,7 +20,6 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
     "deepspeed.checkpoint": ("DeepSpeedCheckpoint",),
     "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.linear": ("LoRAConfig", "OptimizedLinear", "QuantizationConfig"),
-    "deepspeed.moe.layer": ("MoE",),
     "deepspeed.monitor.comet": ("CometMonitor",),
     "deepspeed.monitor.csv_monitor": ("csvMonitor",),
     "deepspeed.monitor.tensorboard": ("TensorBoardMonitor",),

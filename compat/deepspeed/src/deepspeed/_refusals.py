@@ -16,7 +16,7 @@ _REPLACED = {
     "deepspeed.init_inference": _SERVING,
     "deepspeed.inference": _SERVING,
     "deepspeed.InferenceEngine": _SERVING,
-    "deepspeed.moe": "expert parallelism is not built yet; a model's own experts are gathered with their block",
+    "deepspeed.moe": "MoE of deepspeed.moe.layer is there; its experts are divided by ep_size or expert_parallel",
     "deepspeed.sequence": "deepspeed.sequence.layer.DistributedAttention and UlyssesSPAttentionHF divide sequences",
     "deepspeed.sequence.fpdt_layer": "attention in chunks on the host is not built; see docs/parallelism.md",
     "deepspeed.checkpoint": "checkpoints load at any number of ranks; for DeepSpeed's: zeroshard checkpoint import",
@@ -36,7 +36,7 @@ _REPLACED = {
     "deepspeed.ops.sparse_attention": "sparse attention was removed upstream and is not built here",
     "deepspeed.ops.adam.OnebitAdam": "use zeroshard.OneBitAdam",
     "deepspeed.runtime.fp16": "the loss scale is the engine's; for one-bit optimizers see zeroshard.OneBitAdam",
-    "deepspeed.utils.groups": "the groups of data and of divided sequences exist",
+    "deepspeed.utils.groups": "the groups of data, of divided sequences and of experts exist",
 }
 
 

@@ -1,7 +1,14 @@
-"""Expert parallelism, which is not built: a model's own experts are gathered with their block."""
+"""Layers that are a mixture of experts, and what tells experts' parameters apart."""
 
 from __future__ import annotations
 
 from deepspeed._exports import lazy
 
-__getattr__, __dir__ = lazy(__name__, {"utils": "deepspeed.moe.utils"})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "layer": "deepspeed.moe.layer",
+        "sharded_moe": "deepspeed.moe.sharded_moe",
+        "utils": "deepspeed.moe.utils",
+    },
+)
