@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,10 +20,13 @@ from torch.distributed.tensor import DTensor
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.expert_model import EVEN, EXPERTS, ONE_RANK, Layout, build, sharded, train
+from tests.support.gathering_model import gathering
 from tests.support.measure import forget_sent, held_bytes, sent
 from tests.support.parallel_model import (
     BATCH,
     CLIP,
+    LENGTH,
+    Step,
     assert_close,
     assert_same,
     in_one_process,
@@ -32,6 +37,7 @@ from tests.support.parallel_model import (
 from zeroshard.errors import PlanError
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.traffic import step_traffic
+from zeroshard.sharding.early import ShardedInit
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
 MESHES = [(1, 2), (2, 2)] + ([(1, 4), (2, 4)] if WHOLE_MATRIX else [])
@@ -141,7 +147,7 @@ def _overflows(rank: int, world: int) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8))
     read = torch.cat([batch[0] for batch in engine.deepspeed_io(data)])
     others = [torch.zeros_like(read) for _ in range(world)]
-    torch.distributed.all_gather(others, read)
+    dist.all_gather(others, read)
     assert torch.equal(torch.cat(others).sort().values, torch.arange(8))
 
 
@@ -154,22 +160,102 @@ def _by_config(rank: int, world: int) -> None:
     model = build()
     config = {**BASE, "zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
     del config["optimizer"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
-    assert engine.train_batch_size() == BATCH * world
-    for step, (_, norm) in enumerate(wanted):
-        engine.backward(loss_of(engine, tokens(step, rank)))
-        engine.step()
-        found = engine.get_global_grad_norm()
-        assert found is not None
-        assert abs(found - norm) < 1e-6 * max(1.0, norm)
-    engine.destroy()
+    with ShardedInit():  # what deepspeed.zero.Init leaves behind
+        shared = build()
+    for one in (model, shared):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+        engine, *_ = zeroshard.initialize(model=one, optimizer=optimizer, config=config)
+        assert engine.train_batch_size() == BATCH * world
+        for step, (_, norm) in enumerate(wanted):
+            engine.backward(loss_of(engine, tokens(step, rank)))
+            engine.step()
+            found = engine.get_global_grad_norm()
+            assert found is not None
+            assert abs(found - norm) < 1e-6 * max(1.0, norm)
+        trained = zeroshard.full_state_dict(one)
+        engine.destroy()
+        engine, *_ = zeroshard.initialize(  # the parts of a closed engine are another's
+            model=one, optimizer=torch.optim.AdamW(one.parameters(), lr=1e-3), config=config
+        )
+        assert_same(zeroshard.full_state_dict(one), trained, "a closed engine")
+        engine.destroy()
     with pytest.raises(PlanError, match=r"expert_parallel.autoep_size 3 does not divide the 2 ranks that run"):
         zeroshard.initialize(model=build(), config={**BASE, "expert_parallel": {"enabled": True, "autoep_size": 3}})
 
 
 def test_a_config_divides_the_experts() -> None:
     run_ranks(2, _by_config)
+
+
+def _with_divided_sequences(rank: int, world: int) -> None:
+    wanted = in_one_process(2, made=build)
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_shard", "ep", "cp"))
+    place, group = mesh.get_local_rank("cp"), mesh.get_group("cp")
+    window = slice(place * (LENGTH // 2), (place + 1) * (LENGTH // 2))
+    for stage in range(4):
+        model, optimizer = zeroshard.shard(
+            gathering(build(), group, place), partial(torch.optim.AdamW, lr=1e-3), plan=stage, mesh=mesh, clip_norm=CLIP
+        )
+        found: list[Step] = []
+        for step in range(3):
+            batch = tokens(step, rank // 2)
+            logits = model(batch[:, :-1][:, window])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, window].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            found.append((float(mean) / world, zeroshard.get_global_grad_norm(model) or 0.0))
+        assert_close((found, zeroshard.full_state_dict(model)), wanted, stage)
+        zeroshard.close(model)
+
+
+@pytest.mark.skipif(not WHOLE_MATRIX, reason="set ZEROSHARD_ALL_MESHES=1")
+def test_experts_and_sequences_are_divided_at_once() -> None:
+    run_ranks(4, _with_divided_sequences, timeout=300)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name and "embedding" not in name)
+    return model
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    zeroshard.checkpoint_activations(model)
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"frozen": _frozen, "checkpointed": _checkpointed}
+
+
+def _made(way: Callable[[nn.Module], nn.Module] | None) -> nn.Module:
+    model = build(ONE_RANK)
+    return model if way is None else way(model)
+
+
+def _in_other_ways(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "ep"))
+    for name, way in WAYS.items():
+        wanted = in_one_process(world, made=partial(_made, _frozen if way is _frozen else None))
+        model = way(build(ONE_RANK))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = zeroshard.shard(
+            model, torch.optim.AdamW(trained, lr=1e-3), plan=3, mesh=mesh, clip_norm=CLIP
+        )
+        assert_close((train(model, optimizer, range(3)), zeroshard.full_state_dict(model)), wanted, name)
+        with torch.no_grad():
+            model(tokens(0, rank)[:, :-1])
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, tokens(0, rank))
+        loss.backward()
+        optimizer.step()
+        zeroshard.close(model)
+
+
+def test_experts_are_frozen_checkpointed_or_autocast_as_other_parameters_are() -> None:
+    run_ranks(2, _in_other_ways)
 
 
 def _refused(rank: int, world: int) -> None:
@@ -180,7 +266,7 @@ def _refused(rank: int, world: int) -> None:
         zeroshard.shard(nn.Linear(2, 2), mesh=mesh)
     with zeroshard.Init():
         deferred = build()
-    with pytest.raises(PlanError, match=r"'blocks.0.mlp.experts.gate_up_proj' has no values here"):
+    with pytest.raises(PlanError, match=r"'blocks.0.mlp.experts.gate_up_proj' has no values yet"):
         zeroshard.shard(deferred, mesh=mesh)
     outer = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp_shard"))
     with pytest.raises(PlanError, match="stand inside of the data axes"):

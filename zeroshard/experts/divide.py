@@ -18,6 +18,8 @@ from zeroshard.experts.stacked import StackedExperts
 from zeroshard.mesh import EXPERT, STAGES, Mesh, axis_name
 from zeroshard.sharding.dtensors import as_dtensor, axes_of_model
 from zeroshard.sharding.resting import is_resting
+from zeroshard.sharding.unowned import unowned_shard_of
+from zeroshard.sharding.unowned_values import take_whole
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh | Mesh | None, device_type: str) -> dict[int, nn.Parameter]:
@@ -93,9 +95,10 @@ def _check(path: str, module: nn.Module, experts: int, ranks: int) -> None:
         raise PlanError(f"{path} has {experts} experts, which {ranks} ranks of axis {EXPERT!r} do not divide")
     for name, parameter in module.named_parameters(recurse=isinstance(module, StackedExperts)):
         whole = f"{path}.{name}"
-        if parameter.is_meta or is_resting(parameter):
+        if parameter.is_meta or (is_resting(parameter) and unowned_shard_of(parameter) is None):
             raise PlanError(
-                f"parameter {whole!r} has no values here (zero.Init, the meta device); build the model outside of it"
+                f"parameter {whole!r} has no values yet (zeroshard.Init, the meta device), or belongs to an engine; "
+                "build the model outside of it, or under deepspeed.zero.Init"
             )
         if as_dtensor(parameter) is not None:
             raise PlanError(f"parameter {whole!r} is divided already; take the model as it was before")
@@ -104,11 +107,12 @@ def _check(path: str, module: nn.Module, experts: int, ranks: int) -> None:
 def _part(parameter: nn.Parameter, axis: DeviceMesh) -> nn.Parameter:
     from torch.distributed.tensor import DTensor, Shard
 
-    shape = parameter.shape
-    part = parameter.detach().chunk(axis.size())[axis.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    # Of one that ranks share already (zero.Init) all of them gather the whole, one after the other.
+    whole = take_whole(parameter).to(parameter.dtype) if is_resting(parameter) else parameter.detach()
+    part = whole.chunk(axis.size())[axis.get_local_rank()].clone(memory_format=torch.contiguous_format)
     part = part.to(axis.device_type)
-    stride = torch.empty(shape, device="meta").stride()
-    value = DTensor.from_local(part, axis, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    stride = torch.empty(whole.shape, device="meta").stride()
+    value = DTensor.from_local(part, axis, [Shard(0)], run_check=False, shape=whole.shape, stride=stride)
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    vars(made).update({name: value for name, value in vars(parameter).items() if not name.startswith("_zeroshard")})
     return made

@@ -29,7 +29,6 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import write_parameter
 from zeroshard.engine.memory.tiers import Tiers
 from zeroshard.engine.memory.unit import Unit, UnitState
-from zeroshard.engine.memory.unowned_values import take_whole
 from zeroshard.engine.memory.update_view import update_range
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
@@ -40,6 +39,7 @@ from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.dtensors import as_dtensor, prepare_holder
 from zeroshard.sharding.resting import Resting, stretch, stretched, whole_class
+from zeroshard.sharding.unowned_values import take_whole
 from zeroshard.tiers import Row, in_place
 
 

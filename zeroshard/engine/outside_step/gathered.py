@@ -19,7 +19,6 @@ from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_param, rank_shard, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
-from zeroshard.engine.memory.unowned_values import gather_unowned
 from zeroshard.engine.outside_step.disk_errors import telling_all
 from zeroshard.errors import SpillError, UsageError
 from zeroshard.sharding.deferred.calls import suspended
@@ -29,6 +28,7 @@ from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.marks import PARAMETER_OF
 from zeroshard.sharding.resting import is_resting, name_at_rest, wake
 from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of
+from zeroshard.sharding.unowned_values import gather_unowned
 
 _HELD = "_zeroshard_gathered"
 """On a parameter while a GatheredParameters has it."""
