@@ -16,6 +16,7 @@ import torch
 from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
+from zeroshard.optim.bitsandbytes import PACKAGE, bitsandbytes_source
 from zeroshard.optim.muon.source import muon_source
 from zeroshard.optim.named import SourcedOptimizer
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, PLAIN_SGD, SGD, Rule, rmsprop_rule
@@ -96,6 +97,8 @@ def torch_source(
         return muon_source(groups, kind.__name__, optimizer)
     if kind.__module__.startswith("torchao."):
         return _torchao_source(optimizer)
+    if kind.__module__.startswith(PACKAGE):
+        return bitsandbytes_source(optimizer)
     moments = check_elementwise(optimizer, kind, allow_untested=allow_untested)
     defaults = optimizer.defaults
     return Source(

@@ -1,0 +1,49 @@
+"""Optimizers of bitsandbytes as sharded ones, told by the names of their classes: the package itself is not needed.
+
+    Adam, AdamW, Adam32bit, AdamW32bit, and Paged...      AdamW in float32: both decouple the decay there
+    Adam8bit, AdamW8bit, and Paged...                     AdamW8bit (low_bit): codes by torchao, in blocks of 256
+    Lion, Lion32bit, PagedLion, PagedLion32bit            Lion
+
+bitsandbytes decides per tensor, which sharded is a slice, and its states differ with the number of ranks; blocks here
+lie within parameters. Its paged optimizers move state to the host under pressure; here the plan says where it rests.
+Rejected: to let them run on slices as foreign optimizers may: a slice of fewer than 4,096 elements would get other
+states than its parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.errors import PlanError
+from zeroshard.optim.adam.low_bit import low_bit_source
+from zeroshard.optim.rules import ADAMW, LION
+from zeroshard.optim.sources import Source, rule_source
+from zeroshard.plan.placement import MIN_BLOCKED_NUMEL
+
+PACKAGE = "bitsandbytes."
+_RULES = {"Adam": ADAMW, "AdamW": ADAMW, "Lion": LION}
+
+
+def bitsandbytes_source(optimizer: torch.optim.Optimizer) -> Source:
+    """What an optimizer of bitsandbytes computes, on sharded state.
+
+    Raises:
+        PlanError: there is no sharded form of it, of its options, or of so few bits; torchao is missing.
+    """
+    name = type(optimizer).__name__
+    family = name.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
+    rule, options = _RULES.get(family), vars(vars(optimizer)["args"])
+    bits = options["optim_bits"]
+    if rule is None or (bits, family) == (8, "Lion"):
+        raise PlanError(
+            f"optimizer {name} of bitsandbytes has no sharded form here; use its AdamW8bit, AdamW or Lion, or one of "
+            "zeroshard"
+        )
+    if options["max_unorm"] or options["skip_zeros"] or options["min_8bit_size"] != MIN_BLOCKED_NUMEL:
+        raise PlanError(
+            f"{name}: max_unorm, skip_zeros and a min_8bit_size other than {MIN_BLOCKED_NUMEL} have no sharded form; "
+            "leave them out, and clip with gradient_clipping"
+        )
+    if bits == 8:
+        return low_bit_source("AdamW8bit", optimizer.param_groups, {}, None, optimizer)
+    return rule_source(rule, (), {}, optimizer)
