@@ -44,9 +44,9 @@ MESHES = [(1, 2), (2, 2)] + ([(1, 4), (2, 4)] if WHOLE_MATRIX else [])
 
 
 def _as_in_one_process(rank: int, world: int, data: int, experts: int, biases: Sequence[Sequence[float]]) -> None:
-    for bias in biases:
+    for number, bias in enumerate(biases):
         wanted = in_one_process(world, made=partial(build, bias))
-        for stage in range(4) if WHOLE_MATRIX else (1, 3) if data > 1 else (0, 2):
+        for stage in range(4) if WHOLE_MATRIX else (2 * number + (data > 1),):
             layout = Layout(data, experts, stage)
             model, optimizer = sharded(layout, bias)
             steps = train(model, optimizer, range(2))
