@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.compat import tiny
 from tests.support.distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
@@ -40,12 +42,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def _model(kind: str, implementation: str, uneven: bool) -> Any:
+def _model(kind: str, implementation: str, uneven: bool, vocab_size: int = 64) -> Any:
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -104,3 +106,35 @@ def _trained(rank: int, world: int, kind: str, implementation: str) -> None:
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_transformers_model_s_experts_are_divided(kind: str, implementation: str) -> None:
     run_ranks(2, _trained, kind, implementation, timeout=300)
+
+
+def _pretrained(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+
+def _by_trainer(rank: int, world: int, base: str) -> None:
+    start = tiny.shared_folder(base, "start")
+    if rank == 0:
+        _model("Mixtral", "eager", uneven=False, vocab_size=128).save_pretrained(start)
+    dist.barrier()
+    plain = tiny.trainer(tiny.arguments(tiny.shared_folder(base, "ddp"), None, {}), _pretrained(start))
+    plain.train()
+    expected = tiny.logged(plain)
+    tiny.forget()
+    config = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    arguments = tiny.arguments(tiny.shared_folder(base, "zero"), 3, config)
+    run = tiny.trainer(arguments, _pretrained(start))
+    run.train()
+    assert tiny.logged(run).largest_gap(expected) < 2e-5
+    run.save_model(str(tiny.shared_folder(base, "model")))
+    run.model_wrapped.destroy()
+    tiny.forget()
+    dist.barrier()
+    saved, whole = _pretrained(Path(base, "model")).state_dict(), plain.model.state_dict()
+    assert all(torch.allclose(value, saved[name], atol=1e-5) for name, value in whole.items())
+
+
+def test_trainer_divides_the_experts_of_a_model_that_it_has_loaded_shard_by_shard(tmp_path: Path) -> None:
+    run_ranks(2, _by_trainer, str(tmp_path), timeout=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from tests.support.parallel_model import assert_same, whole_state
 from zeroshard.errors import PlanError, UsageError
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
@@ -97,6 +99,28 @@ def test_a_script_with_experts_trains_as_one_process_does() -> None:
 @pytest.mark.parametrize("number", range(2))
 def test_a_script_with_experts_trains_at_all_stages_on_four_ranks(ep_size: int, number: int) -> None:
     run_ranks(4, _trained, ep_size, CASES[number], [0, 1, 2, 3], timeout=600)
+
+
+def _moved(rank: int, world: int, folder: str) -> None:
+    saved: dict[str, torch.Tensor] = {}
+    for ep_size, stage in ((2, 3), (1, 1), (2, 2)):
+        model = Script(ep_size, k=1)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=_optimizer(model), config={**CONFIG, "zero_optimization": {"stage": stage}}
+        )
+        if not saved:
+            engine.backward(engine(*_batch(0, rank)))
+            engine.step()
+            engine.save_checkpoint(folder)
+            saved = whole_state(engine.module)
+        else:
+            engine.load_checkpoint(folder)
+            assert_same(whole_state(engine.module), saved, f"ep_size 2, stage 3 into {ep_size}, {stage}")
+        engine.destroy()
+
+
+def test_a_checkpoint_loads_at_any_ep_size(tmp_path: Path) -> None:
+    run_ranks(2, _moved, str(tmp_path))
 
 
 def _asked(rank: int, world: int) -> None:
