@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.support.parallel_model import (
     BATCH,
     CLIP,
     LENGTH,
+    WIDTH,
+    Mlp,
     Step,
     assert_close,
     build,
@@ -67,6 +70,58 @@ def _trains(rank: int, world: int, data: int, parts: int, axis: str) -> None:
 @pytest.mark.parametrize(("data", "parts", "axis"), CASES)
 def test_divided_sequences_train_as_one_process_does(data: int, parts: int, axis: str) -> None:
     run_ranks(data * parts, _trains, data, parts, axis, timeout=300)
+
+
+class WithoutAttention(nn.Module):
+    """A model that sees each token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mlp, self.head = nn.Embedding(16, WIDTH), Mlp(), nn.Linear(WIDTH, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mlp(self.embedding(tokens)))
+
+
+def _cut_by_torch(rank: int, world: int) -> None:
+    """torch's `context_parallel` cuts the buffers; torch has no kernel of attention for it on a processor."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "cp"))
+    torch.manual_seed(0)
+    whole = WithoutAttention()
+    model = copy.deepcopy(whole)
+    model, optimizer = zeroshard.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=3, mesh=mesh, clip_norm=CLIP
+    )
+    other = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    for step in range(2):
+        batch = tokens(step, 0)
+        inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        wanted = F.cross_entropy(whole(inputs).flatten(0, 1), labels.flatten())
+        gradients = torch.autograd.grad(wanted, list(whole.parameters()))
+        expected = [inputs.chunk(4, dim=1)[index].clone() for index in ((0, 3) if rank == 0 else (1, 2))]
+        with context_parallel(mesh["cp"], buffers=[inputs, labels], buffer_seq_dims=[1, 1]):
+            assert torch.equal(inputs, torch.cat(expected, dim=1))  # the first and the last part, or two in the middle
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+            loss.backward()
+        norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+        for parameter, gradient in zip(whole.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
+        other.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = zeroshard.get_global_grad_norm(model)
+        assert found is not None
+        assert abs(found - norm) < 1e-6
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert abs(float(mean) / world - float(wanted.detach())) < 1e-6
+
+
+def test_buffers_that_context_parallel_cuts_train_as_whole_ones() -> None:
+    run_ranks(2, _cut_by_torch)
 
 
 def _counts(rank: int, world: int) -> None:

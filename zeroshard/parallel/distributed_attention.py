@@ -28,7 +28,7 @@ class DistributedAttention(nn.Module):
         sequence_process_group: the ranks that have parts of a sequence.
         scatter_idx: the dim of heads.
         gather_idx: the dim of tokens.
-        sp_stream: must be None; exchanges run on the stream of the forward.
+        sp_stream: not needed: exchanges run on the stream of the forward, in whose order they are needed.
     """
 
     def __init__(
@@ -40,8 +40,6 @@ class DistributedAttention(nn.Module):
         sp_stream: Any = None,
     ) -> None:
         super().__init__()
-        if sp_stream is not None:
-            raise UsageError("DistributedAttention(sp_stream=...): exchanges run on the forward's stream; give None")
         self.local_attn = local_attention
         self.spg = sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
