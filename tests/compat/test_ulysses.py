@@ -126,6 +126,41 @@ def _trained(rank: int, world: int, base: str) -> tiny.Run:
     return tiny.logged(run)
 
 
+def _goes_on(rank: int, world: int, base: str) -> None:
+    """Amid the second epoch, in another order than the first."""
+    from transformers import Trainer
+
+    def made() -> Any:
+        arguments = tiny.arguments(
+            tiny.shared_folder(base, "saved"),
+            3,
+            {},
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            max_steps=7,
+            save_strategy="steps",
+            save_steps=5,
+            eval_strategy="no",
+            remove_unused_columns=False,
+            parallelism_config=_parallelism(world),
+        )
+        rows: Any = _rows()
+        return Trainer(model=tiny.model("llama"), args=arguments, train_dataset=rows, data_collator=_collate)
+
+    whole = made()
+    whole.train()
+    wanted = tiny.logged(whole)
+    whole.model_wrapped.destroy()
+    tiny.forget()
+    resumed = made()
+    resumed.train(resume_from_checkpoint=str(Path(base, "saved", "checkpoint-5")))
+    assert tiny.logged(resumed).largest_gap(wanted) < 1e-6
+
+
+def test_trainer_goes_on_amid_an_epoch(tmp_path: Path) -> None:
+    run_ranks(2, _goes_on, str(tmp_path))
+
+
 def test_trainer_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> None:
     wanted = run_ranks(1, _trained, str(tmp_path))[0]
     for found in run_ranks(2, _trained, str(tmp_path)):

@@ -36,7 +36,7 @@ def _reads(rank: int, world: int) -> None:
         torch.arange(2 + rank).add(10 * rank).view(-1, 1).expand(-1, 6), collate_fn=_collated
     )
     loader = SequenceLoader(ends, place, group, "cpu")
-    assert loader.batch_size == 1
+    assert loader.timeout == 0
     read = list(loader)
     first = rank // 2 * 2
     rows = [value for step in range(3 + first) for value in _row(first, step) + _row(first + 1, step)]
@@ -73,6 +73,12 @@ def _ends(rank: int, world: int) -> None:
     loader = SequenceLoader(inner, rank, group, "cpu")
     assert [inner.end_of_dataloader for _ in loader] == [False, False, False, True]
     assert len(loader) == 4
+    parts = list(loader)
+    again: Any = torch.utils.data.DataLoader(
+        loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn
+    )
+    assert len(again) == 4
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(again, parts, strict=True))
     with pytest.raises(UsageError, match="is a mapping with input_ids, not a Tensor"):
         next(iter(SequenceLoader([torch.zeros(2)], rank, group, None)))
     with pytest.raises(UsageError, match=r"can't send each other \(Object of type object"):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from zeroshard.engine.loader import EpochSampler
 from zeroshard.errors import UsageError
 from zeroshard.parallel.batch_message import gather_batches
+from zeroshard.parallel.numbered_parts import NumberedParts, Numbers, first_of
 
 IGNORED = -100
 """The label of a token that has none, which losses leave out."""
@@ -30,7 +31,8 @@ _SEQUENCES = ("input_ids", "inputs_embeds", "labels")
 class SequenceLoader:
     """Batches of `loader`, a part of each sequence for each rank of `group`; all its ranks read it together.
 
-    What else is asked of it is answered by `loader`.
+    Its dataset, samplers and workers are those of a DataLoader that would give the same parts; what else is asked of it
+    is answered by `loader`.
 
     Args:
         loader: gives a mapping with `input_ids`; of other data on each rank, or of the same from `deepspeed_io`.
@@ -41,6 +43,10 @@ class SequenceLoader:
     def __init__(self, loader: Iterable[Any], rank: int, group: dist.ProcessGroup, device: Any) -> None:
         self.loader = loader
         self._rank, self._group, self._device = rank, group, device
+        self.dataset = NumberedParts(self)
+        self.sampler = self.batch_sampler = Numbers(self.dataset)
+        self.collate_fn = first_of
+        self.num_workers, self.prefetch_factor, self.persistent_workers = 0, None, False
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # a copy that is being made has nothing yet
