@@ -23,6 +23,7 @@ from zeroshard.auto_config import ConfigSource, chosen_document, example_from, k
 from zeroshard.cluster import rank_place
 from zeroshard.comm.device_mesh import mesh_from
 from zeroshard.comm.join import init_distributed
+from zeroshard.comm.stages import find_stage
 from zeroshard.config import ActivationConfig, Config, LeafModules, load_config
 from zeroshard.config.document import read_document
 from zeroshard.config.models import DEFAULT_LEAVES
@@ -197,6 +198,8 @@ def _build_engine(
     world = data_ranks(model, mesh) if pipeline is None else pipeline.mesh.data_parallel_size
     own, scheduled = optimizer is not None, lr_scheduler is not None
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
+    if pipeline is not None:
+        pipeline.obey(resolved)
     if resolved.log_level is not None:
         logging.getLogger("zeroshard").setLevel(resolved.log_level.upper())
     check_packages(resolved.observe)
@@ -212,8 +215,6 @@ def _build_engine(
     source = _source(resolved, model, optimizer, parameters)
     _mark_leaves(model, resolved.zero.leaf_modules)
     _checkpoint(model, resolved.activations)
-    if pipeline is not None:
-        pipeline.obey(resolved)
     if resolved.zero.stage == "auto":
         example = example_from(training_data, collate_fn, resolved.batch.micro)
         read = partial(resolve, world_size=world, client_optimizer=own, client_scheduler=scheduled)
@@ -316,7 +317,13 @@ def _mesh(model: nn.Module, mpu: Any, mesh_param: Any) -> Mesh | None:
             f"initialize({name}=...): a torch DeviceMesh is needed, or two sizes (data and tensor, or data and "
             f"sequence), not a {type(given).__name__}; for a pipeline build the model as a PipelineModule"
         )
-    return mesh_with_model(model, mesh_from(given))
+    mesh = mesh_from(given)
+    if find_stage(mesh) is not None:
+        raise UsageError(
+            f"initialize({name}=...): the mesh ({mesh}) has pipeline stages; build the model as a PipelineModule, or "
+            "hand this rank's layers to zeroshard.shard(..., mesh=mesh)"
+        )
+    return mesh_with_model(model, mesh)
 
 
 def _config_source(args: Any, config: ConfigSource | None, older: ConfigSource | None) -> ConfigSource:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -57,12 +57,9 @@ class Chunk(nn.Module):
             output = self.model(*inputs, chunk=self._chunk)
         if self.is_last and self.outputs is not None:
             self.outputs.append(output)
-        return output if not self.is_last or isinstance(output, torch.Tensor) else _first_tensor(output)
-
-
-def _first_tensor(output: Any) -> torch.Tensor:
-    """Something that torch takes as the last stage's output; the loss is made of what was kept."""
-    raise UsageError(f"the last layer of a pipeline gives a {type(output).__name__}; a tensor is needed")
+        if self.is_last and not isinstance(output, torch.Tensor):
+            raise UsageError(f"the last layer of a pipeline gives a {type(output).__name__}; a tensor is needed")
+        return output
 
 
 class Runner:
@@ -90,6 +87,7 @@ class Runner:
         self.chunks = [Chunk(model, chunk, autocast) for chunk in range(model.chunks)]
         self._schedule: Any = None
         self._seen: Any = None
+        self._of_loss: RuntimeError | None = None
 
     def _made(self, inputs: Sequence[Any]) -> Any:
         """The schedule, for the shapes of a step's inputs; made by all ranks."""
@@ -110,7 +108,11 @@ class Runner:
 
     def _loss_of_index(self, output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(output, int(index))
+        try:
+            return self._loss(output, int(index))
+        except RuntimeError as error:  # told apart from what stages send each other, which torch lets through as it is
+            self._of_loss = error
+            raise
 
     def run(self, inputs: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
         """One step's micro-batches; the losses and outputs of the last stage, elsewhere none.
@@ -118,16 +120,7 @@ class Runner:
         Args:
             inputs: of each micro-batch, on the first stage.
         """
-        signature = [_signature(value) for value in inputs]
-        schedule = self._schedule
-        if schedule is None or self._model.dynamic_shape:
-            schedule = self._schedule = self._made(inputs)
-            self._seen = signature[:1]
-        if any(one != self._seen[0] for one in signature):
-            raise UsageError(
-                f"a micro-batch of {signature[-1]} after one of {self._seen[0]}: stages know one shape; drop the "
-                "last batch of an epoch, or build PipelineModule(..., dynamic_shape=True)"
-            )
+        schedule = self._for_shapes(inputs)
         losses: list[torch.Tensor] = []
         outputs: list[Any] = []
         index = torch.arange(self._micro)
@@ -137,18 +130,56 @@ class Runner:
         first = any(chunk.is_first for chunk in self.chunks)
         last = any(chunk.is_last for chunk in self.chunks)
         args = (index,) if first else ()
+        call = "eval_batch" if self._loss is None else "train_batch"
+        self._stages.log.record(call, "(all stages)", self._micro)  # ranks that call another, or none, are named
         try:
-            if self._loss is None:
-                with torch.no_grad():
-                    schedule.step(*args, return_outputs=False)
-            else:
-                schedule.step(*args, target=index if last else None, losses=losses, return_outputs=False)
-        except RuntimeError as error:  # torch puts its own error around what a chunk raises
-            raise _cause(error) from error
+            with (
+                self._stages.watchdog.waiting(f"micro-batches of {call}"),
+                torch.set_grad_enabled(call == "train_batch"),
+            ):
+                target = {} if self._loss is None else {"target": index if last else None, "losses": losses}
+                schedule.step(*args, **target, return_outputs=False)
+        except RuntimeError as error:
+            self._explain(error, call)
         finally:
             for chunk in self.chunks:
                 chunk.inputs, chunk.outputs = (), None
         return losses, outputs
+
+    def _for_shapes(self, inputs: Sequence[Any]) -> Any:
+        """The schedule for a step's inputs: where shapes may change, the first stage says whether they have.
+
+        Raises:
+            UsageError: micro-batches differ in shape where they must not; the other stages are told.
+        """
+        shapes, stages = [_signature(value) for value in inputs], self._stages
+        if self._loss is None or self._model.dynamic_shape:
+            shapes = json.loads(stages.gather_text(json.dumps(shapes))[0])
+            if shapes and shapes[0] != self._seen:
+                self._schedule, self._seen = None, shapes[0]
+        if self._schedule is None:
+            self._schedule, self._seen = self._made(inputs), self._seen or next(iter(shapes), None)
+        odd = next((shape for shape in shapes if shape != self._seen), None)
+        if odd is None:
+            return self._schedule
+        error = UsageError(
+            f"micro-batches of a step have the shapes {self._seen} and {odd}: stages know one shape; drop the last "
+            "batch of an epoch, pad, or where only steps differ build PipelineModule(..., dynamic_shape=True)"
+        )
+        if self._loss is not None:
+            stages.watchdog.announce(error)
+        raise error
+
+    def _explain(self, error: RuntimeError, call: str) -> NoReturn:
+        """Raises the error of zeroshard that torch has put its own around, of a stage that is gone, or the model's."""
+        inner: BaseException | None = error
+        while inner is not None and not isinstance(inner, ZeroShardError):
+            inner = inner.__cause__
+        if inner is not None:
+            raise inner from error
+        if error.__cause__ is not None or error is self._of_loss:
+            raise error
+        raise self._stages.watchdog.explain_failure(f"micro-batches of {call}", error) from error
 
     def _find_shapes(self) -> list[_Shapes]:
         """The shapes of this rank's parts, from the first part of the model to its last."""
@@ -175,14 +206,6 @@ class Runner:
             for buffer, value in buffers:
                 buffer.copy_(value)
         return output
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The error of zeroshard inside of torch's, or torch's own."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, ZeroShardError):
-        inner = inner.__cause__
-    return error if inner is None else inner
 
 
 def _outputs(output: Any, part: int) -> tuple[torch.Tensor, ...]:

@@ -6,14 +6,18 @@ compared with it, and a difference is an error: to build other layers then would
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeroshard.comm.stages import StagePlace, find_stage
 from zeroshard.config.resolved import Config
-from zeroshard.errors import ConfigError, UsageError
+from zeroshard.engine.build import default_device
+from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.mesh import DATA, REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.schedules import splits_backward
@@ -55,12 +59,32 @@ class PipelineStart:
         if asked.checkpoint_interval:
             model.activation_checkpoint_interval = asked.checkpoint_interval
         model.use_reentrant = asked.reentrant
-        if not model.has_trained():
-            raise UsageError(
-                f"PipelineModule: stage {model.stage_id} of {model.num_stages} (layers "
-                f"{model.layers_of(model.stage_id)}) has no trained parameters; use fewer stages, or "
-                "partition_method='parameters'"
+        if config.observe.flops is not None:
+            raise ConfigError(
+                "flops_profiler.enabled: FLOPs of pipelines are not counted yet; leave it out, or profile the model "
+                "with get_model_profile"
             )
+        if config.observe.breakdown:
+            warnings.warn(
+                "wall_clock_breakdown: a pipeline's forwards and backwards run in turn, and are not timed apart",
+                ZeroShardWarning,
+                stacklevel=4,
+            )
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Raises UsageError on all ranks where a stage has nothing to train."""
+        model = self.model
+        trained = torch.zeros(model.num_stages, dtype=torch.int64, device=default_device())
+        trained[model.stage_id] = int(model.has_trained())
+        if dist.is_initialized():
+            dist.all_reduce(trained)
+        for stage, count in enumerate(trained.tolist()):
+            if not count:
+                raise UsageError(
+                    f"PipelineModule: stage {stage} of {model.num_stages} (layers {model.layers_of(stage)}) has no "
+                    "trained parameters; use fewer stages, or partition_method='parameters'"
+                )
 
     def divided(self, subgroup: int | None) -> Mesh:
         """The mesh of this rank's stage, in subgroups of a size. Raises PlanError where that does not divide it."""
