@@ -16,7 +16,7 @@ from tests.support.installed import need
 
 pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 need("accelerate", "transformers")
-pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
+more = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 
 CLOSE = 2e-6
 Rows = list[dict[str, torch.Tensor]]
@@ -157,10 +157,12 @@ def _goes_on(rank: int, world: int, base: str) -> None:
     assert tiny.logged(resumed).largest_gap(wanted) < 1e-6
 
 
+@more
 def test_trainer_goes_on_amid_an_epoch(tmp_path: Path) -> None:
     run_ranks(2, _goes_on, str(tmp_path))
 
 
+@more
 def test_trainer_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> None:
     wanted = run_ranks(1, _trained, str(tmp_path))[0]
     for found in run_ranks(2, _trained, str(tmp_path)):

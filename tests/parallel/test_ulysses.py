@@ -165,6 +165,35 @@ def test_two_sequences_and_one_over_four_ranks_do_so_too(parts: int) -> None:
     run_ranks(4, _trains, [case for case in FOUR_RANKS if case.parts == parts], timeout=600)
 
 
+def _beside_tensor_parallelism(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        case = Case(2, stage, batch=PACKED)
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_shard", "sp", "tp"))
+        optimizer = {"type": "AdamW", "params": {**ADAMW, "weight_decay": 0.01}}
+        sizes = {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}
+        engine, *_ = zeroshard.initialize(
+            model=_model(case), mesh_param=mesh, config=_config(stage, optimizer=optimizer, **sizes)
+        )
+        group = model_group()
+        found: list[Step] = []
+        for step in range(STEPS):
+            part = part_of_batch(_batch(case, step, 0), group.rank(), 2)
+            labels = part["shift_labels"]
+            loss = mean_over_sequence(engine(**part, labels=labels).loss, labels, group)
+            engine.backward(loss)
+            engine.step()
+            norm = engine.get_global_grad_norm()
+            assert norm is not None
+            found.append((float(loss.detach()), norm))
+        assert_close((found, zeroshard.full_state_dict(engine.module)), _in_one_process(case, 1), case)
+        engine.destroy()
+
+
+@pytest.mark.skipif(not WHOLE_MATRIX, reason="set ZEROSHARD_ALL_MESHES=1")
+def test_sequences_are_divided_beside_tensor_parallelism_on_a_mesh_of_both() -> None:
+    run_ranks(4, _beside_tensor_parallelism, timeout=300)
+
+
 class Two(nn.Module):
     """A model that is none of transformers'."""
 
