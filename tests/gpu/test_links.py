@@ -98,7 +98,8 @@ def test_gpus_train_over_slow_links_as_cpus_do() -> None:
 
 def _divided(rank: int, world: int) -> None:
     wanted, _ = in_one_process(world // 2)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}

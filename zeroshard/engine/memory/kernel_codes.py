@@ -66,7 +66,7 @@ def decode(
         values,
         number,
         records.numel() // ranks,
-        SOURCES=sources,
+        sources,
         SIZE=blocks.size,
         BITS=blocks.bits,
         ROWS=rows,
