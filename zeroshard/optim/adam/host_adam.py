@@ -102,7 +102,7 @@ class CPUAdam(SourcedOptimizer):
                 raise UsageError(f"CPUAdam group {number} says {asked[0]}, which it has not; use torch.optim.AdamW")
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
+                    self._update(parameter, parameter.grad, group, number, self.state[parameter])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,9 +138,10 @@ class CPUAdam(SourcedOptimizer):
             filled.append({"decoupled": decoupled, "bias_correction": own["bias_correction"], **group})
         return filled
 
-    def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(
+        self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], number: int, state: dict[str, Any]
+    ) -> None:
         _check(parameter, grad, number)
-        state = self.state[parameter]
         if not state:
             self._begin(parameter, state)
         elif "master" in state and self._written.get(id(parameter), parameter._version) != parameter._version:

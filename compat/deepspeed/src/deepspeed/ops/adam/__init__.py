@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from deepspeed._exports import lazy
+from deepspeed.ops.adam.subgroups import SubgroupSteps
 from zeroshard.errors import PlanError, ZeroShardWarning
-from zeroshard.optim.adam.host_adam import CPUAdam
 from zeroshard.optim.clients import torch_source
 from zeroshard.optim.named import SourcedOptimizer
 from zeroshard.optim.sources import Source
@@ -19,7 +19,7 @@ from zeroshard.optim.sources import Source
 __getattr__, __dir__ = lazy(__name__, {})
 
 
-class DeepSpeedCPUAdam(CPUAdam):
+class DeepSpeedCPUAdam(SubgroupSteps):
     """`zeroshard.CPUAdam`: Adam, or AdamW with `adamw_mode`, by the native kernel where it steps alone.
 
     With `fp32_optimizer_states=False` it keeps the moments of bfloat16 parameters in bfloat16 where it steps alone. In
