@@ -111,8 +111,8 @@ def test_no_model_is_refused() -> None:
         zeroshard.initialize(config=CONFIG)
 
 
-def test_what_is_not_built_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="not built yet"):
+def test_an_mpu_that_is_no_mesh_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(UsageError, match=r"initialize\(mpu=\.\.\.\): a torch DeviceMesh is needed, or two sizes"):
         zeroshard.initialize(model=build(), config=CONFIG, mpu=object())
 
 
