@@ -60,6 +60,7 @@ def _script(rank: int, world_size: int, path: str) -> str:
     _leave(world_size)
     printed, status = io.StringIO(), None
     try:
+        os.chdir(Path(path).parent)  # what the script leaves behind goes with its folder
         with contextlib.redirect_stdout(printed):
             runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
