@@ -23,6 +23,7 @@ def _made(name: str, bits: int = 32, **options: Any) -> torch.optim.Optimizer:
             groups = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "alpha": 0.0, "t_beta3": None}
             super().__init__([nn.Parameter(torch.zeros(64, 64))], groups)
             known = {"optim_bits": bits, "min_8bit_size": 4096, "max_unorm": 0.0, "skip_zeros": False}
+            self.mng = SimpleNamespace(pid2config={}, module_weight_config_triple=[])
             self.args = SimpleNamespace(**{**known, **options})
 
     Made.__name__, Made.__module__ = name, "bitsandbytes.optim.made"
@@ -70,4 +71,19 @@ def test_8_bits_are_kept_in_blocks() -> None:
 def test_what_has_no_sharded_form_is_refused_by_name(name: str, bits: int, options: dict[str, Any], said: str) -> None:
     made = _made(name, bits, **options)
     with pytest.raises(PlanError, match=said):
+        client_source(made, made.param_groups, allow_untested=False)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_hyper_parameters_of_single_tensors_are_refused_and_their_bits_are_not(by_module: bool) -> None:
+    made, module = _made("AdamW"), nn.Linear(2, 2)
+    module.weight = made.param_groups[0]["params"][0]
+    exception: dict[str, Any] = {"optim_bits": 32}
+    if by_module:
+        vars(made)["mng"].module_weight_config_triple.append((module, "weight", exception))
+    else:
+        vars(made)["mng"].pid2config[id(module.weight)] = exception
+    assert client_source(made, made.param_groups, allow_untested=False).name == "AdamW"
+    exception["lr"] = 1e-4
+    with pytest.raises(PlanError, match="a parameter of group 0 its own lr"):
         client_source(made, made.param_groups, allow_untested=False)

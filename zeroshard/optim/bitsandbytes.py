@@ -12,6 +12,9 @@ states than its parameter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 
 from zeroshard.errors import PlanError
@@ -44,6 +47,29 @@ def bitsandbytes_source(optimizer: torch.optim.Optimizer) -> Source:
             f"{name}: max_unorm, skip_zeros and a min_8bit_size other than {MIN_BLOCKED_NUMEL} have no sharded form; "
             "leave them out, and clip with gradient_clipping"
         )
+    _check_exceptions(name, optimizer)
     if bits == 8:
         return low_bit_source("AdamW8bit", optimizer.param_groups, {}, None, optimizer)
     return rule_source(rule, (), {}, optimizer)
+
+
+def _check_exceptions(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses hyper-parameters of single tensors, which would be lost; other bits only change what state takes."""
+    for number, exception in _exceptions(optimizer):
+        lost = sorted(exception.keys() - {"optim_bits"})
+        if lost:
+            raise PlanError(
+                f"{name}: GlobalOptimManager gives a parameter of group {number} its own {', '.join(lost)}, which has "
+                "no sharded form; give that parameter a parameter group of its own"
+            )
+
+
+def _exceptions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """What bitsandbytes' manager holds for the optimizer's parameters, by their group: by tensor and by module."""
+    manager = vars(optimizer)["mng"]
+    by_module = [(getattr(module, key), config) for module, key, config in manager.module_weight_config_triple]
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in manager.pid2config:
+                yield number, manager.pid2config[id(parameter)]
+            yield from ((number, config) for owner, config in by_module if owner is parameter)
