@@ -137,6 +137,39 @@ def test_every_schedule_trains_as_one_stage_does() -> None:
     _assert_alike(2, 1, [(2, 1, "interleaved_zero_bubble"), (1, 2, "zbv_zero_bubble")])
 
 
+def _shared_by_stages(rank: int, world: int) -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    said = r"layers 0 \(stage 0\) and 2 \(stage 1\) share parameter 'weight'.* TiedLayerSpec\(key"
+    with pytest.raises(UsageError, match=said):
+        PipelineModule([first, nn.Tanh(), last], num_stages=2, partition_method="uniform")
+
+
+def test_a_parameter_that_modules_on_two_stages_share_is_refused() -> None:
+    run_ranks(2, _shared_by_stages)
+
+
+def _single_micro_batches(rank: int, world: int, stages: int) -> list[float]:
+    told: list[float] = []
+    for schedule in ("auto", "1f1b"):
+        model = PipelineModule(
+            _layers(), num_stages=stages, loss_fn=_loss, seed_layers=True, partition_method="uniform"
+        )
+        config = _config(1, gradient_accumulation_steps=1, pipeline={"schedule": schedule})
+        engine, _, _, _ = zeroshard.initialize(model=model, config=config)
+        data = _data(0)
+        for _ in range(2):
+            told += [float(engine.train_batch(data)), engine.get_global_grad_norm() or 0.0]
+        engine.destroy()
+    return told
+
+
+def test_a_step_of_fewer_micro_batches_than_stages_trains_as_one_stage_does() -> None:
+    (wanted,) = run_ranks(1, _single_micro_batches, 1)
+    for told in run_ranks(2, _single_micro_batches, 2):
+        assert told == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+
+
 @pytest.mark.skipif(not WHOLE_MATRIX, reason="set ZEROSHARD_ALL_MESHES=1")
 @pytest.mark.parametrize(("stages", "data"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_every_schedule_at_every_stage(stages: int, data: int) -> None:

@@ -90,6 +90,7 @@ class PipelineModule(nn.Module):
         self._keys = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs]
         self.partition_method = partition_method
         self.parts = self._partition(specs, partition_method)
+        self._check_shared(specs)
         self.tied_modules = nn.ModuleDict()
         self._calls = [[self._build(number, specs[number]) for number in self._numbers(part)] for part in self.own]
         for member in [*self.children(), *self.tied_modules.values()]:
@@ -181,6 +182,21 @@ class PipelineModule(nn.Module):
                 f"PipelineModule: {len(specs)} layers for {self.num_stages} stages{several}: each needs at least "
                 "one; use fewer stages"
             ) from error
+
+    def _check_shared(self, layers: Sequence[Any]) -> None:
+        """Refuse a trained parameter of modules on several stages: each would train a copy, by its own gradients."""
+        found: dict[int, tuple[int, int]] = {}
+        for stage in range(self.num_stages):
+            for number in self.layers_of(stage):
+                layer = layers[number]
+                for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+                    first, other = found.setdefault(id(parameter), (stage, number))
+                    if first != stage and parameter.requires_grad:
+                        raise UsageError(
+                            f"PipelineModule: layers {other} (stage {first}) and {number} (stage {stage}) share "
+                            f"parameter {name!r}, and would train copies of it apart; make both "
+                            "TiedLayerSpec(key, ...) with the same key, or put them on one stage"
+                        )
 
     def _build(self, number: int, spec: Any) -> Layer:
         """The layer of a number, kept under its name."""

@@ -88,6 +88,8 @@ def chosen(asked: str, shape: Shape) -> str:
     if asked == "auto":
         name = "1f1b" if shape.chunks == 1 else "interleaved_1f1b"
         name = "zbv_zero_bubble" if shape.placement == "v" else name
+    if name == "1f1b" and shape.chunks == 1 and shape.micro_batches < shape.stages:
+        name = "gpipe"  # torch's 1F1B wants one for each stage; with fewer all forwards come first in both
     kind = _KINDS[name]
     if not kind.least <= shape.chunks <= kind.most:
         wanted = "one chunk" if kind.most == 1 else "two chunks" if kind.most == 2 else "several chunks"
