@@ -53,6 +53,22 @@ def test_subgroups_have_states_of_their_own() -> None:
     assert [int(optimizer.state[number]["step"]) for number in (0, 1)] == [2, 1]  # pyright: ignore[reportArgumentType]
 
 
+def test_a_saved_state_goes_on_with_its_subgroups() -> None:
+    for number in (0, 5):  # 0 is the index of a parameter, too
+        parameter, optimizer = _made(torch.float32)
+        other, resumed = _made(torch.float32)
+        parameter.grad = _gradient(0, torch.float32)
+        optimizer.step_subgroup(number)
+        resumed.load_state_dict(optimizer.state_dict())
+        with torch.no_grad():
+            other.copy_(parameter)
+        parameter.grad = other.grad = _gradient(1, torch.float32)
+        optimizer.step_subgroup(number)
+        resumed.step_subgroup(number)
+        assert torch.equal(parameter, other)
+        assert not resumed.state[other]
+
+
 def test_what_can_t_be_undone_is_refused_by_number() -> None:
     parameter, optimizer = _made(torch.float32)
     with pytest.raises(RuntimeError, match="sub_group_id 3: it has taken no step"):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError, ZeroShardError
-from zeroshard.plan.dtypes import torch_dtype
+from zeroshard.plan.dtypes import is_packed, torch_dtype
 from zeroshard.sharding.marks import external_parameters
 from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
@@ -224,7 +224,8 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
         if several_dtypes and "dtype" in str(error) and not isinstance(error, ZeroShardError):
             error.args = (
                 f"{error}\nzeroshard: some modules were kept in float32 beside others in lower precision "
-                "(data_types.keep_in_fp32_modules in the config, keep_fp32 in the recipe, or the model's own list). "
+                "(data_types.keep_in_fp32_modules in the config, keep_fp32 in the recipe, the model's own list, or "
+                "frozen parameters of a class of their own, which are taken for packed ones and kept as they are). "
                 "The model has to cast where one hands over to the other. Cast in its forward, or keep none",
             )
 
@@ -232,7 +233,8 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
 
 
 def _has_several_dtypes(runtime: Runtime) -> bool:
-    return len({group.plan.param.dtype for unit in runtime.units for group in unit.groups}) > 1
+    dtypes = {group.plan.param.dtype for unit in runtime.units for group in unit.groups}
+    return sum(not is_packed(dtype) for dtype in dtypes) > 1
 
 
 def _cast_inputs(

@@ -7,13 +7,16 @@ Rejected: a copy of each piece's state before its step, which costs as much memo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.optim.adam.host_adam import CPUAdam
+
+_SUBGROUPS = "subgroups"
 
 
 class NoStepError(ZeroShardError, RuntimeError):
@@ -68,6 +71,22 @@ class SubgroupSteps(CPUAdam):
             parameter.copy_(state["master"])
             self._written[id(parameter)] = parameter._version
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As CPUAdam's, with the states of subgroups apart: torch takes a number there for that of a parameter."""
+        states = cast("dict[Any, Any]", self.state)
+        own = {number: states.pop(number) for number in [key for key in states if isinstance(key, int)]}
+        try:
+            found = super().state_dict()
+        finally:
+            states.update(own)
+        return {**found, _SUBGROUPS: {number: dict(state) for number, state in own.items()}} if own else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As CPUAdam's, with the states of subgroups."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != _SUBGROUPS})
+        for number, state in state_dict.get(_SUBGROUPS, {}).items():
+            self.state[number] = {name: copy.deepcopy(value) for name, value in state.items()}
 
     def _only(self) -> tuple[torch.Tensor, dict[str, Any], int]:
         """The parameter that has a gradient, its group, and the number of that."""
