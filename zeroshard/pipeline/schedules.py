@@ -29,7 +29,7 @@ Collect = Callable[[Sequence[tuple[nn.Parameter, torch.Tensor]]], object]
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """A schedule of torch.
 
     Attributes:
@@ -54,12 +54,12 @@ _MANY = 2**31
 _FORWARDS = ("FORWARD", "SEND_F", "RECV_F")
 """Names of torch's actions that forwards alone consist of."""
 _KINDS = {
-    "gpipe": _Kind("ScheduleGPipe", listed=False),
-    "1f1b": _Kind("Schedule1F1B", listed=False),
-    "interleaved_1f1b": _Kind("ScheduleInterleaved1F1B", 2, _MANY, rounds=True),
-    "looped_bfs": _Kind("ScheduleLoopedBFS", 2, _MANY),
-    "interleaved_zero_bubble": _Kind("ScheduleInterleavedZeroBubble", 1, _MANY, rounds=True, splits=True),
-    "zbv_zero_bubble": _Kind("ScheduleZBVZeroBubble", 2, 2, "v", splits=True),
+    "gpipe": Kind("ScheduleGPipe", listed=False),
+    "1f1b": Kind("Schedule1F1B", listed=False),
+    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", 2, _MANY, rounds=True),
+    "looped_bfs": Kind("ScheduleLoopedBFS", 2, _MANY),
+    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", 1, _MANY, rounds=True, splits=True),
+    "zbv_zero_bubble": Kind("ScheduleZBVZeroBubble", 2, 2, "v", splits=True),
 }
 
 
@@ -73,9 +73,14 @@ class Shape:
     micro_batches: int
 
 
+def kind_of(name: str) -> Kind:
+    """What a schedule of this name is."""
+    return _KINDS[name]
+
+
 def splits_backward(name: str) -> bool:
     """Whether a schedule computes gradients of inputs and of weights apart."""
-    return name != "auto" and _KINDS[name].splits
+    return name != "auto" and kind_of(name).splits
 
 
 def chosen(asked: str, shape: Shape) -> str:
