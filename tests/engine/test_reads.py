@@ -140,6 +140,15 @@ def _penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return _linear(model, x) + 0.01 * penalty
 
 
+def _copies(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight = model.get_parameter("blocks.0.up.weight")
+    copied = copy.deepcopy(weight)
+    assert type(copied) is type(nn.Parameter(weight)) is nn.Parameter
+    derivative = torch.func.jacfwd(torch.sin)(model.get_parameter("blocks.1.up.bias"))
+    assert isinstance(derivative, torch.Tensor)
+    return _linear(model, x) * copied.detach().abs().mean() + derivative.mean()
+
+
 def _unused(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     head = model.get_submodule("head")
     return head(x) + 0 * sum(value.sum() for value in head.parameters())
@@ -152,6 +161,7 @@ READS: dict[str, Read] = {
     "block that ran before": _block_of_long_ago,
     "functional call": _functional,
     "penalty over all": _penalty,
+    "copies": _copies,
     "zero times its own": _unused,
 }
 
@@ -346,6 +356,7 @@ REFUSED: dict[str, Callable[[nn.Parameter], object]] = {
     "collective": lambda p: torch.distributed.all_reduce(p.data),
     "array": lambda p: np.asarray(p.data),
     "vmap": lambda p: torch.func.vmap(lambda row: row * 2)(p),
+    "jacfwd": lambda p: torch.func.jacfwd(lambda value: value.sum())(p),
     "functional call": lambda p: torch.func.functional_call(nn.Linear(2, 2), {"weight": p.detach()}, (torch.ones(2),)),
     "drawn orthogonal": lambda p: nn.init.orthogonal_(p),
     "drawn sparse": lambda p: nn.init.sparse_(p, 0.5),
@@ -370,6 +381,21 @@ def _refuses(rank: int, world: int) -> None:
 
 def test_whatever_reads_a_resting_parameter_outside_of_a_forward_is_refused_by_name() -> None:
     run_ranks(2, _refuses)
+
+
+def _forward_derivative(rank: int, world: int) -> None:
+    def derivative(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        weight = model.get_parameter("blocks.0.up.weight")
+        tangents = (torch.ones_like(weight),) if weight.numel() else (torch.zeros(2),)
+        return torch.func.jvp(torch.sum, (weight,), tangents)[1] + x
+
+    model, _ = shard_task(_task(derivative, Around()), Setting(plan=3))
+    with pytest.raises(UsageError, match=r"forward derivatives .* of parameter 'blocks.0.up.weight' while it rests"):
+        language_loss(model, Batch(0, 0, rank))
+
+
+def test_a_forward_derivative_of_a_resting_parameter_is_refused_by_name() -> None:
+    run_ranks(2, _forward_derivative)
 
 
 def _answers(rank: int, world: int) -> None:

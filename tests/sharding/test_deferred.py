@@ -123,6 +123,22 @@ def test_parameters_stay_the_same_objects_and_keep_their_attributes() -> None:
     assert model(torch.zeros(1, 2, 3))[0].shape == (1, 2, 4)
 
 
+def test_hooks_of_parameters_survive() -> None:
+    seen: list[nn.Parameter] = []
+    with Init(device="cpu"):
+        model = nn.Linear(2, 1)
+        halving = model.weight.register_hook(lambda gradient: gradient * 0.5)
+        model.weight.register_post_accumulate_grad_hook(seen.append)
+    materialize(model, None, fill_in_place)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]
+    assert seen == [model.weight]
+    halving.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[1.5, 1.5]]
+
+
 def drop(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """A sink that keeps nothing."""
 

@@ -132,9 +132,11 @@ _MEMORY: Mapping[str, Callable[..., Any]] = {
 _FIRST_QUESTIONS: Mapping[tuple[object, str], str] = {
     ("torch.nn.init", "numel"): "orthogonal_",
     ("torch._functorch.vmap", "dim"): "vmap",
+    ("torch._functorch.eager_transforms", "numel"): "jacfwd",
 }
 """Which function of torch asks what before it passes the guard by: `orthogonal_` does nothing where there are no
-elements, `vmap` wraps the memory. The question is refused as the read would be."""
+elements, `vmap` wraps the memory, `jacfwd` makes a derivative for each element. The question is refused as the read
+would be."""
 _COUNTS = frozenset({("transformers.modeling_utils", "num_parameters"), ("transformers.trainer_pt_utils", "numel")})
 """Functions that add up `numel()` where it means nothing else: they are told the elements of the whole parameter."""
 _PICKLES = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
@@ -180,6 +182,12 @@ class Guard:
     def __complex__(self) -> NoReturn:
         raise _refusal(cast("torch.Tensor", self), "complex")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        # torch's own takes the class of the copy before it reads the values, and that is the guard's.
+        tensor = _fetched(cast("torch.Tensor", self), "__deepcopy__")
+        copied: torch.Tensor = type(tensor).__deepcopy__(tensor, memo)
+        return copied
+
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         raise _refusal(cast("torch.Tensor", self), "dlpack")
 
@@ -189,13 +197,13 @@ class PartGuard(Guard):
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """As the whole parameter's. So are the others; where the values can't be had they raise UsageError."""
-        return _fetched(self, "to_local").to_local(**options)
+        return _fetched(cast("torch.Tensor", self), "to_local").to_local(**options)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        return _fetched(self, "full_tensor").full_tensor(**options)
+        return _fetched(cast("torch.Tensor", self), "full_tensor").full_tensor(**options)
 
     def redistribute(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        return _fetched(self, "redistribute").redistribute(*arguments, **options)
+        return _fetched(cast("torch.Tensor", self), "redistribute").redistribute(*arguments, **options)
 
 
 class GuardedValue(Guard, torch.Tensor):
@@ -206,6 +214,8 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     name, sets = name_of_call(func)
     if name in _CALLS or name in _AS_IT_IS:
         return _plain(func, *args, **kwargs)
+    if name == "_make_dual":
+        raise _dual(args)
     first = args[0] if args else None
     if sets and name == "data" and len(args) > 1 and args[1] is first:
         return None  # as module.to(device) does where there is nothing to move
@@ -227,13 +237,23 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     _fetch_all((args, kwargs))
     still = next(_resting_in((args, kwargs)), None)
     if still is None:
-        return func(*args, **kwargs)
+        answer = func(*args, **kwargs)
+        # nn.Parameter(parameter) asks that `detach` gives the class of its argument.
+        asks = name == "detach" and sys._getframe(2).f_globals.get("__name__") == "torch.nn.parameter"
+        return torch.Tensor._make_subclass(type(first), answer) if asks else answer
     if alone and name in _MEMORY:
         return _MEMORY[name](first)
     if alone and name in _HANDLES:
-        # nn.Parameter(parameter) asks that `detach` gives the same class.
         return _guarded(still, type(still) if name == "detach" else GuardedValue)
     raise _refusal(still, name)
+
+
+def _dual(arguments: Sequence[Any]) -> UsageError:
+    """Forward derivatives keep the memory that they were given; gathering the parameter there would replace it."""
+    return UsageError(
+        f"forward derivatives (torch.func.jvp, make_dual) of {_named(next(_resting_in(arguments)))} while it rests: "
+        "read it before them, and hand over what was read (weight.clone())"
+    )
 
 
 _AS_ATTRIBUTES = frozenset({"shape", "ndim", "nbytes"})
@@ -259,9 +279,8 @@ def _fetch_all(arguments: object) -> None:
             record.fetch()
 
 
-def _fetched(guard: PartGuard, name: str) -> Any:
+def _fetched(tensor: torch.Tensor, name: str) -> Any:
     """The parameter with its values."""
-    tensor = cast("torch.Tensor", guard)
     _fetch_all((tensor,))
     if isinstance(tensor, Guard):
         raise _refusal(tensor, name)

@@ -220,6 +220,10 @@ def fill_in_place(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     # Of its own version counter, too: `value` may be a view of what other parameters are views of.
     real = nn.Parameter(value.data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     torch._C._swap_tensor_impl(tensor, real)
+    # The object has its dicts of hooks still, but autograd calls those of the other tensor until they are set again.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks) is not None:
+            setattr(tensor, hooks, getattr(tensor, hooks))
 
 
 def _hand_over(
