@@ -18,6 +18,7 @@ from tests.support.distributed import run_ranks
 from tests.support.installed import need
 from tests.support.parallel_model import Step, assert_close
 from zeroshard.errors import PlanError, UsageError
+from zeroshard.parallel.divided_attention import divide_attention
 from zeroshard.parallel.sequence_loader import part_of_batch
 from zeroshard.parallel.sequence_loss import mean_over_sequence
 
@@ -294,6 +295,12 @@ def _adapts(rank: int, world: int) -> None:
     untouched = _model(case).eval()
     assert torch.allclose(reference.train()(**batch).logits, untouched(**batch).logits, atol=1e-6)
     engine.train()
+    same = _batch(case, 9, 0)["input_ids"]
+    divide_attention(untouched, mpu.get_sequence_parallel_group())
+    for model in (engine, untouched):
+        with pytest.raises(UsageError, match=r"all 2 ranks of a sequence were given the same .*disable_in_eval=True"):
+            model(input_ids=same)
+    assert untouched(input_ids=torch.ones_like(same)).logits.isfinite().all()  # any part of it is like any other
     lengths = {0: 8, 1: 6}
     with pytest.raises(UsageError, match=r"rank 0: 2 x 8; rank 1: 2 x 6"):
         engine(input_ids=batch["input_ids"][:, : lengths[rank]])

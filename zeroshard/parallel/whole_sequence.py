@@ -31,6 +31,7 @@ class Part:
         samples, tokens: its shape.
         positions: of its tokens, (samples or 1, tokens); None for those of one document that fills the sequence.
         padding: (samples, tokens), 0 where a token is padding; None for no padding.
+        digest: one number of the tokens, by which ranks see that all have the same; None or 0 where it says nothing.
     """
 
     samples: int
@@ -38,6 +39,7 @@ class Part:
     device: torch.device
     positions: torch.Tensor | None
     padding: torch.Tensor | None
+    digest: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,37 @@ def _documents(positions: torch.Tensor) -> torch.Tensor | None:
     return begins.cumsum(1) if bool(begins.any()) else None
 
 
+def digest_of(tokens: torch.Tensor) -> torch.Tensor:
+    """A number of the tokens, or of their embeddings; 0 where each row repeats one, as any part of it does."""
+    rows = tokens.detach().flatten(2).double().sum(-1).view(torch.int64) if tokens.is_floating_point() else tokens
+    places = torch.arange(1, rows.numel() + 1, device=rows.device)
+    digest = (rows.reshape(-1).to(torch.int64) * (2 * places + 1)).sum() | 1
+    return digest * (rows != rows[:, :1]).any()
+
+
 def _check_alike(part: Part, group: dist.ProcessGroup) -> None:
-    """All ranks have parts of one shape, else an exchange would not fit, or wait for ever."""
-    own = [part.samples, part.tokens, part.padding is not None, part.positions is not None]
-    numbers = gather_parts(torch.tensor([own], dtype=torch.int64, device=part.device), group, 0).tolist()
-    if all(row == numbers[0] for row in numbers):
-        return
-    shown = "; ".join(
-        f"rank {rank}: {samples} x {tokens}{', attention_mask' * mask}{', position_ids' * positions}"
-        for rank, (samples, tokens, mask, positions) in enumerate(numbers)
+    """All ranks have parts of one shape, else an exchange would not fit, or wait for ever; and not the same tokens."""
+    own = torch.tensor(
+        [part.samples, part.tokens, part.padding is not None, part.positions is not None, 0],
+        dtype=torch.int64,
+        device=part.device,
     )
-    raise UsageError(
-        f"the ranks of a sequence have parts of different shapes (samples x tokens: {shown}); give each of the "
-        f"{group.size()} ranks a part of equal length of the same batch, as UlyssesSPDataLoaderAdapter does"
-    )
+    if part.digest is not None:
+        own[-1] = part.digest
+    *numbers, digests = gather_parts(own.unsqueeze(0), group, 0).t().tolist()
+    rows = list(zip(*numbers, strict=True))
+    if any(row != rows[0] for row in rows):
+        shown = "; ".join(
+            f"rank {rank}: {samples} x {tokens}{', attention_mask' * mask}{', position_ids' * positions}"
+            for rank, (samples, tokens, mask, positions) in enumerate(rows)
+        )
+        raise UsageError(
+            f"the ranks of a sequence have parts of different shapes (samples x tokens: {shown}); give each of the "
+            f"{group.size()} ranks a part of equal length of the same batch, as UlyssesSPDataLoaderAdapter does"
+        )
+    if digests[0] and all(digest == digests[0] for digest in digests):
+        raise UsageError(
+            f"all {group.size()} ranks of a sequence were given the same {part.tokens} tokens: that is the whole "
+            "sequence, of which each rank takes a part (UlyssesSPDataLoaderAdapter cuts batches, for evaluation too). "
+            "To evaluate on whole sequences, say UlyssesSPAttentionHF.register_with_transformers(disable_in_eval=True)"
+        )

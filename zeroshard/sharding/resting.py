@@ -240,7 +240,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         answer = func(*args, **kwargs)
         # nn.Parameter(parameter) asks that `detach` gives the class of its argument.
         asks = name == "detach" and sys._getframe(2).f_globals.get("__name__") == "torch.nn.parameter"
-        return torch.Tensor._make_subclass(type(first), answer) if asks else answer
+        return torch.Tensor._make_subclass(cast("type[torch.Tensor]", type(first)), answer) if asks else answer
     if alone and name in _MEMORY:
         return _MEMORY[name](first)
     if alone and name in _HANDLES:
