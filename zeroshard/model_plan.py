@@ -53,8 +53,8 @@ def divide_by_plan(
         )
     if world % ranks:
         raise PlanError(f"{AUTOTP} {ranks} does not divide the {world} ranks that run")
-    _check_heads(model, ranks)
-    plan = None if partition is not None else _own_plan(model)
+    check_heads(model, ranks)
+    plan = None if partition is not None else own_plan(model)
     apply = None if plan is None else _applying()
     layers = {} if partition is None else _layers_of(model, partition)
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -62,7 +62,7 @@ def divide_by_plan(
     if plan is None or apply is None:
         _divide_layers(model, mesh["tp"], layers)
     else:
-        apply(model, mesh["tp"], _expanded(model, plan))
+        apply(model, mesh["tp"], expanded(model, plan))
         tie = getattr(model, "tie_weights", None)
         if callable(tie):  # each name of a tied weight got a parameter of its own
             tie()
@@ -70,7 +70,7 @@ def divide_by_plan(
     return {id(parameter): after[name] for name, parameter in before.items()}
 
 
-def _check_heads(model: nn.Module, ranks: int) -> None:
+def check_heads(model: nn.Module, ranks: int) -> None:
     """Each rank has whole heads. Raises PlanError with the numbers."""
     config = getattr(model, "config", None)
     text_of = getattr(config, "get_text_config", None)
@@ -83,7 +83,7 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _own_plan(model: nn.Module) -> Mapping[str, str]:
+def own_plan(model: nn.Module) -> Mapping[str, str]:
     """The plan of a transformers model. Raises PlanError for a model that has none."""
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
@@ -106,7 +106,7 @@ def _applying() -> Callable[..., object]:
     return apply_tensor_parallelism
 
 
-def _expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """A plan with the numbers of layers in place of `*`: each parameter before its module, as transformers wants it."""
     found: dict[str, str] = {}
     first_names = {name for name, _ in model.named_parameters()}

@@ -35,9 +35,17 @@ from tests.support.parallel_model import (
     whole_state,
 )
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh, MeshAxis
+from zeroshard.plan.builder import Recipe, build_plan
 from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import step_traffic
+from zeroshard.planner.trace.divided import Parts
+from zeroshard.planner.trace.sources import module_source
+from zeroshard.planner.trace.workload import Workload
 from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.layout import FlatLayout
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
 MESHES = [(1, 2), (2, 2)] + ([(1, 4), (2, 4)] if WHOLE_MATRIX else [])
@@ -56,8 +64,22 @@ def _as_in_one_process(rank: int, world: int, data: int, experts: int, biases: S
             assert sent(model) == step_traffic(plan), str(layout)
             assert held_bytes(model).total == state_bytes(plan).total
             assert plan.dp == world
+            assert _layouts(plan) == _layouts(_predicted(bias, layout))
             assert_close((steps, zeroshard.full_state_dict(model)), wanted, (str(layout), bias))
             zeroshard.close(model)
+
+
+def _predicted(bias: Sequence[float], layout: Layout) -> Plan:
+    """What the planner makes of the model on the meta device."""
+    source = module_source("experts", partial(build, bias))
+    sizes = {"dp_replicate": 1, "dp_shard": layout.data, "ep": layout.experts}
+    mesh = Mesh(tuple(MeshAxis(name, size) for name, size in sizes.items()))
+    units = Workload(source, 1, LENGTH, parts=Parts(experts=layout.experts)).units
+    return build_plan(units, Recipe(STAGES[layout.stage]), mesh)
+
+
+def _layouts(plan: Plan) -> list[list[FlatLayout]]:
+    return [[group.layout for group in unit.groups] for unit in plan.units]
 
 
 @pytest.mark.parametrize(("data", "experts"), MESHES)

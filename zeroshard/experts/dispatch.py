@@ -15,12 +15,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.sharding.dtensors import as_dtensor
+
+
+class Exchanging(Protocol):
+    """Where the rows of a rank go (see Dispatch)."""
+
+    @property
+    def order(self) -> torch.Tensor: ...
+
+    @property
+    def experts(self) -> torch.Tensor: ...
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

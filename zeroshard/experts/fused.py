@@ -14,14 +14,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from zeroshard.experts.dispatch import attached, local_part, make_dispatch
+from zeroshard.experts.dispatch import Exchanging, attached, local_part, make_dispatch
 
 _COUNT = "num_experts"
 _CALLS = (
@@ -53,17 +53,27 @@ def send_tokens(module: nn.Module, experts: int, group: dist.ProcessGroup) -> No
     Args:
         experts: of all ranks.
     """
-    part = _on_local_experts(module, experts // group.size())
+    send_by(module, experts // group.size(), lambda pairs: make_dispatch(pairs, experts, group))
+
+
+def send_by(module: nn.Module, local: int, dispatch_of: Callable[[torch.Tensor], Exchanging]) -> None:
+    """The same with any way of sending.
+
+    Args:
+        local: experts of this rank.
+        dispatch_of: from the expert of each pair of a token and an expert, where the rows go.
+    """
+    part = _on_local_experts(module, local)
 
     def forward(hidden_states: torch.Tensor, *choice: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         chosen, weights = (*choice, *named.values())
-        dispatch = make_dispatch(chosen.reshape(-1), experts, group)
+        dispatch = dispatch_of(chosen.reshape(-1))
         rows = dispatch.there(hidden_states[dispatch.order // chosen.shape[-1]])
-        local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        own = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
         if rows.shape[0]:
-            made = functional_call(part, local, (rows, dispatch.experts.unsqueeze(-1), rows.new_ones((len(rows), 1))))
+            made = functional_call(part, own, (rows, dispatch.experts.unsqueeze(-1), rows.new_ones((len(rows), 1))))
         else:
-            made = attached(rows, *local.values())
+            made = attached(rows, *own.values())
         # What ranks make of rows has their dtype on all of them, also where autocast lets experts give another.
         returned = dispatch.back(made.to(rows.dtype))
         weighted = returned.view(*chosen.shape, returned.shape[-1]) * weights.unsqueeze(-1)

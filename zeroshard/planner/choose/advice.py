@@ -116,7 +116,7 @@ def _three_dimensions(s: Situation) -> str:
         return ""
     return (
         "At this size on this many nodes compare with ZeRO-1 beside tensor and pipeline parallelism, and with sharding "
-        "inside the node (HSDP, hpZ): --scale shows them on paper."
+        "inside the node (HSDP, hpZ): --scale shows them on paper, --meshes all layouts of this cluster."
     )
 
 

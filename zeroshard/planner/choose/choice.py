@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.plan.report import human_bytes
-from zeroshard.planner.predict.rows import Row, Setting
+from zeroshard.planner.predict.rows import ROOM, Row, Setting
 from zeroshard.planner.predict.tiers import Offload
 
-ROOM = 0.95
-"""Share of the memory above which a row is taken only where nothing smaller fits: fragmentation may end the run."""
 SAME_SPEED = 0.01
 """Rows whose steps differ by less are equally fast; the one that takes less memory is better."""
 EQUAL = 0.0005

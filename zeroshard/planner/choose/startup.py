@@ -23,10 +23,10 @@ from zeroshard.plan.builder import reordered
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.report import human_bytes
-from zeroshard.planner.choose.choice import ROOM, SAME_SPEED
+from zeroshard.planner.choose.choice import SAME_SPEED
 from zeroshard.planner.machine.hardware import Cluster
 from zeroshard.planner.predict.memory import Moment, step_memory
-from zeroshard.planner.predict.rows import ALLOCATOR_FIXED, ALLOCATOR_SHARE
+from zeroshard.planner.predict.rows import ALLOCATOR_FIXED, ALLOCATOR_SHARE, ROOM
 from zeroshard.planner.predict.tiers import Offload
 from zeroshard.planner.predict.timeline import step_time
 from zeroshard.planner.trace.checkpointing import Checkpointing, enable

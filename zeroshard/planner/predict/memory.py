@@ -99,13 +99,15 @@ class StepMemory:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def step_memory(plan: Plan, traced: Trace, *, gpu: bool = True) -> StepMemory:
+def step_memory(plan: Plan, traced: Trace, *, gpu: bool = True, waiting: int = 0) -> StepMemory:
     """The memory of one rank under `plan`, which must be made of the units that were traced.
 
     Args:
         gpu: False leaves out what only a GPU's allocator and libraries take.
+        waiting: bytes of activations of other micro-batches, which wait for their backward in a pipeline.
     """
-    return _on_device(plan, traced) if gpu else _without_gpu(_on_device(plan, traced))
+    found = _on_device(plan, traced, waiting)
+    return found if gpu else _without_gpu(found)
 
 
 def _without_gpu(memory: StepMemory) -> StepMemory:
@@ -117,7 +119,7 @@ def _without_gpu(memory: StepMemory) -> StepMemory:
     return StepMemory(tuple(moments), memory.tiers)
 
 
-def _on_device(plan: Plan, traced: Trace) -> StepMemory:
+def _on_device(plan: Plan, traced: Trace, waiting: int) -> StepMemory:
     tiers = tier_bytes(plan)
     resting = {
         **dict(tiers.device),
@@ -136,6 +138,7 @@ def _on_device(plan: Plan, traced: Trace) -> StepMemory:
                 sending = _sent_nbytes(plan, unit, sending)
         nbytes = {name: segment.peak[purpose] for purpose, name in _OF_PURPOSE.items()}
         nbytes["local gradients"] += sending
+        nbytes["activations"] += waiting
         moments.append(Moment(_label(plan, segment, started), _added(resting, landed, nbytes)))
         started = started or segment.phase is Phase.BACKWARD
     step = _added(resting, *(_landing(plan, unit) for unit in range(len(plan.units))), {"local gradients": sending})

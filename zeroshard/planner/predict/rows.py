@@ -24,6 +24,8 @@ from zeroshard.planner.trace.model_trace import Trace, total_kernels
 from zeroshard.planner.trace.workload import Workload
 
 BILLION = 10**9
+ROOM = 0.95
+"""Share of the memory above which a row is taken only where nothing smaller fits: fragmentation may end the run."""
 ALLOCATOR_SHARE, ALLOCATOR_FIXED = 0.045, 0.6 * GIB
 """What the allocator reserves above what is allocated; follows six measured pairs within 0.2 GiB."""
 CONTEXT = 1.0 * GIB
@@ -73,7 +75,7 @@ class Row:
     @property
     def slack(self) -> int:
         """Bytes that the allocator reserves above what is allocated."""
-        return int(ALLOCATOR_FIXED + ALLOCATOR_SHARE * self.memory.peak.total)
+        return slack_nbytes(self.memory)
 
     @property
     def reserve(self) -> int:
@@ -105,7 +107,8 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         """Per GPU."""
-        return self.tokens * self.micro_batches / self.time.seconds
+        readers = self.plan.mesh.data_parallel_size / self.plan.mesh.world_size
+        return self.tokens * self.micro_batches * readers / self.time.seconds
 
     @property
     def mfu(self) -> float:
@@ -132,6 +135,16 @@ class Row:
         return {kind: int(n * share * twice.get(kind, 1)) for kind, n in traffic.nbytes.items()}
 
 
+def slack_nbytes(memory: StepMemory) -> int:
+    """What the allocator reserves above what is allocated."""
+    return int(ALLOCATOR_FIXED + ALLOCATOR_SHARE * memory.peak.total)
+
+
+def device_nbytes(memory: StepMemory) -> int:
+    """All that a rank takes on its device, context and communicators included."""
+    return memory.peak.total + slack_nbytes(memory) + int(CONTEXT)
+
+
 def hours(tokens: float, gpus: int, tokens_per_second: float) -> float:
     """Hours in which `gpus` train on `tokens` at a rate per GPU."""
     return tokens / (3600 * gpus * tokens_per_second)
@@ -155,6 +168,7 @@ def make_row(
     micro_batches: int = 1,
     refused: str = "",
     shard: int | None = None,
+    mesh: Mesh | None = None,
     two_levels: bool = False,
     compiling: bool = False,
 ) -> Row:
@@ -163,15 +177,12 @@ def make_row(
     Args:
         recipe: as a config describes it; the setting's stage is put into it.
         shard: ranks of a subgroup of the mesh; None is one group of all.
+        mesh: of all ranks, in place of data-parallel ones alone; `work` is one rank's part of the model then.
         compiling: every block is compiled; an estimate.
     """
-    policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
-    axes, row = recipe.sharding.axes, STAGES[setting.stage]
-    row = row.over(axes) if recipe.gradient_codes is None else replace(row, axes=axes)
-    chosen = replace(recipe, sharding=row, policy=policy)
-    chosen = gpu_recipe(chosen, setting.offload, setting.ratio)
-    plan, traced = work.plan(chosen, Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
-    if _reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
+    chosen = recipe_at(recipe, setting, micro_batches)
+    plan, traced = work.plan(chosen, mesh or Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
+    if reaches_peers(cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
         plan = with_peer_copies(plan)
     if compiling:
         traced = compiled(traced, keeps_inputs_only=setting.checkpointing is not Checkpointing.OFF)
@@ -181,7 +192,15 @@ def make_row(
     return Row(setting, plan, traced, memory, time, cluster, micro_batches, work.tokens, plain.flops, refused)
 
 
-def _reaches_peers(cluster: Cluster) -> bool:
+def recipe_at(recipe: Recipe, setting: Setting, micro_batches: int) -> Recipe:
+    """The recipe of a setting, for so many micro-batches in a step."""
+    policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
+    axes, row = recipe.sharding.axes, STAGES[setting.stage]
+    row = row.over(axes) if recipe.gradient_codes is None else replace(row, axes=axes)
+    return gpu_recipe(replace(recipe, sharding=row, policy=policy), setting.offload, setting.ratio)
+
+
+def reaches_peers(cluster: Cluster) -> bool:
     """Whether all GPUs reach each other's memory, so that the engine copies between them: one node with NVLink."""
     return cluster.nodes == 1 and cluster.count > 1 and cluster.gpu.link.startswith("NVLink")
 

@@ -30,11 +30,14 @@ from zeroshard.plan.traffic import new_ledger, stats_numel
 from zeroshard.planner.machine.hardware import Cluster
 from zeroshard.planner.predict.collectives import collective_seconds, group_of
 from zeroshard.planner.predict.cost import copy_seconds, kernel_seconds, norm_seconds, update_nbytes, update_seconds
+from zeroshard.planner.trace.exchanges import Exchange
 from zeroshard.planner.trace.kernels import Kernel
 from zeroshard.planner.trace.model_trace import Phase, Segment, Trace
 
 STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu", "disk")
 WARM_UP = 2
+STEADY = 2
+"""Micro-batches after which a further one is like the one before it."""
 BOTH_WAYS = 71 / 54
 """A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
 CODE_PASSES = {LegKind.ENCODE: 10, LegKind.DIFFER: 10, LegKind.DECODE: 4, LegKind.ADD: 4, LegKind.SUM: 15}
@@ -87,6 +90,21 @@ def step_time(
     for _ in range(WARM_UP):
         run.step(micro_batches)
     return run.measured(micro_batches)
+
+
+def steady_time(plan: Plan, traced: Trace, cluster: Cluster, micro_batches: int) -> StepTime:
+    """The same, where each micro-batch after the first few takes as long as the one before it."""
+    if micro_batches <= STEADY + 1:
+        return step_time(plan, traced, cluster, micro_batches=micro_batches)
+    few, more = (step_time(plan, traced, cluster, micro_batches=count) for count in (STEADY, STEADY + 1))
+    further = micro_batches - STEADY
+
+    def grown(first: float, second: float) -> float:
+        return first + further * (second - first)
+
+    kinds = {kind: grown(few.compute.get(kind, 0.0), seconds) for kind, seconds in more.compute.items()}
+    busy = {stream: grown(few.busy[stream], seconds) for stream, seconds in more.busy.items()}
+    return StepTime(grown(few.seconds, more.seconds), kinds, busy, grown(few.exposed, more.exposed), more.spans)
 
 
 class _Simulation:
@@ -304,6 +322,14 @@ class _Simulation:
         name = f"{segment.phase.value} {self._plan.units[segment.unit].label}"
         self._spans.append(Span("compute", name, began, end))
         self._clock["compute"] = end
+        for exchange, count in segment.exchanges.items():
+            self._work(f"{exchange.kind} over {exchange.axis}", f"over {exchange.axis}", self._sent(exchange) * count)
+
+    def _sent(self, exchange: Exchange) -> float:
+        """Seconds of one collective of the model's own, which compute waits for."""
+        mesh = self._plan.mesh
+        ranks = group_of(self._cluster, mesh.size((exchange.axis,)), stride=mesh.stride(exchange.axis))
+        return collective_seconds(self._cluster, exchange.kind, exchange.nbytes, ranks)
 
     def _work(self, label: str, kind: str, seconds: float) -> None:
         self._kinds[kind] = self._kinds.get(kind, 0.0) + seconds

@@ -33,14 +33,18 @@ from zeroshard.planner.choose.configs import (
     with_setting,
 )
 from zeroshard.planner.choose.explain import RATIOS, explain, in_words
+from zeroshard.planner.choose.layout_choice import choose_layout
 from zeroshard.planner.files import writing
 from zeroshard.planner.machine.calibration import calibrated, load_calibration
 from zeroshard.planner.machine.hardware import Cluster, listed_price, parse_cluster
+from zeroshard.planner.predict.layouts import NOTES as LAYOUT_NOTES
+from zeroshard.planner.predict.layouts import Search
 from zeroshard.planner.predict.rows import Row, Setting, make_row, settings
 from zeroshard.planner.predict.scale import compare, parse_sizes
 from zeroshard.planner.predict.tiers import Offload
 from zeroshard.planner.show.chrome import write_trace
 from zeroshard.planner.show.html import report
+from zeroshard.planner.show.layouts import layout_table, layouts_json
 from zeroshard.planner.show.png import write_png
 from zeroshard.planner.show.tables import as_json, plan_table, scale_table, traffic_text
 from zeroshard.planner.trace.checkpointing import Checkpointing
@@ -158,6 +162,8 @@ def plan(
     checkpointing: Annotated[str, typer.Option(help="Activation checkpointing: off, on, both, reentrant.")] = "both",
     explain_: Annotated[Path | None, typer.Option("--explain", help="Why this config needs what it needs.")] = None,
     scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
+    meshes: Annotated[bool, typer.Option("--meshes", help="All layouts: data, tp, sp, ep and pp.")] = False,
+    global_batch: Annotated[int | None, typer.Option(help="With --meshes: sequences of one step.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node (8, or all of fewer).")] = None,
     host_memory: Annotated[float, typer.Option(help="Host memory of a node, GB.")] = 1000.0,
     host_cores: Annotated[
@@ -177,11 +183,15 @@ def plan(
     files = {"--write": write, "--html": html, "--png": png, "--trace": trace}
     _refuse_beside("--explain", explain_, {"--scale": scale, "--config": config, **files})
     _refuse_beside("--scale", scale, files)
+    _refuse_beside("--meshes", meshes or None, {"--explain": explain_, "--scale": scale, **files})
+    if global_batch is not None and not meshes:
+        raise PlanError("--global-batch is for --meshes; beside it a config's train_batch_size says the same")
     where = parse_cluster(cluster, per_node=gpus_per_node, host_memory_gb=host_memory, disk_gbs=disk)
     where = replace(where, price=_price(price, where))
     if calibration is not None:
         where = calibrated(where, load_calibration(calibration))
     _refuse_less_than_one({"--host-cores": host_cores, "--micro-batch": micro_batch, "--accumulation": accumulation})
+    _refuse_less_than_one({"--global-batch": global_batch})
     document = read_document(explain_, "--explain") if explain_ else read_document(config) if config else None
     with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
         source = find_source(model, params=params, layers=layers, hidden=hidden)
@@ -189,6 +199,8 @@ def plan(
         request = replace(request, cores=host_cores, compiling=compiled)
         if explain_ is not None:
             answer = _explain(request, _ways(checkpointing)[0], json_)
+        elif meshes:
+            answer = _layouts(request, _ways(checkpointing), global_batch, json_)
         elif scale is not None:
             answer = _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
         else:
@@ -299,6 +311,20 @@ def _scale(request: Request, sizes: list[int], how: Checkpointing, as_json_: boo
     if as_json_:
         return json.dumps([asdict(way) for way in ways], indent=1)
     return [scale_table(ways, f"{request.counted}, checkpointing {how.value}")]
+
+
+def _layouts(request: Request, ways: tuple[Checkpointing, ...], sequences: int | None, as_json_: bool) -> Answer:
+    cluster, work = request.cluster, request.work
+    if sequences is None:
+        sequences = cluster.count * request.micro * request.accumulation
+    found = Search(work, cluster, sequences, lambda setting: request.means(setting).recipe, ways).run()
+    choice = choose_layout(found)
+    notes = [*request.source.notes, *LAYOUT_NOTES, *_assumptions(cluster, ENOUGH_THREADS)]
+    if as_json_:
+        return json.dumps(layouts_json(found, choice, notes), indent=1)
+    of_length = f" x {work.length}" if request.source.tokens else ""
+    title = f"{request.counted} on {cluster.label}, {sequences}{of_length} a step, micro-batches of {work.samples}"
+    return [layout_table(found, choice, title), *(Text(f"note: {note}", style="dim") for note in notes)]
 
 
 def _advice(request: Request, rows: list[Row], choice: Choice) -> list[str]:

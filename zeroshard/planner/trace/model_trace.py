@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.planner.trace.autocast import Autocast
+from zeroshard.planner.trace.exchanges import Exchange, Exchanges
 from zeroshard.planner.trace.kernels import Kernel
 from zeroshard.planner.trace.ledger import Ledger, Live, Purpose
-from zeroshard.planner.trace.substitutes import GpuPaths
+from zeroshard.planner.trace.substitutes import DividedSequence, GpuPaths
 from zeroshard.sharding.units import UnitSpec
 
 FORWARD_ERRORS = (
@@ -60,6 +61,7 @@ class Segment:
         kernels: launches by kernel.
         peak: bytes alive at the worst moment, by Purpose.
         end: bytes alive when it ends.
+        exchanges: what the ranks of a divided model send each other, and how often.
     """
 
     phase: Phase
@@ -68,6 +70,7 @@ class Segment:
     kernels: Mapping[Kernel, int]
     peak: Live
     end: Live
+    exchanges: Mapping[Exchange, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -79,6 +82,14 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """Where the ranks of a divided model send each other something."""
+
+    exchanges: Exchanges
+    sequence: DividedSequence | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """A forward and backward of one micro-batch.
 
@@ -87,6 +98,7 @@ class Trace:
         complete: for each backward segment, the units whose gradients are complete when it begins.
         notes: what the trace had to assume.
         tokens: elements of the batch that count as tokens (samples where there are no tokens).
+        outputs: by unit, bytes of what its forward gives.
     """
 
     segments: tuple[Segment, ...]
@@ -94,6 +106,7 @@ class Trace:
     complete: tuple[tuple[int, ...], ...]
     notes: tuple[str, ...]
     tokens: int
+    outputs: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -113,6 +126,7 @@ def trace(
     loss: Any,
     tokens: int,
     autocast: torch.dtype | None = None,
+    divided: Divided | None = None,
 ) -> Trace:
     """Trace a forward and backward of `model`, which is on the meta device in the dtypes in which it computes.
 
@@ -121,11 +135,12 @@ def trace(
         args, kwargs: what the forward is called with, on the meta device.
         loss: gives the scalar that backward starts from, of the forward's result.
         autocast: the dtype of torch.autocast around the forward; None for none.
+        divided: where what a divided model's ranks send each other is noted; None for a whole model.
 
     Raises:
         PlanError: the model needs values, or leaves no gradient.
     """
-    tracer = _Tracer(model, units, None if autocast is None else Autocast(autocast))
+    tracer = _Tracer(model, units, None if autocast is None else Autocast(autocast), divided)
     try:
         tracer.run(args, kwargs, loss)
     finally:
@@ -136,8 +151,12 @@ def trace(
 class _Tracer:
     """Hooks on the units that cut the run into segments and drop gradients where the engine would."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitSpec], autocast: Autocast | None) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[UnitSpec], autocast: Autocast | None, divided: Divided | None
+    ) -> None:
         self._model, self._units, self._autocast = model, units, autocast
+        self._divided = Divided(Exchanges()) if divided is None else divided
+        self._outputs: dict[int, int] = {}
         self._ledger = Ledger(self._where)
         self._segments: list[Segment] = []
         self._complete: list[tuple[int, ...]] = []
@@ -178,7 +197,7 @@ class _Tracer:
         for tensor in [*args, *kwargs.values()]:
             if isinstance(tensor, torch.Tensor):
                 ledger.hold(tensor, Purpose.INPUTS)
-        with ledger, GpuPaths(ledger.record), self._autocast or nullcontext():
+        with ledger, GpuPaths(ledger.record, self._divided.sequence), self._autocast or nullcontext():
             value = loss(self._forward(args, kwargs))
             if self._autocast is not None:
                 self._autocast.forget()
@@ -210,7 +229,8 @@ class _Tracer:
         notes = [
             f"{place}: a question about values was answered with yes" for place in dict.fromkeys(self._ledger.asked)
         ]
-        return Trace(tuple(self._segments), tuple(self._order), tuple(self._complete), tuple(notes), tokens)
+        order, complete = tuple(self._order), tuple(self._complete)
+        return Trace(tuple(self._segments), order, complete, tuple(notes), tokens, self._outputs)
 
     def _where(self) -> str:
         phase, unit, _ = self._current
@@ -221,7 +241,8 @@ class _Tracer:
         ledger = self._ledger
         before, index, used = self._current
         if ledger.kernels or used or before is Phase.BACKWARD:
-            segment = Segment(before, index, used, dict(ledger.kernels), ledger.peak, tuple(ledger.live))
+            sent = self._divided.exchanges.take()
+            segment = Segment(before, index, used, dict(ledger.kernels), ledger.peak, tuple(ledger.live), sent)
             self._segments.append(segment)
             if before is Phase.BACKWARD:
                 self._complete.append(self._ready)
@@ -245,6 +266,7 @@ class _Tracer:
             return
         self._count += 1
         self._ends[index] = self._count
+        self._outputs[index] = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(output))
         if torch.is_grad_enabled():
             self._watch(index, output, self._count)
         self._stack.pop()

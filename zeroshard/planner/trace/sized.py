@@ -6,7 +6,9 @@ that is not tied. The feed-forward's width is what makes the number of parameter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +30,11 @@ class Sizes:
     heads: int
     ffn: int
     vocabulary: int
+
+    @property
+    def num_attention_heads(self) -> int:
+        """By the name of transformers' configs."""
+        return self.heads
 
 
 def solve_sizes(params: float, layers: int | None, hidden: int | None, vocabulary: int = 32000) -> Sizes:
@@ -67,9 +74,22 @@ def solve_sizes(params: float, layers: int | None, hidden: int | None, vocabular
 class Decoder(nn.Module):
     """Gives the mean loss for int64 ids and labels of shape (batch, length)."""
 
+    tp_plan: ClassVar[Mapping[str, str]] = {
+        "embed": "embedding_rowwise",
+        "layers.*.mix.q": "colwise",
+        "layers.*.mix.k": "colwise",
+        "layers.*.mix.v": "colwise",
+        "layers.*.mix.o": "rowwise",
+        "layers.*.gate": "colwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    """How ranks of tensor parallelism divide it, in the words of transformers' plans."""
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.config = self.sizes = sizes
         self.embed = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.hidden)
@@ -88,7 +108,7 @@ class Decoder(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.heads = sizes.heads
+        self.width = sizes.hidden // sizes.heads
         self.norms = nn.ModuleList(nn.RMSNorm(sizes.hidden) for _ in range(2))
         self.mix = nn.ModuleDict({name: nn.Linear(sizes.hidden, sizes.hidden, bias=False) for name in "qkvo"})
         self.gate = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
@@ -97,7 +117,7 @@ class _Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
-        query, key, value = (self.mix[name](y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in "qkv")
+        query, key, value = (self.mix[name](y).unflatten(-1, (-1, self.width)).transpose(1, 2) for name in "qkv")
         query, key = _rotate(query, table), _rotate(key, table)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix["o"](mixed.transpose(1, 2).flatten(2))

@@ -11,13 +11,16 @@ themselves; a torch built without CUDA can't run autograd on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from zeroshard.planner.trace.exchanges import Border
 from zeroshard.planner.trace.kernels import Kernel, KernelKind
 
 Record = Callable[[Kernel], None]
@@ -38,17 +41,20 @@ class GpuPaths(TorchFunctionMode):
 
     Args:
         record: is told the kernels that the substitutes stand for.
+        sequence: ranks that have parts of each sequence, and exchange around attention; None for whole ones.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, sequence: DividedSequence | None = None) -> None:
         super().__init__()
-        self._record = record
+        self._record, self._sequence = record, sequence
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONSTRUCTORS and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
         if func is functional.scaled_dot_product_attention:
+            if self._sequence is not None:
+                return _divided_attention(self._record, self._sequence, *args, **kwargs)
             return _attention(self._record, *args, **kwargs)
         if func in (functional.rms_norm, torch.rms_norm):
             return _rms_norm(self._record, *args, **kwargs)
@@ -70,6 +76,37 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     return _Attention.apply(record, query, key, value, attn_mask, is_causal)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class DividedSequence:
+    """So many ranks have parts of each sequence (Ulysses), and send each other heads."""
+
+    ranks: int
+    border: Border
+
+
+def _divided_attention(
+    record: Record,
+    sequence: DividedSequence,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention of some heads over the whole sequence: as many elements, whose products see as many times more keys."""
+    ranks, way = sequence.ranks, sequence.border
+    if query.dim() == 4 and key.shape[1] % ranks:  # heads of keys are copied until there is one for each rank
+        copies = ranks // math.gcd(ranks, key.shape[1])
+        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+
+    def longer(kernel: Kernel) -> None:
+        record(replace(kernel, flops=kernel.flops * ranks))
+
+    mixed = _attention(longer, way.cross(query), way.cross(key), way.cross(value), None, *args, **kwargs)
+    return way.cross(mixed)
 
 
 class _Attention(torch.autograd.Function):

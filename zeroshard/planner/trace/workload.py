@@ -15,8 +15,11 @@ from zeroshard.plan.builder import Recipe, build_plan, reordered
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.trace.checkpointing import Checkpointing, enable
-from zeroshard.planner.trace.model_trace import Trace, trace
+from zeroshard.planner.trace.divided import WHOLE, Parts, divide_on_meta, with_cuts
+from zeroshard.planner.trace.exchanges import Border, Exchanges
+from zeroshard.planner.trace.model_trace import Divided, Trace, trace
 from zeroshard.planner.trace.sources import ModelSource
+from zeroshard.planner.trace.substitutes import DividedSequence
 from zeroshard.sharding.units import UnitSpec, find_units
 
 MAX_LENGTH = 10_000_000
@@ -29,12 +32,14 @@ class Workload:
     Attributes:
         samples, length: the micro-batch on one GPU: sequences and tokens in each.
         autocast: name of the dtype of torch.autocast around the forward, None for none.
+        parts: ranks that divide the model; units and traces are those of one of them.
     """
 
     source: ModelSource
     samples: int
     length: int
     autocast: str | None = None
+    parts: Parts = WHOLE
     units: list[UnitSpec] = field(init=False)
     _traces: dict[tuple[str, Checkpointing], Trace] = field(default_factory=dict, init=False)
 
@@ -45,7 +50,8 @@ class Workload:
                 f"of 1 to {MAX_LENGTH:,} tokens (--micro-batch, --seq)"
             )
         module = self.source.module()
-        self.units = find_units(module)
+        cuts = divide_on_meta(module, self.parts, Exchanges())
+        self.units = with_cuts(find_units(module), cuts)
         _check_positions(module, self.source, self.length)
 
     @property
@@ -74,14 +80,29 @@ class Workload:
         return reordered(plan, (0, *traced.order)), traced
 
     def _run(self, dtypes: Mapping[str, str], cast: str | None, how: Checkpointing) -> Trace:
-        module = self.source.module()
+        module, exchanges = self.source.module(), Exchanges()
+        divide_on_meta(module, self.parts, exchanges)
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch_dtype(dtypes[name]))
         enable(module, self.units, how)
         low = None if self.autocast is None else torch_dtype(self.autocast)
         with torch.device("meta"):
-            batch = self.source.batch(module, self.samples, self.length)
-        return trace(module, self.units, (), _cast(batch, cast), loss=loss_of, tokens=self.tokens, autocast=low)
+            batch = self.source.batch(module, self.samples, -(-self.length // self.parts.sequence))
+        return trace(
+            module,
+            self.units,
+            (),
+            _cast(batch, cast),
+            loss=loss_of,
+            tokens=self.tokens,
+            autocast=low,
+            divided=Divided(exchanges, self._sequence(exchanges)),
+        )
+
+    def _sequence(self, exchanges: Exchanges) -> DividedSequence | None:
+        ranks = self.parts.sequence
+        way = Border(exchanges, "sp", forward="all-to-all", backward="all-to-all", moved=True)
+        return DividedSequence(ranks, way) if ranks > 1 else None
 
 
 def loss_of(output: Any) -> torch.Tensor:
