@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,57 @@ def _shared_by_stages(rank: int, world: int) -> None:
 
 def test_a_parameter_that_modules_on_two_stages_share_is_refused() -> None:
     run_ranks(2, _shared_by_stages)
+
+
+class _Holder(nn.Module):
+    """Holds all layers, and a number."""
+
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.scale = first, 2.0
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.first.weight)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class _Argument(nn.Module):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other = other
+
+
+def _with(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight)
+
+
+def _captured_by_functions(rank: int, world: int) -> None:
+    first = nn.Linear(4, 4)
+    holder = _Holder(first)
+    refused: list[Any] = [
+        lambda x: F.linear(x, first.weight),
+        lambda x: first(x),
+        lambda x, used=first: used(x),
+        lambda x: holder.first(x),
+        lambda x: holder.project(x),
+        holder.project,
+        partial(_with, first.weight),
+        LayerSpec(_Argument, first),
+        TiedLayerSpec("tied", nn.Linear, 4, 4, forward_fn=lambda module, x: module(first(x))),
+    ]
+    for last in refused:
+        with pytest.raises(UsageError, match=r"layers 0 \(stage 0\) and 1 \(stage 1\) share parameter"):
+            PipelineModule([first, last], num_stages=2, partition_method="uniform")
+    for last in (lambda x: x * holder.scale, holder.scaled, lambda x: x * first.in_features, torch.tanh):
+        PipelineModule([first, last], num_stages=2, partition_method="uniform")
+    first.requires_grad_(False)
+    PipelineModule([first, refused[0]], num_stages=2, partition_method="uniform")
+
+
+def test_a_parameter_that_a_function_on_another_stage_has_captured_is_refused() -> None:
+    run_ranks(2, _captured_by_functions)
 
 
 def _single_micro_batches(rank: int, world: int, stages: int) -> list[float]:

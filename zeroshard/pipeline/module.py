@@ -24,6 +24,7 @@ from zeroshard.arguments import need_kind
 from zeroshard.cluster import rank_place
 from zeroshard.comm.join import init_distributed
 from zeroshard.errors import UsageError
+from zeroshard.pipeline.captured import reachable_parameters
 from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec, TiedModule
 from zeroshard.pipeline.partition import partition, weights_of
 from zeroshard.pipeline.topology import PIPE, PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -184,12 +185,11 @@ class PipelineModule(nn.Module):
             ) from error
 
     def _check_shared(self, layers: Sequence[Any]) -> None:
-        """Refuse a trained parameter of modules on several stages: each would train a copy, by its own gradients."""
+        """Refuse a trained parameter of layers on several stages: each would train a copy, by its own gradients."""
         found: dict[int, tuple[int, int]] = {}
         for stage in range(self.num_stages):
             for number in self.layers_of(stage):
-                layer = layers[number]
-                for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+                for name, parameter in reachable_parameters(layers[number]):
                     first, other = found.setdefault(id(parameter), (stage, number))
                     if first != stage and parameter.requires_grad:
                         raise UsageError(
