@@ -15,7 +15,7 @@ from tests.support.measure import forget_sent, held_bytes, sent
 from tests.support.models import Batch
 from tests.support.packed import Codes, PackedStack, packed_task
 from tests.support.training import adamw, build
-from zeroshard.errors import UsageError
+from zeroshard.errors import PlanError, UsageError
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import Offload
@@ -113,6 +113,29 @@ def _keeps_bits(rank: int, world: int) -> None:
 
 def test_a_compute_dtype_leaves_packed_numbers_alone_whatever_their_storage_is() -> None:
     run_ranks(2, _keeps_bits)
+
+
+class _Own(nn.Parameter):
+    """A class that says nothing of its memory."""
+
+
+def _refuses_to_guess(rank: int, world: int) -> None:
+    for dtype, param in ((torch.bfloat16, "bf16"), (torch.float32, None), (torch.float32, "bf16")):
+        model = nn.Linear(4, 4)
+        frozen = torch.Tensor._make_subclass(_Own, torch.ones(4, 4, dtype=dtype), False)
+        model.weight = frozen  # pyright: ignore[reportAttributeAccessIssue]
+        recipe = Recipe(sharding=STAGES[3], precision=Precision(param=param))
+        if (dtype, param) == (torch.float32, "bf16"):
+            with pytest.raises(PlanError, match=r"'weight' is frozen, of class _Own and in float32"):
+                zeroshard.shard(model, torch.optim.SGD([model.bias]), plan=recipe)
+            continue
+        zeroshard.shard(model, torch.optim.SGD([model.bias]), plan=recipe)
+        assert _whole(model)["weight"].dtype is dtype
+        zeroshard.close(model)
+
+
+def test_a_class_that_does_not_say_whether_it_holds_plain_numbers_is_not_cast_but_refused() -> None:
+    run_ranks(2, _refuses_to_guess)
 
 
 def _same(one: Values, other: Values) -> bool:

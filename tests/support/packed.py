@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,6 +26,10 @@ class Codes(nn.Parameter):
         self = torch.Tensor._make_subclass(Codes, packed, False)
         self.scale, self.whole = scale, weight.shape
         return self
+
+    def bfloat16(self, *_: Any, **__: Any) -> NoReturn:
+        """Codes are not cast."""
+        raise TypeError("codes are no plain numbers")
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         raw = self.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8)

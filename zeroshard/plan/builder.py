@@ -367,12 +367,22 @@ def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
             f"parameter {parameter.name!r} has dtype {parameter.dtype}, which can't be sharded: register it as a "
             "buffer if it is frozen, or hold its real and its imaginary part"
         )
-    if precision.param is None or parameter.packed:
-        return dtype_name(parameter.dtype)
+    own = dtype_name(parameter.dtype)
+    if precision.param is None:
+        return own
     dotted = f".{parameter.name}."
-    if any(f".{kept}." in dotted for kept in precision.keep_fp32):
-        return "float32"
-    return dtype_name(precision.param)
+    kept = any(f".{kept}." in dotted for kept in precision.keep_fp32)
+    wanted = "float32" if kept else dtype_name(precision.param)
+    if not parameter.packed:
+        return wanted
+    if parameter.unsaid and wanted != own:
+        raise PlanError(
+            f"parameter {parameter.name!r} is frozen, of class {parameter.unsaid} and in {own}, while the model "
+            f"computes in {wanted}. Its class does not say whether these are plain numbers: if they are, cast them "
+            "before (parameter.data = parameter.data.to(dtype)); if they are codes, which a cast would destroy, let "
+            "the class define its conversion (to), or keep them in torch.uint8"
+        )
+    return own
 
 
 def _group_plan(

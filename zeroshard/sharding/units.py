@@ -34,6 +34,8 @@ OWN_UNIT_NUMEL = 16_384
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward: they can't be units."""
 CONTAINERS = (*LISTS, nn.Sequential)
+_CONVERSIONS = ("to", "cpu", "cuda", "half", "bfloat16", "float", "type", "__torch_function__", "__torch_dispatch__")
+"""What a class of parameters defines whose memory no plain conversion fits."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class ParameterSpec:
 
     Attributes:
         cut: how the model divides it; `shape` is that of one rank's part then.
-        packed: its memory holds something else than numbers of its dtype (a library's codes), and is kept as it is.
+        packed: its memory may hold something else than numbers of its dtype (a library's codes), and is kept as it is.
+        unsaid: name of its class, where that does not say whether it does.
     """
 
     name: str
@@ -51,6 +54,7 @@ class ParameterSpec:
     trainable: bool = True
     cut: Cut | None = None
     packed: bool = False
+    unsaid: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,16 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
 def _spec_of(path: str, parameter: nn.Parameter) -> ParameterSpec:
     cut, trainable = cut_of(path, parameter), parameter.requires_grad
     # A class of its own is how libraries of quantized weights mark what a plain conversion would destroy.
-    packed = cut is None and not trainable and whole_class(parameter) is not nn.Parameter
-    return ParameterSpec(path, whole_shape(parameter), parameter.dtype, trainable, cut, packed)
+    kind = whole_class(parameter)
+    packed = cut is None and not trainable and kind is not nn.Parameter
+    unsaid = kind.__name__ if packed and not _converts_itself(kind) else ""
+    return ParameterSpec(path, whole_shape(parameter), parameter.dtype, trainable, cut, packed, unsaid)
+
+
+def _converts_itself(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of parameters has conversions, or operations, of its own: its memory is no plain numbers."""
+    own = kind.__mro__[: next(place for place, base in enumerate(kind.__mro__) if base in (nn.Parameter, torch.Tensor))]
+    return any(name in vars(base) for base in own for name in _CONVERSIONS)
 
 
 def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
