@@ -40,9 +40,9 @@ from zeroshard.engine.planning import make_plan
 from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions, Saving
-from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
+from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardWarning
 from zeroshard.experts.divide import divide_as_stacked, divide_experts, divide_over_neighbours
-from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
+from zeroshard.mesh import EXPERT, REPLICATE, SHARD, TENSOR, Mesh, MeshAxis
 from zeroshard.model_plan import divide_by_plan
 from zeroshard.observe.build import build_observer, check_packages
 from zeroshard.optim.clients import client_source
@@ -266,19 +266,38 @@ def _divide(model: nn.Module, document: ConfigSource, mesh: Any) -> dict[int, nn
     replaced: dict[int, nn.Parameter] = {}
     tensor, size = _section_with(root, "tensor_parallel", "autotp_size")
     experts, parts = _section_with(root, "expert_parallel", "autoep_size")
-    if isinstance(model, PipelineModule) and (size > 1 or (experts.get("enabled") is True and parts > 1)):
-        raise ConfigError(
-            f"tensor_parallel.autotp_size {size} and expert_parallel.autoep_size {parts}: dividing layers of a "
-            "PipelineModule is not built; leave both at 1"
+    asked = parts if experts.get("enabled") is True else 1
+    if isinstance(model, PipelineModule):
+        _check_sizes(model.topology().mesh(), size, asked)
+    elif isinstance(mesh, DeviceMesh):
+        _check_sizes(mesh_from(mesh), size, asked)
+        replaced |= divide_experts(model, mesh, device_type)
+    elif size > 1 and asked > 1:
+        raise PlanError(
+            f"tensor_parallel.autotp_size {size} beside expert_parallel.autoep_size {asked}: say how their ranks stand "
+            "to each other, initialize(mesh_param=init_device_mesh(..., mesh_dim_names=('dp_shard', 'ep', 'tp'))) say"
         )
+    if asked > 1:
+        replaced |= divide_over_neighbours(model, asked, device_type, "expert_parallel.autoep_size")
     if size > 1:
         partition = tensor.get("partition_config")
-        replaced |= divide_by_plan(model, size, device_type, partition if isinstance(partition, Mapping) else None)
-    if isinstance(mesh, DeviceMesh):
-        replaced |= divide_experts(model, mesh, device_type)
-    if experts.get("enabled") is True and parts > 1:
-        replaced |= divide_over_neighbours(model, parts, device_type, "expert_parallel.autoep_size")
+        partition = partition if isinstance(partition, Mapping) else None
+        staged = isinstance(model, PipelineModule)
+        replaced |= divide_by_plan(model, size, device_type, partition, staged=staged)
     return replaced | divide_as_stacked(model, device_type)
+
+
+def _check_sizes(mesh: Mesh, tensor: int, experts: int) -> None:
+    """Raises PlanError where a config asks for other sizes than the mesh has."""
+    for key, axis, size in (
+        ("tensor_parallel.autotp_size", TENSOR, tensor),
+        ("expert_parallel.autoep_size", EXPERT, experts),
+    ):
+        of_mesh = mesh.size((axis,)) if axis in mesh.names else 1
+        if size > 1 and size != of_mesh:
+            raise PlanError(
+                f"{key} is {size}, but the mesh ({mesh}) has {of_mesh} ranks of {axis!r}; change one of them"
+            )
 
 
 def _section_with(root: Mapping[str, Any], name: str, key: str) -> tuple[Mapping[str, Any], int]:

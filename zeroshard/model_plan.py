@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.errors import PlanError
-from zeroshard.sharding.dtensors import has_dtensors
+from zeroshard.mesh import TENSOR
+from zeroshard.sharding.dtensors import as_dtensor, axes_of_model
 from zeroshard.sharding.resting import is_resting
 
 AUTOTP = "tensor_parallel.autotp_size"
@@ -29,12 +30,18 @@ _TYPES = ("column", "row", "skip")
 
 
 def divide_by_plan(
-    model: nn.Module, ranks: int, device_type: str, partition: Mapping[str, Any] | None = None
+    model: nn.Module,
+    ranks: int,
+    device_type: str,
+    partition: Mapping[str, Any] | None = None,
+    *,
+    staged: bool = False,
 ) -> dict[int, nn.Parameter]:
-    """Divide `model` over `ranks` neighbours; called by all ranks. A model that is divided already stays as it is.
+    """Divide `model` over `ranks` neighbours; called by all ranks. What of it is divided already stays as it is.
 
     Args:
         partition: DeepSpeed's `partition_config`: which layers are divided, in place of the model's plan.
+        staged: the model is one stage of a pipeline, which may have none of the layers that are named.
 
     Returns:
         By the id of each parameter that the model had, the one that it has in its place.
@@ -42,7 +49,7 @@ def divide_by_plan(
     Raises:
         PlanError: the world, the heads or a dim does not divide by `ranks`; the model brings no plan.
     """
-    if has_dtensors(model):
+    if TENSOR in axes_of_model(model):
         return {}
     world = dist.get_world_size() if dist.is_initialized() else 1
     absent = next((name for name, one in model.named_parameters() if one.is_meta or is_resting(one)), None)
@@ -56,7 +63,7 @@ def divide_by_plan(
     check_heads(model, ranks)
     plan = None if partition is not None else own_plan(model)
     apply = None if plan is None else _applying()
-    layers = {} if partition is None else _layers_of(model, partition)
+    layers = {} if partition is None else _layers_of(model, partition, all_of_it=not staged)
     before = dict(model.named_parameters(remove_duplicate=False))
     mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
     if plan is None or apply is None:
@@ -107,10 +114,15 @@ def _applying() -> Callable[..., object]:
 
 
 def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan with the numbers of layers in place of `*`: each parameter before its module, as transformers wants it."""
+    """A plan with the numbers of layers in place of `*`: each parameter before its module, as transformers wants it.
+
+    Modules of experts that are divided over ranks of their own are left out: they have them whole.
+    """
     found: dict[str, str] = {}
     first_names = {name for name, _ in model.named_parameters()}
     for path, module in model.named_modules():
+        if any(as_dtensor(parameter) is not None for parameter in module.parameters(recurse=False)):
+            continue
         style = plan.get(_general(path))
         for name, _ in module.named_parameters(recurse=False):
             whole = f"{path}.{name}" if path else name
@@ -126,8 +138,12 @@ def _general(path: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
-def _layers_of(model: nn.Module, partition: Mapping[str, Any]) -> dict[str, str]:
-    """The linear layers that the patterns name, and how each is divided. Raises PlanError for what is not built."""
+def _layers_of(model: nn.Module, partition: Mapping[str, Any], *, all_of_it: bool) -> dict[str, str]:
+    """The linear layers that the patterns name, and how each is divided. Raises PlanError for what is not built.
+
+    Args:
+        all_of_it: the model is a whole one, of which the patterns must name something.
+    """
     specs = partition.get("layer_specs")
     if partition.get("use_default_specs") or not isinstance(specs, (list, tuple)):
         raise PlanError(
@@ -148,7 +164,7 @@ def _layers_of(model: nn.Module, partition: Mapping[str, Any]) -> dict[str, str]
             if named and isinstance(module, (nn.Linear, nn.Embedding)):
                 found.setdefault(path, kind)
     layers = {path: kind for path, kind in found.items() if kind != "skip"}
-    if not layers:
+    if not layers and all_of_it:
         raise PlanError(
             f"{SPECS}: its patterns name no linear layer of the model; they match NAME.weight from end to end"
         )

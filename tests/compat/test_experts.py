@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.compat import tiny
 from tests.support.distributed import run_ranks
+from zeroshard.errors import PlanError
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 CONFIG: dict[str, Any] = {
@@ -106,6 +108,41 @@ def _trained(rank: int, world: int, kind: str, implementation: str) -> None:
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_transformers_model_s_experts_are_divided(kind: str, implementation: str) -> None:
     run_ranks(2, _trained, kind, implementation, timeout=300)
+
+
+def _beside_tensors(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_shard", "ep", "tp"))
+    for kind, stage in (("Mixtral", 1), ("Mixtral", 3), ("Qwen3Moe", 2)):
+        plain = _model(kind, "eager", False)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": stage}}
+        engine, *_ = zeroshard.initialize(model=_model(kind, "eager", False), config=config, mesh_param=mesh)
+        for step in range(3):
+            wanted = torch.stack([_loss(plain, _ids(step, reader), False) for reader in range(2)]).mean()
+            wanted.backward()
+            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            found = _loss(engine, _ids(step, mesh.get_local_rank("ep")), False)
+            engine.backward(found)
+            engine.step()
+            mean = found.detach().clone()
+            dist.all_reduce(mean)
+            assert abs(float(mean) / world - float(wanted.detach())) < 1e-5, (kind, stage, step)
+            assert abs((engine.get_global_grad_norm() or 0.0) - norm) < 1e-5, (kind, stage, step)
+        state, whole = zeroshard.full_state_dict(engine.module), plain.state_dict()
+        assert all(float((value - whole[name]).abs().max()) < 1e-5 for name, value in state.items()), (kind, stage)
+        engine.destroy()
+    both = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(PlanError, match=r"autotp_size 2 beside expert_parallel.autoep_size 2: say how their ranks"):
+        zeroshard.initialize(model=_model("Mixtral", "eager", False), config=both)
+    other = {**both, "tensor_parallel": {"autotp_size": 4}}
+    with pytest.raises(PlanError, match=r"autotp_size is 4, but the mesh .* has 2 ranks of 'tp'"):
+        zeroshard.initialize(model=_model("Mixtral", "eager", False), config=other, mesh_param=mesh)
+
+
+def test_experts_are_divided_beside_tensors() -> None:
+    run_ranks(4, _beside_tensors, timeout=300)
 
 
 def _pretrained(folder: Path) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.errors import ConfigError, UsageError, ZeroShardError
+from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardError
 from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -136,6 +136,40 @@ def _assert_alike(stages: int, data: int, cases: list[tuple[int, int, str]]) -> 
 def test_every_schedule_trains_as_one_stage_does() -> None:
     _assert_alike(2, 2, [(1, 1, "auto"), (3, 2, "auto")])
     _assert_alike(2, 1, [(2, 1, "interleaved_zero_bubble"), (1, 2, "zbv_zero_bubble")])
+
+
+SPECS = [
+    {"patterns": [r".*up\.weight"], "partition_type": "column"},
+    {"patterns": [r".*down\.weight"], "partition_type": "row"},
+]
+
+
+def _beside_tensors(rank: int, world: int) -> list[tuple[list[float], State]]:
+    found: list[tuple[list[float], State]] = []
+    for stage, tensor in ((3, True), (2, False)):
+        model = PipelineModule(
+            _layers(),
+            topology=PipeModelDataParallelTopology(2, 2, 1) if tensor else PipeDataParallelTopology(2, 2),
+            loss_fn=_loss,
+            seed_layers=True,
+            partition_method="uniform",
+        )
+        divided = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}} if tensor else {}
+        engine, _, _, _ = zeroshard.initialize(model=model, config=_config(stage, **divided))
+        data, told = _data(0), list[float]()
+        for _ in range(3):
+            told += [float(engine.train_batch(data)), engine.get_global_grad_norm() or 0.0]
+        found.append((told, dict(zeroshard.full_state_dict(engine.module))))
+        engine.destroy()
+    return found
+
+
+def test_layers_of_a_pipeline_are_divided_over_tensors_too() -> None:
+    for (told, state), (wanted, parameters) in run_ranks(4, _beside_tensors):
+        assert told == pytest.approx(wanted, abs=1e-6, rel=1e-6)  # both data ranks read the same
+        assert state.keys() == parameters.keys()
+        for name, value in parameters.items():
+            assert float((state[name] - value).abs().max()) < 1e-6, name
 
 
 def _shared_by_stages(rank: int, world: int) -> None:
@@ -258,7 +292,7 @@ def _refuses() -> None:
     with pytest.raises(UsageError, match=r"layer 1 is a int; a LayerSpec, a module or a function"):
         PipelineModule([specs[0], 3], num_stages=2)
     tensor = PipelineModule(specs, topology=PipeModelDataParallelTopology(1, 2, 1))
-    with pytest.raises(UsageError, match=r"2 ranks of tensor parallelism beside 1 stages, which is not built"):
+    with pytest.raises(PlanError, match=r"axis 'tp' has 2 ranks, but nothing uses it"):
         zeroshard.initialize(model=tensor, config=_config(1))
     model = PipelineModule(specs, topology=ProcessTopology(["pipe", "data"], [2, 1]), loss_fn=_loss)
     for section, message in (
@@ -274,7 +308,7 @@ def _refuses() -> None:
     ):
         with pytest.raises((UsageError, ConfigError), match=message):
             zeroshard.initialize(model=model, config=_config(1, pipeline=section))
-    with pytest.raises(ConfigError, match=r"autotp_size 2 .* dividing layers of a PipelineModule is not built"):
+    with pytest.raises(PlanError, match=r"autotp_size is 2, but the mesh \(pp 2 .*\) has 1 ranks of 'tp'"):
         zeroshard.initialize(model=model, config=_config(1, tensor_parallel={"autotp_size": 2}))
     with pytest.raises(ConfigError, match=r'stage "auto" is not built for pipelines'):
         zeroshard.initialize(model=model, config=_config(1, zero_optimization={"stage": "auto"}))

@@ -23,7 +23,7 @@ from zeroshard.comm.mesh import build_mesh, new_groups
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import PlanError
-from zeroshard.mesh import DATA, STAGES, Mesh
+from zeroshard.mesh import STAGES, Mesh
 
 _LABEL = "(pipeline stages)"
 
@@ -60,19 +60,13 @@ def find_stage(mesh: Mesh) -> StagePlace | None:
     """This rank's place among the stages of a mesh; None where the mesh has one stage.
 
     Raises:
-        PlanError: the mesh is for another number of ranks, or combines stages with what is not built beside them.
+        PlanError: the mesh is for another number of ranks.
     """
     if STAGES not in mesh.names or mesh.size((STAGES,)) == 1:
         return None
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     if mesh.world_size != size:
         raise PlanError(f"the mesh {mesh} is for {mesh.world_size} ranks, but there are {size}")
-    for axis in mesh.axes:
-        if axis.name not in (STAGES, *DATA) and axis.size > 1:
-            raise PlanError(
-                f"mesh: pipeline stages beside axis {axis.name!r} of {axis.size} ranks ({mesh}) are not built; use the "
-                f"axes {', '.join((STAGES, *DATA))}"
-            )
     return StagePlace(mesh, rank)
 
 

@@ -10,7 +10,7 @@ for batch in loader:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal, TypedDict, overload
 
@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 from zeroshard.comm.device_mesh import mesh_from
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.stages import StagePlace, find_stage
+from zeroshard.comm.together import gather_from_all
 from zeroshard.engine.automatic import OFFLOADS, AutoPlan, assumed_example, choose, example_of, reachable
 from zeroshard.engine.build import build_handle, default_device
 from zeroshard.engine.closing import close_handle
@@ -34,7 +35,7 @@ from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, s
 from zeroshard.engine.step.make_stepper import make_stepper
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.experts.divide import divide_experts
-from zeroshard.mesh import Mesh
+from zeroshard.mesh import MODEL_AXES, Mesh
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -46,7 +47,7 @@ from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.predict.tiers import Offload as AwayTo
 from zeroshard.sharding.deferred.calls import suspended
-from zeroshard.sharding.dtensors import has_dtensors, mesh_with_model
+from zeroshard.sharding.dtensors import axes_of_model, mesh_with_model, refuse_unused
 from zeroshard.sharding.marks import mark_leaf
 from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.replaced import replace_in_optimizer
@@ -137,7 +138,7 @@ def shard(
     source = None
     if optimizer is not None:
         source = client_source(optimizer, model.parameters(), allow_untested=allow_untested)
-    ranks, place = _mesh(model, mesh, shard_size)
+    ranks, place = _mesh(model, mesh, shard_size, device)
     if place is None and tied:
         raise PlanError("shard(tied=...): modules are tied between pipeline stages; give a mesh with an axis 'pp'")
     if isinstance(plan, (AutoPlan, str)):
@@ -206,17 +207,26 @@ def build_optimized(
     return model, attach_optimizer(model, source, stepper)
 
 
-def _mesh(model: nn.Module, mesh: DeviceMesh | Mesh | None, shard_size: int | None) -> tuple[Mesh, StagePlace | None]:
+def _mesh(
+    model: nn.Module, mesh: DeviceMesh | Mesh | None, shard_size: int | None, device: torch.device
+) -> tuple[Mesh, StagePlace | None]:
     """The ranks that run the model, as axes, and where these stand among pipeline stages."""
     if mesh is not None and shard_size is not None:
         raise PlanError("shard: give a mesh or shard_size, not both")
     mesh = mesh_from(mesh) if isinstance(mesh, DeviceMesh) else mesh
     place = None if mesh is None else find_stage(mesh)
+    found = mesh_with_model(model, mesh, shard_size)
     if place is None:
-        return mesh_with_model(model, mesh, shard_size), None
-    if has_dtensors(model):
-        raise PlanError(f"mesh: {mesh}: pipeline stages of a model with DTensors are not built")
+        return found, None
+    refuse_unused(place.own, _used_by_any(axes_of_model(model), device))
     return place.own, place
+
+
+def _used_by_any(own: Set[str], device: torch.device) -> list[str]:
+    """The axes over which any stage divides its parameters; called by all ranks."""
+    flags = torch.tensor([axis in own for axis in MODEL_AXES], dtype=torch.uint8, device=device)
+    told = gather_from_all(flags, "shard() of pipeline stages", "all ranks call it")
+    return [axis for axis, used in zip(MODEL_AXES, torch.stack(told).amax(dim=0).tolist(), strict=True) if used]
 
 
 def _chosen(

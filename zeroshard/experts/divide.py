@@ -36,11 +36,14 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh | Mesh | None, device_type
     """
     named = mesh_from(mesh) if isinstance(mesh, DeviceMesh) else mesh
     several = () if named is None else [axis.name for axis in named.axes if axis.size > 1]
-    if named is None or EXPERT not in several or STAGES in several or EXPERT in axes_of_model(model):
-        return {}  # experts in pipeline stages are refused where the mesh is read
+    if named is None or EXPERT not in several or EXPERT in axes_of_model(model):
+        return {}
+    whole = mesh if isinstance(mesh, DeviceMesh) else device_mesh_of(named, device_type)  # by all ranks
     fused = list(fused_experts(model))
     stacked = [(path, one, one.num_experts) for path, one in model.named_modules() if isinstance(one, StackedExperts)]
     found = [*fused, *stacked]
+    if not found and STAGES in several:
+        return {}  # another stage has them; that one has is checked where the mesh is read
     if not found:
         raise PlanError(
             f"mesh: axis {EXPERT!r} has {named.size((EXPERT,))} ranks, but nothing uses it: {type(model).__name__} has "
@@ -49,7 +52,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh | Mesh | None, device_type
         )
     for path, module, experts in found:
         _check(path, module, experts, named.size((EXPERT,)))
-    axis = _axis(mesh if isinstance(mesh, DeviceMesh) else device_mesh_of(named, device_type))
+    axis = _axis(whole)
     replaced: dict[int, nn.Parameter] = {}
     for _, module, experts in fused:
         _replace(module, axis, replaced)

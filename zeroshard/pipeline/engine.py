@@ -278,10 +278,13 @@ class PipelineCalls(TrainingEngine):
         return self._backwards.prepared(loss, divide=True)[1]
 
     def _shared_mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The mean over micro-batches and data ranks, from the ranks that have the losses to all others."""
+        """The mean over micro-batches and data ranks, from the ranks that have the losses to all others.
+
+        Ranks of `tp` have the same losses, so that the mean is one over all ranks of the stage.
+        """
         mean = torch.zeros((), dtype=torch.float32, device=self.device)
         if losses:
-            mean = torch.stack([loss.float() for loss in losses]).mean() / self.plan.dp
+            mean = torch.stack([loss.float() for loss in losses]).mean() / self.plan.mesh.world_size
         comm = self._handle.comm
         over = comm.control if comm.stages is None else comm.stages.everyone
         over.wait(over.all_reduce(mean, _LABEL))

@@ -18,11 +18,12 @@ from zeroshard.comm.stages import StagePlace, find_stage
 from zeroshard.config.resolved import Config
 from zeroshard.engine.build import default_device
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
-from zeroshard.mesh import DATA, REPLICATE, SHARD, Mesh, MeshAxis
+from zeroshard.mesh import DATA, MODEL_AXES, REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.schedules import splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
 from zeroshard.plan.builder import Recipe
+from zeroshard.sharding.dtensors import axes_of_model, mesh_with_model, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -73,23 +74,32 @@ class PipelineStart:
         self._check_stages()
 
     def _check_stages(self) -> None:
-        """Raises UsageError on all ranks where a stage has nothing to train."""
+        """Raises an error on all ranks where a stage has nothing to train, or an axis has nothing to divide."""
         model = self.model
-        trained = torch.zeros(model.num_stages, dtype=torch.int64, device=default_device())
-        trained[model.stage_id] = int(model.has_trained())
+        mesh_with_model(model, self.mesh)
+        told = torch.zeros(model.num_stages + len(MODEL_AXES), dtype=torch.int64, device=default_device())
+        told[model.stage_id] = int(model.has_trained())
+        for place, axis in enumerate(MODEL_AXES, model.num_stages):
+            told[place] = int(axis in axes_of_model(model))
         if dist.is_initialized():
-            dist.all_reduce(trained)
-        for stage, count in enumerate(trained.tolist()):
+            dist.all_reduce(told)
+        counts = told.tolist()
+        for stage, count in enumerate(counts[: model.num_stages]):
             if not count:
                 raise UsageError(
                     f"PipelineModule: stage {stage} of {model.num_stages} (layers {model.layers_of(stage)}) has no "
                     "trained parameters; use fewer stages, or partition_method='parameters'"
                 )
+        used = [axis for axis, count in zip(MODEL_AXES, counts[model.num_stages :], strict=True) if count]
+        refuse_unused(self.mesh.of_stage(), used)
 
     def divided(self, subgroup: int | None) -> Mesh:
         """The mesh of this rank's stage, in subgroups of a size. Raises PlanError where that does not divide it."""
         own = self.mesh.of_stage()
-        return own if subgroup is None else Mesh.data_parallel(own.data_parallel_size, subgroup)
+        if subgroup is None:
+            return own
+        data = Mesh.data_parallel(own.size(DATA), subgroup)
+        return Mesh((*data.axes, *(axis for axis in own.axes if axis.name not in DATA)))
 
     def place(self, own: Mesh) -> StagePlace | None:
         """This rank's place among the stages, each of them the mesh `own`; None for a single stage."""
@@ -108,7 +118,7 @@ def find_pipeline(model: nn.Module, mpu: Any, mesh_param: Any) -> PipelineStart 
     """The start of a PipelineModule; None for any other model.
 
     Raises:
-        UsageError: its topology has axes that are not built beside stages, or the caller names another mesh.
+        UsageError: the caller names another mesh.
     """
     if not isinstance(model, PipelineModule):
         return None
@@ -118,11 +128,5 @@ def find_pipeline(model: nn.Module, mpu: Any, mesh_param: Any) -> PipelineStart 
             "initialize: a PipelineModule has its mesh from num_stages or topology; leave mpu and mesh_param out"
         )
     mesh = model.topology().mesh()
-    other = next((axis for axis in mesh.axes if axis.name == "tp" and axis.size > 1), None)
-    if other is not None:
-        raise UsageError(
-            f"PipelineModule: the topology has {other.size} ranks of tensor parallelism beside "
-            f"{model.num_stages} stages, which is not built; use PipeDataParallelTopology"
-        )
     assert mesh.among(DATA) == (REPLICATE, SHARD)
     return PipelineStart(model, mesh)

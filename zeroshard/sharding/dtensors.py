@@ -12,7 +12,7 @@ the model would be another object than what trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -127,6 +127,8 @@ def _cut(name: str, of: DTensor, number: int, axis: str) -> Cut | None:
 def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None = None) -> Mesh:
     """The ranks as axes: those given, or where none are, those along which the model is divided and data axes around.
 
+    On a mesh with pipeline stages, whose other ranks have other parameters, an axis may be unused on this one.
+
     Raises:
         PlanError: the mesh and the model's own do not agree.
     """
@@ -138,11 +140,6 @@ def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None 
                     f"parameter {name!r} is divided over ranks {ranks} along {axis!r}, others over {found[axis]}: one "
                     "axis of each name is built; divide all over the same ranks"
                 )
-    if EXPERT in found and len(found) > 1:
-        raise PlanError(
-            f"the model is divided over {' and '.join(sorted(found))}: experts that are divided over {EXPERT!r} in a "
-            "model that is divided otherwise are not built yet; leave one of the axes out"
-        )
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if mesh is None:
         mesh = _around(found, world, shard_size)
@@ -157,13 +154,19 @@ def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None 
                 f"the model is divided over ranks {ranks} along {axis!r}, the mesh ({mesh}) has {own} there; divide "
                 "the model over a DeviceMesh of the same axes"
             )
+    if mesh.of_stage() == mesh:
+        refuse_unused(mesh, found)
+    return mesh
+
+
+def refuse_unused(mesh: Mesh, used: Iterable[str]) -> None:
+    """Raises PlanError for an axis of several ranks over which nothing of the model is divided."""
     for axis in mesh.among(MODEL_AXES):
-        if mesh.size((axis,)) > 1 and axis not in found:
+        if mesh.size((axis,)) > 1 and axis not in used:
             raise PlanError(
                 f"mesh: axis {axis!r} has {mesh.size((axis,))} ranks, but nothing uses it: no parameter of the model "
                 "is a DTensor on it. Call parallelize_module on the model first, or load it with its own plan"
             )
-    return mesh
 
 
 def axes_of_model(model: nn.Module) -> frozenset[str]:
@@ -200,6 +203,12 @@ def _around(found: dict[str, list[int]], world: int, shard_size: int | None) -> 
     """Data axes around the model's own, where these are neighbours."""
     if not found:
         return Mesh.data_parallel(world, shard_size)
+    if len(found) > 1:
+        axes = ", ".join(repr(axis) for axis in (DATA[1], *sorted(found)))
+        raise PlanError(
+            f"the model is divided over {' and over '.join(sorted(found))}; name all axes in a mesh, mesh="
+            f"init_device_mesh(..., mesh_dim_names=({axes})) say"
+        )
     ((axis, ranks),) = found.items()
     first = ranks[0] // len(ranks) * len(ranks)
     if world % len(ranks) or ranks != list(range(first, first + len(ranks))):

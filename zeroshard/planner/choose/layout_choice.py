@@ -25,7 +25,7 @@ class LayoutChoice:
 
 
 def choose_layout(layouts: Layouts) -> LayoutChoice:
-    """The fastest layout that runs, with some room; of equally fast ones the fewest axes, then the least memory."""
+    """The fastest layout with some room; of equally fast ones the fewest axes, then the least memory."""
     ranked = sorted(layouts.found, key=lambda layout: (_tight(layout), layout.seconds))
     of_mesh: dict[Mesh, Layout] = {}
     for layout in ranked:
@@ -34,9 +34,8 @@ def choose_layout(layouts: Layouts) -> LayoutChoice:
             of_mesh[layout.mesh] = layout
     found = sorted(of_mesh.values(), key=lambda layout: (_tight(layout), layout.seconds))
     best = None
-    run = [layout for layout in found if not layout.refused]
-    if run:
-        close = [layout for layout in run if _alike(run[0], layout)]
+    if found:
+        close = [layout for layout in found if _alike(found[0], layout)]
         best = min(close, key=lambda layout: (_axes(layout.mesh), layout.row.total))
     reasons = {layout.mesh: _reason(layout, best) for layout in found}
     reasons |= {large.mesh: _too_large(large) for large in layouts.too_large}
@@ -61,8 +60,6 @@ def _reason(layout: Layout, best: Layout | None) -> str:
         room = human_bytes(layout.row.cluster.gpu.memory - layout.row.total)
         return f"The choice: nothing that fits with some room is faster, and {room} stay free{_listed(waits)}."
     slower = layout.seconds / best.seconds - 1
-    if layout.refused:
-        return f"On paper, for {layout.refused}: {slower:+.0%} time per step."
     if _tight(layout) and not _tight(best):
         room = human_bytes(layout.row.cluster.gpu.memory - layout.row.total)
         return f"Fits with only {room} to spare, which fragmentation may eat; {slower:+.0%} time per step."

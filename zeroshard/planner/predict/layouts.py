@@ -61,11 +61,6 @@ class Layout:
     schedule: str = ""
 
     @property
-    def refused(self) -> str:
-        """Why the engine does not run it yet, "" where it does."""
-        return not_built(self.mesh)
-
-    @property
     def seconds(self) -> float:
         return self.row.time.seconds if self.pipeline is None else self.pipeline.seconds
 
@@ -263,17 +258,6 @@ def _runs(name: str, shape: Shape, setting: Setting, layers: int) -> bool:
     except UsageError:
         return False
     return True
-
-
-def not_built(mesh: Mesh) -> str:
-    """What of a mesh the engine does not run yet."""
-    several = [axis.name for axis in mesh.axes if axis.size > 1]
-    beside = [axis for axis in (SEQUENCES, EXPERT, TENSOR) if axis in several]
-    if STAGES in several and beside:
-        return f"pipeline stages beside {beside[0]!r} are not built yet"
-    if EXPERT in several and TENSOR in several:
-        return f"{EXPERT!r} beside {TENSOR!r} is not built yet"
-    return ""
 
 
 def short(mesh: Mesh) -> str:

@@ -32,7 +32,7 @@ def layout_table(layouts: Layouts, choice: LayoutChoice, title: str) -> Group:
     shown = choice.of_mesh[:SHOWN]
     for layout in shown:
         best = layout is choice.best
-        table.add_row(*_cells(layout, best), style="bold green" if best else "dim" if layout.refused else "")
+        table.add_row(*_cells(layout, best), style="bold green" if best else "")
     notes = Text()
     for layout in shown:
         notes.append(f"{layout.label}: ", style="bold" if layout is choice.best else "")
@@ -123,7 +123,6 @@ def _layout(layout: Layout, choice: LayoutChoice) -> dict[str, Any]:
         **_named(layout),
         "chosen": layout is choice.best,
         "best_of_mesh": layout in choice.of_mesh,
-        "runs": not layout.refused,
         "why": choice.reasons[layout.mesh] if layout in choice.of_mesh else None,
         "device_bytes": {**columns(row), "total": row.total},
         "peak": {"moment": row.memory.peak.label, "bytes": dict(row.memory.peak.nbytes)},
