@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
-from tests.compat.small import CONFIG, Net, deepspeed, same_values, small_net, start, train, whole_values
+import zeroshard
+from tests.compat.small import ADAMW, CONFIG, Net, deepspeed, same_values, small_net, start, train, whole_values
 from tests.support.distributed import run_ranks
+from zeroshard.errors import ZeroShardWarning
 
 
 def _init_shards(rank: int, world: int) -> None:
@@ -50,8 +53,8 @@ def _init_shards(rank: int, world: int) -> None:
             with torch.no_grad():
                 model.head.weight.fill_(2.0)
     assert torch.equal(whole_values(model)["head.weight"], torch.full((3, 8), 2.0))
-    with deepspeed.zero.GatheredParameters(model.head.weight):  # changes that nobody asked to keep
-        with torch.no_grad():
+    with pytest.warns(ZeroShardWarning, match=r"'head.weight' was changed .* without modifier_rank, and has its old"):
+        with deepspeed.zero.GatheredParameters(model.head.weight), torch.no_grad():
             model.head.weight.fill_(7.0)
     before = whole_values(model)
     assert torch.equal(before["head.weight"], torch.full((3, 8), 2.0))
@@ -113,10 +116,26 @@ def _gathered(rank: int, world: int) -> None:
             assert not hasattr(copied[0], "ds_id")
 
 
-def _both(rank: int, world: int) -> None:
+def _whole_at(stage: int, rank: int) -> None:
+    """Where each rank has the whole parameter DeepSpeed's block does nothing, so a change inside of it stays."""
+    for bf16 in (False, True):
+        model = small_net()
+        config = {**CONFIG, "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}, "optimizer": ADAMW}
+        engine, *_ = start(model, config)
+        with deepspeed.zero.GatheredParameters(model.head.weight), torch.no_grad():
+            model.head.weight.fill_(2.0)
+        assert torch.equal(whole_values(model)["head.weight"].float(), torch.full((3, 8), 2.0))
+        train(engine, rank, 1)
+        assert 1.5 < float(zeroshard.safe_get_full_fp32_param(model.head.weight).mean()) < 2.5
+        engine.destroy()
+
+
+def _all(rank: int, world: int) -> None:
     _init_shards(rank, world)
     _gathered(rank, world)
+    for stage in (0, 1, 2):
+        _whole_at(stage, rank)
 
 
 def test_parameters_outside_of_an_engine_behave_as_the_libraries_expect() -> None:
-    run_ranks(2, _both)
+    run_ranks(2, _all)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.distributed import run_ranks
-from zeroshard.errors import ConfigError, PlanError, UsageError
+from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardWarning
 
 deepspeed = pytest.importorskip("deepspeed", reason="zeroshard-deepspeed (compat/deepspeed) is not installed")
 
@@ -225,7 +225,8 @@ def test_a_change_that_would_be_lost_is_refused_where_sanity_checks_are_on(built
         with pytest.raises(UsageError, match="without modifier_rank"):
             change()
     else:
-        change()
+        with pytest.warns(ZeroShardWarning, match="without modifier_rank"):
+            change()
         with deepspeed.zero.GatheredParameters(model.weight):
             assert model.weight.detach().abs().max() < 1.0
     if built == "engine":

@@ -5,6 +5,7 @@ Gathering goes unit by unit into memory of its own, never into the slots, so it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from types import TracebackType
@@ -20,7 +21,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_param, rank_shard, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.outside_step.disk_errors import telling_all
-from zeroshard.errors import SpillError, UsageError
+from zeroshard.errors import SpillError, UsageError, ZeroShardWarning
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.fingerprint import Fingerprints
@@ -63,7 +64,7 @@ class Unkept(Enum):
     """What becomes of values that were changed without a modifier_rank."""
 
     REFUSED = "an error"
-    DROPPED = "the old values again"
+    DROPPED = "the old values again, with a warning"
 
 
 class GatheredParameters:
@@ -165,7 +166,7 @@ class GatheredParameters:
     def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
         """A change of what this block has not gathered overwrites what its master weights, or the old values, are."""
         _, _, group, index = place
-        if index in group.opened:
+        if index in group.opened or self._stays(parameter):
             return None
         kept = self._modifier is None or group.master is not None
         return holder_of(parameter).detach().clone() if kept else None
@@ -184,7 +185,9 @@ class GatheredParameters:
                 self._keep_changes(self._modifier)
             elif changed:
                 self._restore(changed)
-            if kind is None and changed and not self._drops:
+            if kind is None and self._drops:
+                self._warn_of([member for member in changed if not self._stays(member)])
+            elif kind is None and changed:
                 raise UsageError(
                     f"{_called(changed[0])} was changed inside GatheredParameters without modifier_rank, so the change "
                     "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
@@ -194,11 +197,25 @@ class GatheredParameters:
             for parameter, _ in self._unowned:
                 rest_unowned(parameter)
             for parameter, (handle, *_) in self._places:
-                handle.runtime.inspection.accept(parameter)
+                if not self._stays(parameter):
+                    handle.runtime.inspection.accept(parameter)
             for member in self._held:
                 del vars(member)[_HELD]
             self._before.clear()
             self._fingerprints.clear()
+
+    def _stays(self, member: torch.Tensor) -> bool:
+        """Whether a change stays, as outside of the block, though nobody asked to keep it."""
+        return False
+
+    def _warn_of(self, dropped: list[torch.Tensor]) -> None:
+        if dropped:
+            warnings.warn(
+                f"{_called(dropped[0])} was changed inside GatheredParameters without modifier_rank, and has its old "
+                "values again, as with DeepSpeed at stage 3; pass modifier_rank=0 to keep that rank's change",
+                ZeroShardWarning,
+                stacklevel=4,
+            )
 
     def _let_go(self) -> None:
         """What was gathered is what it is outside of the block again."""

@@ -90,6 +90,11 @@ def enables_checks(config: Mapping[str, Any]) -> bool:
     return isinstance(zero, Mapping) and zero.get("enable_sanity_checks") in (True, 1)
 
 
+def is_described(parameter: torch.Tensor) -> bool:
+    """Whether it is one of stage 3, or of an Init that shards: DeepSpeed's blocks do something with it."""
+    return "ds_id" in vars(parameter)
+
+
 def is_checked(parameter: torch.Tensor) -> bool:
     """Whether a change of the parameter that would be lost is an error."""
     return _CHECKED in vars(parameter)

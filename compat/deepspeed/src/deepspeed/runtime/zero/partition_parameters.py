@@ -17,7 +17,7 @@ from torch import nn
 import zeroshard
 from deepspeed import _config
 from deepspeed._exports import lazy
-from deepspeed._parameters import ZeroParamStatus, announce, describe, enables_checks, is_checked
+from deepspeed._parameters import ZeroParamStatus, announce, describe, enables_checks, is_checked, is_described
 from zeroshard.cluster import rank_place
 from zeroshard.engine.build import default_device
 from zeroshard.engine.outside_step.gathered import GatheredParameters as _Gathered
@@ -110,9 +110,10 @@ class Init(ShardedInit):
 
 
 class GatheredParameters(_Gathered):
-    """As `zeroshard.GatheredParameters`; changes without a modifier_rank are dropped, not refused.
+    """As `zeroshard.GatheredParameters`; changes without a modifier_rank are no error.
 
-    They are refused where the config of a parameter says `zero_optimization.enable_sanity_checks`.
+    At stage 3 they are dropped, with a warning; at stages 0 to 2, where DeepSpeed's does nothing, they are kept on the
+    rank that made them. They are refused where the config of a parameter says `zero_optimization.enable_sanity_checks`.
 
     Args:
         params: may hold None, buffers and plain tensors, which are left alone.
@@ -130,6 +131,9 @@ class GatheredParameters(_Gathered):
         super().__init__(params, modifier_rank, fwd_module, enabled)
         if any(is_checked(member) for member in self._members):
             self.unkept = Unkept.REFUSED
+
+    def _stays(self, member: torch.Tensor) -> bool:
+        return self._drops and not is_described(member)
 
 
 def _dtype(config: Any) -> torch.dtype:
