@@ -12,6 +12,7 @@ has.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,11 +22,14 @@ import torch.distributed as dist
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import build_mesh, new_groups
 from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.together import gather_from_all
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.errors import PlanError
-from zeroshard.mesh import STAGES, Mesh
+from zeroshard.mesh import STAGES, Axes, Mesh
 
 _LABEL = "(pipeline stages)"
+_LONGEST = 4096
+"""Bytes in which a stage names its axes."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,20 @@ def find_stage(mesh: Mesh) -> StagePlace | None:
     if mesh.world_size != size:
         raise PlanError(f"the mesh {mesh} is for {mesh.world_size} ranks, but there are {size}")
     return StagePlace(mesh, rank)
+
+
+def axes_of_all(own: Sequence[Axes], device: torch.device) -> list[Axes]:
+    """The axes over which the ranks of any stage meet, in one order; called by all ranks of all stages.
+
+    Every rank makes every communicator, those of axes that only other stages use too.
+    """
+    content = json.dumps(own).encode()
+    if len(content) > _LONGEST:
+        raise PlanError(f"the mesh has too many axes to tell the other pipeline stages of: {len(content)} bytes")
+    told = torch.frombuffer(bytearray(content.ljust(_LONGEST)), dtype=torch.uint8).to(device)
+    texts = gather_from_all(told, "shard() of pipeline stages", "all ranks call it")
+    found = {tuple(axes) for text in texts for axes in json.loads(bytes(text.cpu().tolist()).decode())}
+    return sorted(found)
 
 
 class Stages:

@@ -14,7 +14,7 @@ from zeroshard.comm.mesh import RankMesh, build_mesh, world_size
 from zeroshard.comm.nested import NestedCollectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import PeerMemoryFactory
-from zeroshard.comm.stages import StagePlace, Stages
+from zeroshard.comm.stages import StagePlace, Stages, axes_of_all
 from zeroshard.comm.waiting import Waiter
 from zeroshard.comm.watchdog import Watchdog
 from zeroshard.engine.core.handle import Comm, Handle, attach, find_handle
@@ -75,8 +75,9 @@ def build_handle(
     _check_plan(model, plan, place)
     tiers = {} if tiers is None else tiers
     check_tiers(plan, tiers)
-    mesh = build_mesh(plan.mesh, _axes_of(plan), None if place is None else place.whole)
     device = default_device() if device is None else device
+    over = _axes_of(plan) if place is None else axes_of_all(_axes_of(plan), device)
+    mesh = build_mesh(plan.mesh, over, None if place is None else place.whole)
     comm = _communicators(mesh)
     if place is not None:
         comm.stages = Stages(place, device, comm.sent)
