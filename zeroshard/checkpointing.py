@@ -65,7 +65,8 @@ def configure(
     buffer, change nothing, as in DeepSpeed.
 
     Raises:
-        UsageError: a model-parallel group (`mpu_`), which is not built yet; a switch that is neither true nor false.
+        UsageError: a model-parallel group (`mpu_`), which is not built yet; a switch that is neither true nor false; a
+            contiguous buffer without a size.
         ConfigError: a wrong value in the config's section.
     """
     if mpu_ is not None:
@@ -80,7 +81,16 @@ def configure(
     for name, value in (*zip(names, given.values(), strict=True), *unused.items()):
         need_kind(value, (bool, type(None)), f"checkpointing.configure({name}=...)", "True, False or None")
     need_kind(num_checkpoints, (int, type(None)), "checkpointing.configure(num_checkpoints=...)", "a number or None")
+    if contiguous_checkpointing and num_checkpoints is None and not _counted(deepspeed_config):
+        raise UsageError(
+            "checkpointing.configure(contiguous_checkpointing=True) needs num_checkpoints, the number of layers whose "
+            "inputs the buffer holds (number_checkpoints in the config)"
+        )
     _SETTINGS.set(replace(settings, **{name: value for name, value in given.items() if value is not None}))
+
+
+def _counted(config: Source | None) -> bool:
+    return config is not None and activation_section(config).number is not None
 
 
 def settings_of(config: ActivationConfig) -> CallSettings:
@@ -91,6 +101,11 @@ def settings_of(config: ActivationConfig) -> CallSettings:
 def apply(settings: CallSettings) -> None:
     """Set how this thread's calls of `checkpoint` are made."""
     _SETTINGS.set(settings)
+
+
+def current() -> CallSettings:
+    """How this thread's calls of `checkpoint` are made."""
+    return _SETTINGS.get() or _PLAIN
 
 
 def is_configured() -> bool:
@@ -110,7 +125,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Gradients are, bit for bit, those of a plain call.
     """
     need_function(function, "checkpoint", "a function")
-    settings = _SETTINGS.get() or _PLAIN
+    settings = current()
     run = _Observed(function, settings) if settings.synchronize or settings.profile else function
     return run_checkpointed(run, settings.on_host, {"use_reentrant": False}, *args, **kwargs)
 

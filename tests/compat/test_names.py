@@ -231,3 +231,17 @@ def test_a_change_that_would_be_lost_is_refused_where_sanity_checks_are_on(built
             assert model.weight.detach().abs().max() < 1.0
     if built == "engine":
         engine.destroy()
+
+
+def test_variables_of_the_checkpointing_module_are_its_settings() -> None:
+    module = deepspeed.checkpointing
+    module.reset()
+    assert (module.CPU_CHECKPOINT, module.deepspeed_checkpointing_enabled, module.num_layers) == (False, False, None)
+    module.configure(checkpoint_in_cpu=True)
+    assert (module.CPU_CHECKPOINT, module.deepspeed_checkpointing_enabled) == (True, True)
+    module.CPU_CHECKPOINT, module.SYNCHRONIZE, module.PARTITION_ACTIVATIONS = False, True, False
+    assert (module.CPU_CHECKPOINT, module.SYNCHRONIZE, module.PROFILE_TIME) == (False, True, False)
+    with pytest.raises(UsageError, match=r"deepspeed.checkpointing.num_layers = 3: activations are not divided"):
+        module.num_layers = 3
+    module.deepspeed_checkpointing_enabled = False
+    assert not module.is_configured()

@@ -89,6 +89,9 @@ def _reads(rank: int, world: int) -> None:
                 torch.testing.assert_close(state, reference.state[parameter][key], rtol=1e-4, atol=1e-9)
                 local = _joined(lambda p, k=key: zeroshard.safe_get_local_optimizer_state(p, k), named[name], stage)
                 assert torch.equal(local, state.reshape(-1))
+            assert optimizer.state[named[name]]["step"] == reference.state[parameter]["step"]
+        with pytest.raises(UsageError, match=r"optimizer.state\[parameter\]\['exp_avg'\]: the state is flat"):
+            optimizer.state[named["outer.weight"]]["exp_avg"]
         assert_same(full_parameters(model), {n: zeroshard.safe_get_full_fp32_param(p) for n, p in named.items()})
         assert _empty(model) == sharded
         with pytest.raises(UsageError, match="no state 'velocity'; it has exp_avg, exp_avg_sq"):

@@ -113,6 +113,12 @@ def test_arguments_precede_the_config_and_wrong_values_are_refused() -> None:
     assert checkpointing._SETTINGS.get() == checkpointing.CallSettings(on_host=True), "nothing is taken over in part"
     with pytest.raises(UsageError, match="checkpoint: a function is needed, got 3"):
         checkpointing.checkpoint(3, torch.ones(1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        UsageError, match=r"contiguous_checkpointing=True\) needs num_checkpoints, the number of layers"
+    ):
+        checkpointing.configure(contiguous_checkpointing=True)
+    counted = {SECTION: {"number_checkpoints": 4}}
+    checkpointing.configure(deepspeed_config=counted, contiguous_checkpointing=True)
     with pytest.raises(UsageError, match="mpu_"):
         checkpointing.configure(mpu_=object())
 

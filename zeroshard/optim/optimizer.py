@@ -6,7 +6,6 @@ arithmetic is done by an UpdateMethod on the regions of the plan.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -30,11 +29,35 @@ class StepHandler(Protocol):
 
     def check_open(self) -> None: ...
 
+    def updates_of(self, parameter: torch.Tensor) -> float | None: ...
+
+
+class _States(dict[Any, "_StateElsewhere"]):
+    """What `optimizer.state` is."""
+
+    def __init__(self, handler: StepHandler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def __missing__(self, parameter: Any) -> _StateElsewhere:
+        made = self[parameter] = _StateElsewhere(self._handler, parameter)
+        return made
+
 
 class _StateElsewhere(dict[str, Any]):
-    """What `optimizer.state[parameter]` is: empty, and whoever asks for one state by name is told where it is."""
+    """What `optimizer.state[parameter]` is: empty, but for `step`, the number of the parameter's updates.
 
-    def __missing__(self, name: str) -> NoReturn:
+    Whoever asks for another state by name is told where it is.
+    """
+
+    def __init__(self, handler: StepHandler, parameter: Any) -> None:
+        super().__init__()
+        self._handler, self._parameter = handler, parameter
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        updates = self._handler.updates_of(self._parameter) if name == "step" else None
+        if updates is not None:
+            return torch.tensor(updates)
         raise UsageError(
             f"optimizer.state[parameter][{name!r}]: the state is flat and sharded and not in here; on all ranks "
             f"zeroshard.safe_get_full_optimizer_state(parameter, {name!r}) gives a copy"
@@ -66,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.hands_out_groups = False
         """Whether state_dict() gives hyper-parameters without state, in place of an error; loading them stays one."""
         super().__init__(groups, dict(defaults))
-        self.state = defaultdict(_StateElsewhere)
+        self.state = _States(handler)  # pyright: ignore[reportAttributeAccessIssue]
         self._sealed = True
         self._members = [list(group["params"]) for group in self.param_groups]
         self._options = [GroupOptions(group) for group in self.param_groups]

@@ -85,6 +85,10 @@ class SavedState(Protocol):
         """The state of all parameters that have some."""
         ...
 
+    def updates_of(self, region: int, index: int) -> float | None:
+        """How often a parameter was updated; None where this rank does not count it. Waits for the device."""
+        return None
+
     def reset_state(self) -> None:
         """Go back to before the first update."""
         ...
@@ -140,6 +144,11 @@ class FlatState(SavedState):
     def state_keys(self, region: int) -> tuple[str, ...] | None:
         """See SavedState."""
         return tuple(self.flat_states()[region][1])
+
+    def updates_of(self, region: int, index: int) -> float | None:
+        """See SavedState."""
+        counts = self.step_counts()
+        return None if counts is None else float(counts[region][index])
 
     def state_parts(self) -> Iterator[StatePart]:
         """See SavedState."""

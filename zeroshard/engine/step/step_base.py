@@ -125,6 +125,18 @@ class StepperBase(ABC):
             DivergenceError: ranks issued different collectives since the last step; nothing was updated.
         """
 
+    def updates_of(self, parameter: torch.Tensor) -> float | None:
+        """How often a parameter was updated; None for one that is not this model's, or whose updates nobody counts."""
+        first = 0
+        for unit in self.handle.runtime.units:
+            for number, group in enumerate(unit.trainable):
+                index = next((index for index, one in enumerate(group.parameters) if one is parameter), None)
+                if index is not None:
+                    self.settle()
+                    return self.update.updates_of(first + number, index)
+            first += len(unit.trainable)
+        return None
+
     @abstractmethod
     def norm(self) -> float:
         """Norm of the averaged, unscaled gradients of the backwards since the last step."""
