@@ -227,8 +227,8 @@ def openmpi_node(environ: Environment) -> NodePlace:
 def torchrun_node(environ: Environment) -> NodePlace:
     """What torchrun's own variables say (PET_NNODES and so on); operators for Kubernetes set them."""
     nnodes = environ.get("PET_NNODES")
-    if nnodes is not None and ":" in nnodes and len(set(nnodes.split(":"))) > 1:
-        raise UsageError(f"PET_NNODES={nnodes}: a number of nodes that changes is not built yet; give one number")
+    if nnodes is not None and len(set(nnodes.split(":"))) > 1:
+        nnodes = None  # an elastic job, which needs no number
     rank = environ.get("PET_NODE_RANK")
     return NodePlace(
         nnodes=_whole("PET_NNODES", nnodes.partition(":")[0]) if nnodes else None,

@@ -60,7 +60,6 @@ def test_the_environment_fills_what_the_options_leave_open(
         (Rendezvous.SLURM, {**_STEP, "SLURM_STEP_NUM_TASKS": "6"}, NodePlace(), "6 tasks on 3 nodes"),
         (Rendezvous.OPENMPI, {}, NodePlace(), "not started by Open MPI's mpirun"),
         (Rendezvous.OPENMPI, {**_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, NodePlace(), "2 processes on this node"),
-        (Rendezvous.ENV, {"PET_NNODES": "1:4"}, NodePlace(), "a number of nodes that changes is not built yet"),
         (Rendezvous.ENV, {"PET_NNODES": "2"}, NodePlace(), "the nodes meet at node 0"),
     ],
 )

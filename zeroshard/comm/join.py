@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zeroshard.arguments import need_kind
 from zeroshard.cluster import DEFAULT_PORT, RankPlace, rank_place
+from zeroshard.elastic.place import place_in
 from zeroshard.errors import UsageError
 
 _LOGGER = logging.getLogger("zeroshard")
@@ -146,7 +147,7 @@ def _join_others(backend: str, place: RankPlace, limit: timedelta | None, verbos
     where = f"{place.master_addr}:{place.master_port}"
     _warn_unknown_host(place)
     try:
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(backend, timeout=limit, **_store_of_job())
     except dist.DistError as error:
         raise UsageError(
             f"rank {place.rank} of {place.world_size} ({place.source}) did not meet the others at {where}: "
@@ -154,6 +155,20 @@ def _join_others(backend: str, place: RankPlace, limit: timedelta | None, verbos
         ) from error
     if verbose and place.rank == 0:
         _LOGGER.info("%d ranks of %s met at %s, backend %s", place.world_size, place.source, where, backend)
+
+
+def _store_of_job() -> dict[str, Any]:
+    """In an elastic job its own store, which outlives the node that torch's env:// would meet at."""
+    place = place_in(os.environ)
+    if place is None:
+        return {}
+    address, port = place.meeting
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return {
+        "store": dist.PrefixStore(f"zeroshard/round/{place.round}", store),
+        "rank": place.rank,
+        "world_size": place.world_size,
+    }
 
 
 def _take_device(place: RankPlace) -> None:

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +79,14 @@ class Outcome:
     killed: bool = False
 
 
-def launch(ranks: Ranks) -> Outcome:
+def launch(ranks: Ranks, control: Callable[[RankWatch | None], None] | None = None) -> Outcome:
     """Run the job's ranks on this node until they have ended.
 
     SIGTERM asks ranks that can to save and end; the status is then PREEMPTED, and nothing is restarted.
+
+    Args:
+        control: is given what watches the ranks, by which another thread may end them, and None when it may not any
+            more.
 
     Raises UsageError if the ranks can't be started: the script is missing, the port is taken, the master is not there.
     """
@@ -98,10 +102,12 @@ def launch(ranks: Ranks) -> Outcome:
     with watch:
         peers = Peers(job, watch) if job.nnodes > 1 else None
         try:
+            if control is not None:
+                control(watch)
             with _says_who_is_missing(job, watch):
                 launch_agent(_config(ranks, watch), sys.executable, _command(job))
         except ChildFailedError as error:
-            ending, first = _failure(error, watch, ranks.host)
+            ending, first = (Ending(How.ENDED, 1), None) if watch.ended_by_peer else _failure(error, watch, ranks.host)
         except SignalException:
             ending = _stopped(ranks, watch)
         except (RendezvousError, dist.DistError) as error:
@@ -110,6 +116,8 @@ def launch(ranks: Ranks) -> Outcome:
             ending = Ending(How.ENDED, runner.PREEMPTED if watch.preempted else 0)
         finally:
             watch.note_stops()
+            if control is not None:
+                control(None)
             watch.kill_ranks()
         status = peers.conclude(ending) if peers is not None else _tell(ending)
         if status == runner.PREEMPTED and not job.over_ssh:

@@ -6,6 +6,8 @@ What a command needs is imported inside it: torch's launcher, or the config with
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -58,7 +60,7 @@ def run(
     nproc: o.Nproc = None,
     module: o.Module = False,
     no_python: o.NoPython = False,
-    max_restarts: o.MaxRestarts = 0,
+    max_restarts: o.MaxRestarts = None,
     elastic: o.Elastic = None,
     hostfile: o.Hostfile = None,
     include: o.Include = None,
@@ -71,7 +73,10 @@ def run(
     env_file: o.EnvFile = None,
     force_multi: o.ForceMulti = False,
     no_ssh: o.NoSsh = False,
-    nnodes: o.Nnodes = None,
+    nodes: o.Nnodes = None,
+    spares: o.Spares = 0,
+    lost_after: o.LostAfter = 3.0,
+    last_call: o.LastCall = 30.0,
     node_rank: o.NodeRank = None,
     master_addr: o.MasterAddr = None,
     master_port: o.MasterPort = None,
@@ -85,18 +90,26 @@ def run(
     end_with_input: o.EndsWithInput = False,
 ) -> None:
     """Start SCRIPT once per rank, here or on several hosts. When a rank dies, say which and why, and end the others."""
+    told = os.environ.get("PET_NNODES", "")
+    nnodes, elastic_nodes = _nodes(nodes if nodes is not None or len(set(told.split(":"))) < 2 else told)
+    if spares and elastic_nodes is None:
+        raise UsageError("--spares: spare nodes are those of an elastic job; give --nodes MIN:MAX")
     job = Job(
         target=script,
         args=tuple(args or ()),
         kind=_kind(module, no_python),
         rendezvous_timeout=rendezvous_timeout,
-        max_restarts=max_restarts,
+        max_restarts=max_restarts if max_restarts is not None else 0 if elastic_nodes is None else 3,
         sizes=None if elastic is None else _allowed_sizes(elastic),
         log_dir=enable_each_rank_log or log_dir,
         console=Console.NONE if enable_each_rank_log else console,
         bind_cores=bind_cores or bind_core_list is not None,
         core_list=bind_core_list,
         ends_with_input=end_with_input,
+        nodes=elastic_nodes,
+        spares=spares,
+        lost_after=lost_after,
+        last_call=last_call,
     )
     if console is not Console.ALL and job.log_dir is None:
         raise UsageError(f"--console {console.value}: give the files in which the output is to be, as --log-dir")
@@ -117,6 +130,14 @@ def run(
         rendezvous=rendezvous,
     )
     raise typer.Exit(dispatch.run(job, options))
+
+
+@app.command()
+def rendezvous(port: o.RendezvousPort = 29500) -> None:
+    """Serve the place where the nodes of elastic jobs meet, until it is ended: on a host that no job runs on."""
+    from zeroshard.launch.elastic.serve import serve
+
+    serve(port)
 
 
 @app.command(context_settings=_PASSED_ON)
@@ -202,6 +223,19 @@ def _allowed_sizes(config_file: Path) -> tuple[int, ...]:
     from zeroshard.config.elastic_config import elastic_sizes
 
     return elastic_sizes(config_file)
+
+
+def _nodes(text: str | None) -> tuple[int | None, tuple[int, int] | None]:
+    """The number of nodes of a job, or the least and the most nodes of an elastic one."""
+    if text is None:
+        return None, None
+    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+    if found is None:
+        raise UsageError(f"--nodes {text}: give a number of nodes, or the least and the most as MIN:MAX")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if not 1 <= least <= most:
+        raise UsageError(f"--nodes {text}: at least one node, and no fewer at most than at least")
+    return (least, None) if found[2] is None else (None, (least, most))
 
 
 def _kind(module: bool, no_python: bool) -> TargetKind:

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from zeroshard.cluster import NodePlace
+from zeroshard.cluster import DEFAULT_PORT, NodePlace
 from zeroshard.errors import UsageError
 from zeroshard.launch import environment, hosts, starters
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job, TargetKind
 from zeroshard.launch.messages import say
 from zeroshard.launch.node import run_node
-from zeroshard.launch.rendezvous import Rendezvous, find_place
+from zeroshard.launch.rendezvous import Rendezvous, find_place, find_told
 from zeroshard.launch.starters import Launcher, StarterOptions
 
 _NAMED_HOSTS = 16  # in the line that says where the job runs
@@ -102,6 +102,8 @@ def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job
         given = replace(given, nnodes=None)  # the one host: --num-nodes was about the file
     if options.num_slots is not None and chosen is None:
         given = replace(given, nproc=str(options.num_slots))
+    if job.nodes is not None:
+        return _elastic(job, options, given)
     place = find_place(given, options.rendezvous, os.environ)
     assert place.nnodes is not None
     assert place.node_rank is not None
@@ -114,10 +116,25 @@ def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job
         master_port=place.master_port,
     )
     if place.nnodes > 1 and (job.max_restarts or job.sizes):
-        raise UsageError("--max-restarts and --elastic with several nodes are not built yet; a failure ends the job")
+        raise UsageError(
+            f"--max-restarts and --elastic with {place.nnodes} nodes: a job of a fixed number of nodes ends with any "
+            "of them; --nodes MIN:MAX is one that goes on"
+        )
     if chosen is None:
         return job
     return _on_host(job, chosen[place.node_rank if options.no_ssh else 0])
+
+
+def _elastic(job: Job, options: HostOptions, given: NodePlace) -> Job:
+    """A node of an elastic job: it needs no number, but to know where the nodes meet."""
+    if given.node_rank is not None:
+        raise UsageError("--node-rank: nodes of an elastic job come and go, and need no numbers; leave it out")
+    told = find_told(options.rendezvous, os.environ)
+    address = given.master_addr or told.master_addr
+    if address is None:
+        raise UsageError("--nodes MIN:MAX: give the address at which the nodes meet as --master-addr")
+    port = given.master_port or told.master_port or DEFAULT_PORT
+    return replace(job, nproc=given.nproc or told.nproc or "auto", master_addr=address, master_port=port)
 
 
 def _take_variables(options: HostOptions) -> None:
@@ -136,8 +153,11 @@ def _run_remote(job: Job, options: HostOptions, chosen: Sequence[Host]) -> int:
     from zeroshard.launch.channel import open_channels
     from zeroshard.launch.remote import Node, RemoteJob
 
-    if job.max_restarts or job.sizes:
-        raise UsageError("--max-restarts and --elastic with several hosts are not built yet; a failure ends the job")
+    if job.max_restarts or job.sizes or job.nodes:
+        raise UsageError(
+            "--max-restarts, --elastic and --nodes MIN:MAX with hosts that the launcher starts are not built; start "
+            "the nodes one by one, with --nodes MIN:MAX and --master-addr"
+        )
     if options.given.node_rank is not None:
         raise UsageError("--node-rank goes with --no-ssh; with a hostfile the launcher numbers the nodes itself")
     if options.given.nproc is not None:
@@ -178,8 +198,11 @@ def _run_by_starter(job: Job, options: HostOptions, chosen: Sequence[Host] | Non
         )
     if options.launcher is Launcher.OPENMPI and (chosen is None or options.hostfile is None):
         raise UsageError("--launcher openmpi needs a --hostfile")
-    if job.max_restarts or job.sizes:
-        raise UsageError("--max-restarts and --elastic with several hosts are not built yet; a failure ends the job")
+    if job.max_restarts or job.sizes or job.nodes:
+        raise UsageError(
+            f"--max-restarts, --elastic and --nodes MIN:MAX with --launcher {options.launcher.value} are not built; "
+            "start the nodes one by one, with --nodes MIN:MAX and --master-addr"
+        )
     variables = environment.exported(os.environ, options.exports, _env_files(options))
     command = starter_command(job, options, chosen, sorted(variables))
     sys.stdout.flush()

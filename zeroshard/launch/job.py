@@ -41,6 +41,8 @@ class Job:
     `nproc` is a number of ranks, `auto`, `gpu` or `cpu`. `devices` are the GPUs to show to the ranks, by their numbers
     among those that the node shows to us; None for all. `node_name` is what the node is called in reports.
     `sizes` are the numbers of ranks that there may be; None for the one that `nproc` says.
+    `nodes` are the least and the most nodes of an elastic job, whose nodes come and go; `spares` more may wait, and one
+    that was silent for `lost_after` seconds is lost. It begins with fewer than the most after `last_call` seconds.
     `over_ssh` nodes are watched by a launcher at the other end of their standard streams; a node that `ends_with_input`
     takes the end of its standard input for the death of what started it.
     """
@@ -62,6 +64,10 @@ class Job:
     console: Console = Console.ALL
     bind_cores: bool = False
     core_list: str | None = None
+    nodes: tuple[int, int] | None = None
+    spares: int = 0
+    lost_after: float = 3.0
+    last_call: float = 30.0
     over_ssh: bool = False
     ends_with_input: bool = False
 
@@ -79,6 +85,8 @@ class Job:
         values["args"] = tuple(values["args"])
         if values["sizes"] is not None:
             values["sizes"] = tuple(values["sizes"])
+        if values["nodes"] is not None:
+            values["nodes"] = (values["nodes"][0], values["nodes"][1])
         values["kind"] = TargetKind(values["kind"])
         values["console"] = Console(values["console"])
         if values["devices"] is not None:

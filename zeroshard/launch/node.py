@@ -18,6 +18,7 @@ from pathlib import Path
 
 import zeroshard
 from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.launch.elastic.rounds import Limits
 from zeroshard.launch.guard import FORWARDED, Tell, guarded
 from zeroshard.launch.job import ORDERED_FILE, Job
 from zeroshard.launch.messages import say, send
@@ -54,16 +55,34 @@ def _await_end_of_input(tell: Tell, directory: str) -> None:
 def start(job: Job, directory: str) -> int:
     """Decide what the node leaves open, and run the agent. In the guard's child: torch is loaded here."""
     from zeroshard.launch.binding import bind_ranks
+    from zeroshard.launch.elastic.node import run_elastic
     from zeroshard.launch.restarts import Places, run_with_restarts
 
     if job.over_ssh or job.ends_with_input:
         _leave_input()
     if job.devices is not None:
         _show_devices(job.devices)
-    if job.nnodes > 1 and job.master_addr is not None:
+    if (job.nnodes > 1 or job.nodes is not None) and job.master_addr is not None:
         choose_interface(job.master_addr, os.environ)
+    if job.nodes is not None:
+        ranks = resolve_nproc(job.nproc)
+        return run_elastic(job, ranks, Path(directory), _limits(job), lambda: bind_ranks(job, ranks, os.environ))
     places = Places.of_this_node(resolve_nproc(job.nproc), gpu_count())
     return run_with_restarts(job, Path(directory), places, lambda ranks: bind_ranks(job, ranks, os.environ))
+
+
+def _limits(job: Job) -> Limits:
+    assert job.nodes is not None
+    least, most = job.nodes
+    return Limits(
+        least,
+        most,
+        job.spares,
+        job.sizes,
+        lost_after=job.lost_after,
+        last_call=job.last_call,
+        timeout=job.rendezvous_timeout,
+    )
 
 
 def _leave_input() -> None:

@@ -38,12 +38,14 @@ Nproc = Annotated[
     ),
 ]
 MaxRestarts = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--max-restarts",
         "--max_restarts",
         min=0,
-        help="Restart all ranks so often when one dies.",
+        help="Restart all ranks so often when one dies; of an elastic job, the ranks of a node so often without a "
+        "step in between. [default: 0; of an elastic job 3]",
+        show_default=False,
         rich_help_panel=_WHAT,
     ),
 ]
@@ -151,14 +153,40 @@ NoSsh = Annotated[
     ),
 ]
 Nnodes = Annotated[
-    int | None,
+    str | None,
     typer.Option(
+        "--nodes",
         "--nnodes",
         "--num-nodes",
         "--num_nodes",
-        min=1,
-        help="Nodes of the job; with a hostfile its first so many. [default: 1]",
+        metavar="N or MIN:MAX",
+        help="Nodes of the job; with a hostfile its first so many. MIN:MAX is an elastic job, which goes on with "
+        "those that are left. [default: 1]",
         show_default=False,
+        rich_help_panel=_BY_HAND,
+    ),
+]
+Spares = Annotated[
+    int,
+    typer.Option(
+        "--spares", min=0, help="Nodes beyond MAX that may wait for one to be lost.", rich_help_panel=_BY_HAND
+    ),
+]
+LostAfter = Annotated[
+    float,
+    typer.Option(
+        "--lost-after",
+        min=0.5,
+        help="Seconds of silence after which a node of an elastic job is lost.",
+        rich_help_panel=_BY_HAND,
+    ),
+]
+LastCall = Annotated[
+    float,
+    typer.Option(
+        "--last-call",
+        min=0,
+        help="Seconds without a newcomer after which an elastic job begins with fewer than MAX nodes.",
         rich_help_panel=_BY_HAND,
     ),
 ]
@@ -255,3 +283,4 @@ OnlyLogs = Annotated[
     ),
 ]
 EndsWithInput = Annotated[bool, typer.Option("--end-with-input", hidden=True, help="Of our own srun.")]
+RendezvousPort = Annotated[int, typer.Option("--port", min=1, max=65535, help="Where to listen.")]

@@ -34,9 +34,14 @@ _READ = {
 }
 
 
+def find_told(rendezvous: Rendezvous, environ: Mapping[str, str]) -> NodePlace:
+    """What the environment says."""
+    return _READ[rendezvous](environ)
+
+
 def find_place(given: NodePlace, rendezvous: Rendezvous, environ: Mapping[str, str]) -> NodePlace:
     """`given` with its gaps filled; UsageError for a place that can't be."""
-    told = _READ[rendezvous](environ)
+    told = find_told(rendezvous, environ)
     if told.nnodes is not None and given.nnodes is not None and given.nnodes != told.nnodes:
         raise UsageError(f"--nnodes {given.nnodes}: the environment says {told.nnodes} nodes; leave the option out")
     place = NodePlace(

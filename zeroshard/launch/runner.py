@@ -36,6 +36,7 @@ from types import TracebackType
 FILES_VARIABLE = "ZEROSHARD_RANK_FILES"
 """The directory of the ranks' files; for the script with the number of its process before it."""
 CORES_VARIABLE = "ZEROSHARD_CORES"
+SOCKET_VARIABLE = "ZEROSHARD_NODE"
 RESTART_VARIABLE = "ZEROSHARD_RESTART"
 PREEMPTED = 75
 # Each after the number of the process and a dot.
@@ -58,7 +59,10 @@ def main() -> None:
     # Left open for the life of the process: a crash in native code writes the Python stacks there.
     faulthandler.enable(file=error_file.with_name(FATAL_STACKS).open("w"))
     files = _write_start(error_file)
+    _set_path(kind, sys.argv[0])
     try:
+        if SOCKET_VARIABLE in os.environ:
+            _await_round(kind)
         _run(kind, sys.argv[0])
     except KeyboardInterrupt as error:
         _record(error, error_file)
@@ -126,12 +130,28 @@ def _write_start(error_file: Path) -> Path:
     return files
 
 
-def _run(kind: str, target: str) -> None:
+def _await_round(kind: str) -> None:
+    """In an elastic job: come to the node's gate, and wait there to be told which rank this is, and of how many.
+
+    What takes long to import is imported before, for the others wait from then on.
+    """
+    if kind != "program":
+        import zeroshard.elastic.preload  # noqa: F401
+    from zeroshard.elastic.place import await_place
+
+    await_place()
+
+
+def _set_path(kind: str, target: str) -> None:
+    """Let imports be found as if Python had been started with the script."""
     own = str(Path(__file__).resolve().parent)
     first = str(Path.cwd()) if kind == "module" else str(Path(target).resolve().parent)
     # Python put this file's directory first, but not under PYTHONSAFEPATH, which forbids the script's just as well.
     if sys.path and os.path.realpath(sys.path[0]) == own:
         sys.path[0] = first
+
+
+def _run(kind: str, target: str) -> None:
     if kind == "program":
         _run_program()
     elif kind == "module":

@@ -1,0 +1,259 @@
+"""A node of an elastic job: starts its ranks, leads them from round to round, and starts those again that have died.
+
+    membership (store) --round, trouble, regroup, over--> Node --gate--> ranks
+    torch's agent      --ranks have ended---------------> Node --state--> membership
+
+Ranks are processes of torch's elastic agent, as those of any node; which number a rank has in the job, and with whom it
+trains, it is told at the gate. A rank that can stay as a process (`zeroshard.run_elastic`) goes from round to round in
+it; others are ended and started anew.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zeroshard.launch.agent import Ranks, launch
+from zeroshard.launch.elastic.gate import Gate, Message
+from zeroshard.launch.elastic.keeper import Keeper
+from zeroshard.launch.elastic.membership import Membership, Node, address_towards, connect
+from zeroshard.launch.elastic.rounds import Kind, Limits, Round, State
+from zeroshard.launch.failures import RankWatch
+from zeroshard.launch.job import Job
+from zeroshard.launch.messages import say
+from zeroshard.launch.runner import SOCKET_VARIABLE
+
+_LEAVE_SECONDS = 20.0
+
+
+@dataclass
+class _Over:
+    """How the job ended for this node."""
+
+    status: int
+    why: str
+
+
+class ElasticNode:
+    """This node while its job lasts: a `Listener` of its membership."""
+
+    def __init__(self, job: Job, ranks: int, directory: Path, limits: Limits) -> None:
+        self._job, self._ranks, self._directory, self._limits = job, ranks, directory, limits
+        self._lock = threading.RLock()
+        self._watch: RankWatch | None = None
+        self._over: _Over | None = None
+        self._round: Round | None = None
+        self._died, self._why = False, ""
+        self._ended_by_us = False
+        self._round_store: dist.TCPStore | None = None
+        self._keeper = Keeper()
+        self._gate = Gate(directory, ranks, self._gate_changed, self._keeper)
+        os.environ[SOCKET_VARIABLE] = str(self._gate.path)
+        self._membership: Membership | None = None
+
+    def run(self, prepare: Callable[[], str]) -> int:
+        """Take part until the job is over; the exit status."""
+        job = self._job
+        assert job.master_addr is not None
+        assert job.master_port is not None
+        store = connect(job.master_addr, job.master_port, self._limits.timeout)
+        own = address_towards(job.master_addr, job.master_port)
+        name = job.node_name or os.uname().nodename
+        node = Node(f"host {name} ({own})", self._ranks, own, self._keeper.port)
+        self._membership = Membership(store, node, self._limits, self)
+        self._membership.enter()
+        self._keeper.token = self._membership.token
+        say(f"zeroshard: node {self._membership.number} of an elastic job, {self._ranks} ranks, {prepare()}")
+        try:
+            return self._run_ranks(self._membership)
+        finally:
+            with self._lock:
+                over = self._over
+            if over is None or over.status == 0 or "rendezvous" not in over.why:
+                self._membership.leave()
+            self._gate.close()
+            self._keeper.close()
+
+    def _run_ranks(self, membership: Membership) -> int:
+        """Start the ranks, and again as long as that makes sense."""
+        fruitless, start = 0, 0
+        while True:
+            self._ended_by_us = False
+            inner = replace(self._job, nnodes=1, node_rank=0, master_addr=None, master_port=None)
+            outcome = launch(Ranks(inner, self._ranks, self._directory, start), self._control)
+            start += 1
+            with self._lock:
+                over, round_, by_us = self._over, self._round, self._ended_by_us
+            if over is not None:
+                if over.why:
+                    say(f"zeroshard: {over.why}")
+                return over.status or (0 if outcome.status == 0 or by_us else outcome.status)
+            number = -1 if round_ is None else round_.number
+            if outcome.status == 0:
+                return self._finish(membership, number)
+            if not (outcome.failed or by_us):
+                return outcome.status  # told to stop from outside
+            fruitless = fruitless + 1 if number <= self._last_fruit else 1
+            self._last_fruit = number
+            if fruitless > self._job.max_restarts + 1:
+                say(f"zeroshard: the ranks of this node have ended {fruitless} times without a step: giving up")
+                membership.leave("its ranks failed again and again")
+                return outcome.status or 1
+            self._died, self._why = True, "a rank has failed" if outcome.failed else "its ranks start anew"
+            membership.say(State(Kind.DOWN, number, self._why, True))
+            say(f"zeroshard: starting the ranks of this node again (start {start + 1})")
+
+    _last_fruit = -2
+
+    def _finish(self, membership: Membership, number: int) -> int:
+        """All ranks of this node have ended well: wait for those of the others, whose memory may be asked for here."""
+        membership.say(State(Kind.DONE, number))
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._over is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return 0
+
+    def _control(self, watch: RankWatch | None) -> None:
+        """The agent is about to start the ranks, or they have ended."""
+        with self._lock:
+            self._watch = watch
+
+    # What the ranks do.
+
+    def _gate_changed(self) -> None:
+        membership = self._membership
+        with self._lock:
+            if membership is None or self._over is not None or not self._gate.all_wait():
+                return
+            waiting = self._gate.waiting().values()
+            if any(one.restart for one in waiting):
+                self._end_ranks()
+                return
+            number = max(one.left for one in waiting)
+            trouble = next((one.trouble for one in waiting if one.trouble), self._why)
+            number = max(number, -1 if self._round is None else self._round.number)
+            if membership.state.kind is not Kind.WAITING:
+                membership.say(State(Kind.WAITING, number, trouble, self._died))
+
+    # What is decided.
+
+    def serve_round(self, begun: Round, nodes: dict[int, Node]) -> int:
+        """See Listener."""
+        address = nodes[begun.nodes[0]].address
+        self._round_store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return self._round_store.port
+
+    def round_begins(self, begun: Round, nodes: dict[int, Node], alive: set[int], port: int) -> None:
+        """See Listener."""
+        assert self._membership is not None
+        place = begun.nodes.index(self._membership.number)
+        others = [number for number in alive if number not in begun.nodes]
+        counts = [nodes[number].ranks for number in begun.nodes]
+        base, world = sum(counts[:place]), sum(counts)
+        with self._lock:
+            self._round, self._died, self._why = begun, False, ""
+            common = {
+                "round": begun.number,
+                "world_size": world,
+                "group_rank": place,
+                "group_world_size": len(counts),
+                "store": [nodes[begun.nodes[0]].address, port],
+                "meeting": [self._job.master_addr, self._job.master_port],
+                "lost": bool(begun.lost),
+                "why": begun.why,
+                "counts": counts,
+                "keepers": [[nodes[n].address, nodes[n].port] for n in (*begun.nodes, *others)],
+                "token": self._keeper.token,
+            }
+            self._gate.open({local: {**common, "rank": base + local} for local in range(self._ranks)})
+        if place == 0:
+            names = ", ".join(nodes[number].name for number in begun.nodes)
+            because = f" ({begun.why})" if begun.why else ""
+            say(f"zeroshard: round {begun.number}{because}: {world} ranks on {names}")
+
+    def trouble(self, number: int, why: str) -> None:
+        """See Listener."""
+        self._part({"event": "trouble", "round": number, "why": why})
+
+    def regroup(self, number: int, why: str) -> None:
+        """See Listener."""
+        self._part({"event": "regroup", "round": number, "why": why})
+
+    def _part(self, event: Message) -> None:
+        """The round ends: ranks that listen go to the gate by themselves; others are ended."""
+        with self._lock:
+            if self._watch is None or self._over is not None:
+                return
+            self._gate.tell(event)
+            listening = self._gate.listening()
+            at_gate = self._gate.waiting()
+            hears = listening if event["event"] == "regroup" else {local for local, stays in listening.items() if stays}
+            if any(local not in hears and local not in at_gate for local in range(self._ranks)):
+                self._end_ranks()
+                return
+        threading.Thread(target=self._end_late, args=(event["round"],), name="late-ranks", daemon=True).start()
+
+    def _end_late(self, number: int) -> None:
+        """End ranks that have not come to the gate in time: they hang, or were stopped."""
+        deadline = time.monotonic() + self._limits.patience
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            with self._lock:
+                if self._over is not None or self._gate.all_wait():
+                    return
+                if self._round is None or self._round.number != number or self._watch is None:
+                    return
+                if self._some_are_stopped():
+                    break
+        with self._lock:
+            if self._round is not None and self._round.number == number and not self._gate.all_wait():
+                say("zeroshard: ranks of this node did not leave the round in time; ending them")
+                self._end_ranks()
+
+    def _some_are_stopped(self) -> bool:
+        """Whether a rank was stopped by a signal (SIGSTOP, Ctrl-Z)."""
+        assert self._watch is not None
+        for process in self._watch.processes():
+            try:
+                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state in "Tt":
+                return True
+        return False
+
+    def over(self, status: int, why: str) -> None:
+        """See Listener."""
+        with self._lock:
+            if self._over is not None:
+                return
+            self._over = _Over(status, why)
+            end = {"end": status}
+            self._gate.open(dict.fromkeys(range(self._ranks), end))
+            finished = status == 0
+        if finished:
+            return  # ranks at the gate have gone, others are about to end by themselves
+        with self._lock:
+            self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        """Kill them: they may hang, and what is to be kept of them is in memory that outlives them."""
+        watch = self._watch
+        if watch is None or watch.ended_by_peer or watch.stopped_by:
+            return
+        self._ended_by_us = True
+        watch.ended_by_peer = True
+        watch.kill_ranks()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_elastic(job: Job, ranks: int, directory: Path, limits: Limits, prepare: Callable[[], str]) -> int:
+    """This node's part of an elastic job; the exit status."""
+    return ElasticNode(job, ranks, directory, limits).run(prepare)
