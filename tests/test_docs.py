@@ -125,7 +125,7 @@ def test_the_readmes_claims_are_measured(tmp_path: Path) -> None:
     assert all(row[2] == row[3] and row[4] == row[5] for row in rows), "the plan is not what was measured"
 
 
-@pytest.mark.parametrize("page", ["native", "engine", "optimizers", "offload"])
+@pytest.mark.parametrize("page", ["native", "engine", "optimizers", "offload", "elastic"])
 def test_the_guides_blocks_are_a_script_that_runs(page: str, tmp_path: Path) -> None:
     on_two_ranks("\n".join(blocks(ROOT / "docs" / f"{page}.md")), tmp_path)
 
@@ -135,7 +135,7 @@ def test_the_guides_show_every_public_function() -> None:
 
     text = "\n".join(
         block
-        for page in ("native", "engine", "optimizers", "offload")
+        for page in ("native", "engine", "optimizers", "offload", "elastic")
         for block in blocks(ROOT / "docs" / f"{page}.md")
     )
     missing = [name for name in zeroshard.__all__ if f"zeroshard.{name}" not in text]

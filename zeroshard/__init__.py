@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.checkpoint.pretrained import Pretrained, from_pretrained
     from zeroshard.comm.join import init_distributed
+    from zeroshard.elastic.run import run_elastic
     from zeroshard.engine.automatic import AutoPlan
     from zeroshard.engine.graphed import GraphedStep
     from zeroshard.engine.native import (
@@ -141,6 +142,7 @@ _HOME = {
     "peer_memory_nbytes": "zeroshard.engine.native",
     "plan_of": "zeroshard.engine.native",
     "save": "zeroshard.engine.saving.checkpoints",
+    "run_elastic": "zeroshard.elastic.run",
     "safe_get_full_fp32_param": "zeroshard.engine.outside_step.access",
     "safe_get_full_grad": "zeroshard.engine.outside_step.access",
     "safe_get_full_optimizer_state": "zeroshard.engine.outside_step.access",
@@ -235,6 +237,7 @@ __all__ = [
     "plan_of",
     "register_external_parameter",
     "reload_states",
+    "run_elastic",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

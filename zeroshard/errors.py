@@ -48,6 +48,10 @@ class DivergenceError(ZeroShardError, RuntimeError):
     """Ranks issued different collectives; the message names the first differing operation, unit and rank."""
 
 
+class RanksChanged(ZeroShardError):
+    """In an elastic job: the ranks of this round are no longer together. `run_elastic` calls the training again."""
+
+
 class ZeroShardWarning(UserWarning):
     """Something works but not as the user probably expects."""
 

@@ -29,6 +29,7 @@ from zeroshard.config.document import read_document
 from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.config.problems import Problems
 from zeroshard.config.resolve import resolve
+from zeroshard.elastic.session import current_session
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
 from zeroshard.engine.core.handle import handle_of
@@ -234,6 +235,8 @@ def _build_engine(
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
         if resolved.checkpoint.directory is not None:
             engine.save_on_sigterm(resolved.checkpoint.directory)
+        if sharded is not None and (session := current_session()) is not None:
+            engine.join(session, resolved.checkpoint.memory_steps)
     except BaseException:
         if observer is not None:
             observer.close()

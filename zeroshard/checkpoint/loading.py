@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.reader import StateReader
 from zeroshard.errors import CheckpointError
 
 _CHUNK_NBYTES = 16 << 20
@@ -43,7 +43,7 @@ class Target:
     write: Callable[[int, torch.Tensor], None]
 
 
-def check(reader: CheckpointReader, targets: Sequence[Target], more: Iterable[str] = ()) -> None:
+def check(reader: StateReader, targets: Sequence[Target], more: Iterable[str] = ()) -> None:
     """Raises one CheckpointError for all targets that are missing or of another shape, and for the problems `more`."""
     problems = list(more)
     for target in targets:
@@ -60,12 +60,12 @@ def check(reader: CheckpointReader, targets: Sequence[Target], more: Iterable[st
         )
 
 
-def has(reader: CheckpointReader, name: str) -> bool:
+def has(reader: StateReader, name: str) -> bool:
     """Whether a checkpoint has a tensor, under its name or another name of it."""
     return name in reader.manifest.tensors or name in reader.aliases
 
 
-def verify(reader: CheckpointReader, targets: Sequence[Target]) -> None:
+def verify(reader: StateReader, targets: Sequence[Target]) -> None:
     """Read all targets. Raises CheckpointError naming file and tensor of what is damaged."""
     room = _room()
     for target in targets:
@@ -73,7 +73,7 @@ def verify(reader: CheckpointReader, targets: Sequence[Target]) -> None:
             pass
 
 
-def apply(reader: CheckpointReader, targets: Sequence[Target]) -> None:
+def apply(reader: StateReader, targets: Sequence[Target]) -> None:
     """Read all targets and write them where they belong."""
     room = _room()
     for target in targets:
@@ -86,7 +86,7 @@ def _room() -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, _CHUNK_NBYTES), dtype=torch.uint8)
 
 
-def _chunks(reader: CheckpointReader, target: Target, room: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+def _chunks(reader: StateReader, target: Target, room: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
     saved = reader.tensor(target.name)
     step = _CHUNK_NBYTES // saved.dtype.itemsize
     for low in range(target.start, target.stop, step):

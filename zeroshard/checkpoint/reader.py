@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -194,10 +194,37 @@ class CheckpointReader:
         return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+class ReadsParts(Protocol):
+    """Where the parts of a tensor are."""
+
+    def read_part(self, info: TensorInfo, part: Part, start: int, stop: int, out: memoryview) -> None:
+        """Fill `out` with bytes [start, stop) of a part. Raises CheckpointError naming file and tensor."""
+        ...
+
+
+class StateReader(Protocol):
+    """What a load goes on from: a checkpoint, or what nodes hold in memory."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def state(self) -> Mapping[str, Any]: ...
+
+    def names(self, kind: TensorKind | None = None) -> list[str]: ...
+
+    def tensor(self, name: str) -> SavedTensor: ...
+
+    def close(self) -> None: ...
+
+
 class SavedTensor:
     """A tensor of a checkpoint whose content is read on request. `info` has its name, kind and more."""
 
-    def __init__(self, reader: CheckpointReader, info: TensorInfo, parts: Sequence[Part]) -> None:
+    def __init__(self, reader: ReadsParts, info: TensorInfo, parts: Sequence[Part]) -> None:
         self._reader = reader
         self._parts = parts
         self.info = info

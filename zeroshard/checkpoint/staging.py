@@ -19,6 +19,14 @@ from zeroshard.errors import ZeroShardWarning
 _ALIGNMENT = 64
 
 
+def place_pieces(pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece begins in memory for all of them, and at the end how large that is."""
+    places = [0]
+    for piece in pieces:
+        places.append(-(-(places[-1] + piece.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
 class Staging:
     """Host memory for a copy of pieces of a state that lives on `device`."""
 
@@ -34,13 +42,11 @@ class Staging:
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces as they are now. They are valid until the next `copy` or `close`."""
-        sizes = [piece.nbytes for piece in pieces]
-        places = [0]
-        for size in sizes:
-            places.append(-(-(places[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+        places = place_pieces(pieces)
         self._reserve(places[-1])
         staged: list[Piece] = []
-        for piece, at, size in zip(pieces, places, sizes, strict=False):
+        for piece, at in zip(pieces, places, strict=False):
+            size = piece.nbytes
             held = self._buffer[at : at + size].view(piece.info.dtype) if size else None
             if held is not None:
                 piece.copy_into(held)

@@ -72,11 +72,15 @@ class Stopping:
             self._watchdog.raise_if_failed()
         return self._last is not None and self._steps >= self._last
 
-    def close(self) -> None:
-        """No step follows here. A rank that is asked later is told how many there were."""
+    def close(self, *, patient: bool = True) -> None:
+        """No step follows here. A rank that is asked later is told how many there were.
+
+        Args:
+            patient: False where other ranks are gone, and the store in which they would be told perhaps too.
+        """
         if not self._closing.is_set():
             self._closing.set()
-            self._thread.join()
+            self._thread.join(None if patient else _POLL_S)
 
     def _run(self) -> None:
         try:

@@ -186,6 +186,12 @@ class Watchdog:
         if self._thread is not None and first:
             Board(self._store, self._prefix, self._rank).decide(Verdict(str(error), False, self._world_size - 1))
 
+    def interrupt(self, error: ZeroShardError) -> None:
+        """From another thread: waits of the main thread end in this error. The other ranks hear of it elsewhere."""
+        self.error = self.error or error
+        self._settled.set()
+        self._wake.set()
+
     def close(self) -> None:
         """Stop the thread and tell the others that this rank issues nothing more. May be called twice."""
         atexit.unregister(self.close)
@@ -196,7 +202,8 @@ class Watchdog:
         self._stopping.set()
         self._wake.set()
         if thread is not None:
-            thread.join(self._deadline_s)
+            # After an error the store may be out of reach, and the thread waits in it.
+            thread.join(self._deadline_s if self.error is None else _ABORT_GRACE_S)
 
     def _judge_mismatch(self, board: Board, number: str, deadline: float) -> Verdict:
         tails = {self._rank: self._log.tail()}

@@ -159,6 +159,7 @@ class CheckpointSection(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], one_of("Ignore", "Warn", "Fail")] = "Warn"
     encryption_key: Text | None = None
     audit: Flag = False
+    memory_steps: Annotated[int, whole(0)] = 10
 
 
 class TensorboardSection(Section):

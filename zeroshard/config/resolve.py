@@ -191,6 +191,7 @@ class _Resolver:
                 saving.tag_validation,
                 saving.encryption_key,
                 saving.audit,
+                saving.memory_steps,
             ),
             activations=activations(sections),
             pipeline=pipeline(sections),

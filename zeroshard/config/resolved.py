@@ -203,7 +203,8 @@ class CheckpointConfig:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
 
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
-    is (None: they are in the clear), and `audit` begins a log of what is done with them.
+    is (None: they are in the clear), and `audit` begins a log of what is done with them. In an elastic job the state is
+    kept in memory after every `memory_steps` steps; 0 is never.
     """
 
     background: bool
@@ -212,6 +213,7 @@ class CheckpointConfig:
     tag_validation: Literal["Ignore", "Warn", "Fail"]
     encryption_key: str | None
     audit: bool
+    memory_steps: int
 
 
 @dataclass(frozen=True)

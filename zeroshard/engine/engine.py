@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zeroshard.engine.native import close
+from zeroshard.elastic.session import Session
+from zeroshard.engine.native import abandon, close
 from zeroshard.engine.observing import Disk, Observer
 from zeroshard.engine.saving import checkpoints
+from zeroshard.engine.saving.held_load import load_held
+from zeroshard.engine.saving.holding import Holding
+from zeroshard.engine.saving.leaving import Leaving
 from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
 from zeroshard.engine.saving.tags import agreed_tag
 from zeroshard.engine.saving.weights_file import save_16bit_model
@@ -41,6 +45,10 @@ class Engine(TrainingEngine):
     """Trains a sharded model, and saves and loads it, with DeepSpeed's calls."""
 
     _on_sigterm: _OnSigterm | None = None
+    _leaving: Leaving | None = None
+    _holding: Holding | None = None
+    _session: Session | None = None
+    _client_state: checkpoints.ClientState = None
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As `TrainingEngine.step`; a run that was told to stop saves and ends after the update."""
@@ -48,6 +56,54 @@ class Engine(TrainingEngine):
         super().step(lr_kwargs)
         if self.global_steps > before and self._on_sigterm is not None and self._on_sigterm.preemption.due():
             self._save_and_end(self._on_sigterm)
+        if self.global_steps > before and self._leaving is not None:
+            self._after_step(self._leaving)
+
+    def join(self, session: Session, every: int) -> None:
+        """Train in a round of an elastic job: leave it when the ranks change. Called by all ranks.
+
+        Args:
+            every: steps after which the state is kept in memory; 0 is never.
+
+        Raises:
+            UsageError: another engine trains in it.
+        """
+        session.take_engine(self)
+        self._session = session
+        self._leaving = Leaving(self.module, session)
+        self._holding = Holding(self.module, session, every) if every else None
+        session.on_end(self._abandon)
+
+    def keep_client_state(self, client_state: Callable[[], Mapping[str, Any]]) -> None:
+        """In an elastic job, what `client_state` gives is kept with the state in memory; `resume` gives it back."""
+        self._client_state = client_state
+
+    def _after_step(self, leaving: Leaving) -> None:
+        leaves, holding = leaving.due(self.global_steps), self._holding
+        if holding is not None and (leaves or holding.due(self.global_steps)):
+            self._settle("step")
+            holding.hold(
+                self.global_steps,
+                scheduler=self.lr_scheduler,
+                client_state=self._client_state,
+                counters=self._counters(),
+                patient=leaves,
+            )
+        if leaves:
+            leaving.leave()
+
+    def _abandon(self) -> None:
+        """The ranks have changed: let go of those that there were, without them."""
+        if self._on_sigterm is not None:
+            self._on_sigterm.preemption.close(patient=False)
+            self._on_sigterm = None
+        if self._leaving is not None:
+            self._leaving.close(patient=False)
+            self._leaving = None
+        self._stop_holding()
+        if self._observer is not None:
+            self._observer.close()
+        abandon(self.module)
 
     def save_checkpoint(
         self,
@@ -99,16 +155,20 @@ class Engine(TrainingEngine):
             frozen=not exclude_frozen_parameters,
             encryption_key=self._options.saving.encryption_key,
             audit=self._options.saving.audit,
-            counters={
-                "micro_steps": self.micro_steps,
-                "global_steps": self.global_steps,
-                "skipped_steps": self.skipped_steps,
-                "global_samples": self.global_samples,
-                "accumulation": self._batching.sizes.accumulation,
-                "train_batch": self._batching.sizes.train,
-                "data": self._data.saved(),
-            },
+            counters=self._counters(),
         )
+
+    def _counters(self) -> dict[str, Any]:
+        """What the engine goes on counting from."""
+        return {
+            "micro_steps": self.micro_steps,
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "global_samples": self.global_samples,
+            "accumulation": self._batching.sizes.accumulation,
+            "train_batch": self._batching.sizes.train,
+            "data": self._data.saved(),
+        }
 
     def _seen_disk(self, what: Disk) -> AbstractContextManager[None]:
         return nullcontext() if self._observer is None else self._observer.disk(what)
@@ -195,7 +255,9 @@ class Engine(TrainingEngine):
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the newest checkpoint if there is one, at any number of ranks; called by all ranks.
 
-        It is looked for in `load_dir`, by default `checkpoint.directory` of the config.
+        It is looked for in `load_dir`, by default `checkpoint.directory` of the config; in an elastic job, before that
+        in the memory of its nodes.
+
         Returns:
             Its folder and the client state; (None, None) where there is none yet.
 
@@ -203,6 +265,13 @@ class Engine(TrainingEngine):
             CheckpointError: as `load_checkpoint`.
         """
         directory = self._options.saving.directory if load_dir is None else load_dir
+        if self._session is not None:
+            loaded = load_held(self.module, self._session.place, self.lr_scheduler, self._saved_steps(directory))
+            if loaded is not None:
+                self._count_from(loaded.counters)
+                return str(loaded.folder), loaded.client_state
+            if directory is None:
+                return None, None
         if directory is None:
             raise UsageError("resume: give the directory, or checkpoint.directory in the config")
         if not checkpoints.any_checkpoint(self.module, directory):
@@ -237,6 +306,18 @@ class Engine(TrainingEngine):
         self._data.load(counters.get("data", []))
         self._batching.compare(counters.get("train_batch"))
 
+    def _saved_steps(self, directory: str | os.PathLike[str] | None) -> int:
+        """The steps of the newest checkpoint on disk, where this process has not seen the job make as many itself."""
+        assert self._session is not None
+        if self._session.best or directory is None:
+            return 0
+        return checkpoints.newest_steps(checkpoints.checked_directory(directory))
+
+    def _stop_holding(self) -> None:
+        if self._holding is not None:
+            self._holding.close()
+            self._holding = None
+
     def _settle(self, call: str) -> None:
         if self.optimizer is not None:
             self._close_outcome(self._stepper(call))
@@ -246,6 +327,12 @@ class Engine(TrainingEngine):
         if self._on_sigterm is not None:
             self._on_sigterm.preemption.close()
             self._on_sigterm = None
+        if self._leaving is not None:
+            self._leaving.close()
+            self._leaving = None
+        if self._holding is not None:
+            self._holding.finish()
+        self._stop_holding()
         if self._observer is not None:
             self._tell_last(self._observer)
         close(self.module)

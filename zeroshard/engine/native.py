@@ -33,7 +33,7 @@ from zeroshard.engine.outside_step.gathered import mark_parameters
 from zeroshard.engine.planning import check_update, make_plan, stage_recipe
 from zeroshard.engine.step.attached import attach_optimizer, detach_optimizer, stepper_of
 from zeroshard.engine.step.make_stepper import make_stepper
-from zeroshard.errors import PlanError, UsageError
+from zeroshard.errors import PlanError, RanksChanged, UsageError
 from zeroshard.experts.divide import divide_experts
 from zeroshard.mesh import MODEL_AXES, Mesh
 from zeroshard.optim.clients import client_source
@@ -306,4 +306,12 @@ def close(model: nn.Module) -> None:
     handle = find_handle(model)
     if handle is not None:
         close_handle(handle)
+        detach_optimizer(model)
+
+
+def abandon(model: nn.Module) -> None:
+    """Take zeroshard off a model whose ranks are gone, without them; its parameters are not usable any more."""
+    handle = find_handle(model)
+    if handle is not None:
+        handle.abandon(RanksChanged("the ranks of this model have changed"))
         detach_optimizer(model)

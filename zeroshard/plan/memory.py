@@ -84,6 +84,16 @@ def checkpoint_copy_nbytes(plan: Plan) -> int:
     return max(sum(_saved_nbytes(group, rank) for _, group in plan.groups()) for rank in range(ranks))
 
 
+def memory_state_nbytes(plan: Plan, *, twins: bool) -> int:
+    """Host memory that an elastic job takes for each rank to keep its state in (`checkpoint.memory_steps`).
+
+    Two versions of the rank's own part, and without `twins`, which are ranks of other nodes with the same part, two of
+    a copy that the next node has. Until the first version of a new round is whole those of the round before come on
+    top.
+    """
+    return checkpoint_copy_nbytes(plan) * (2 if twins else 4)
+
+
 def _saved_nbytes(group: GroupPlan, rank: int) -> int:
     """What a rank saves of a group, each parameter's part rounded up as in the copy."""
     sizes = [4 if group.master is not None else itemsize(group.param.dtype)]

@@ -169,6 +169,23 @@ class Handle:
             closer()
         self.comm.close(idle=idle)
 
+    def abandon(self, error: ZeroShardError) -> None:
+        """Let go of everything without the other ranks, of which some are gone; the parameters are not usable."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.closed = True
+        self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
+        self.runtime.model.__dict__[_CLOSED] = True
+        self.comm.watchdog.interrupt(error)
+        if self.comm.stages is not None:
+            self.comm.stages.watchdog.interrupt(error)
+        for closer in self.closers:
+            closer()
+        self.comm.close(idle=False)
+        for memory in self.runtime.storage.tiers.values():
+            memory.close()
+
     def _settle(self) -> bool:
         """Finish what is in flight; False where that can't be, for a communicator in use must not be destroyed."""
         if self.comm.watchdog.error is not None:

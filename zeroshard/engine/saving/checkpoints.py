@@ -23,11 +23,11 @@ from zeroshard.checkpoint import directory
 from zeroshard.checkpoint.audit import Act, check_load, record
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, on_all_ranks
 from zeroshard.checkpoint.generators import generator_states
-from zeroshard.checkpoint.keys import KeyService, service_of
-from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.keys import KeyService, key_in_environment, service_of
+from zeroshard.checkpoint.manifest import MANIFEST, read_manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.saver import Request, Saver
-from zeroshard.checkpoint.values import pack
+from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.saving.all_stages import WholeModel, whole_model
 from zeroshard.engine.saving.prepared_load import EVERYTHING, Loaded, PreparedLoad, Selection
@@ -95,7 +95,7 @@ def save(
         if keep is not None and keep < 1:
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
         _settle(handle, saver)
-        state = _state(handle, model, stepper, scheduler, client_state, counters, frozen, names)
+        state = saved_state(handle, model, stepper, scheduler, client_state, counters, frozen, names)
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
         request = Request(base, tag, (), names.aliases, state, rank_state, latest, keep, service, audit)
@@ -187,6 +187,17 @@ def any_checkpoint(model: nn.Module, load_dir: str | os.PathLike[str]) -> bool:
     return bool(barrier.broadcast_text("there" if on_all_ranks(barrier, look, load_dir) else "", 0))
 
 
+def newest_steps(base: Path) -> int:
+    """The optimizer steps of the newest checkpoint in a directory; 0 where there is none, or it does not say."""
+    if not directory.whole(base):
+        return 0
+    try:
+        state = read_manifest(directory.find(base), key_in_environment()).state
+        return int(unpack(state["counters"]).get("global_steps", 0))
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return 0
+
+
 def wait_for_checkpoint(model: nn.Module) -> None:
     """Wait for an asynchronous save. Raises CheckpointError where it failed."""
     saver_of(handle_of(model)).wait()
@@ -257,7 +268,7 @@ def _from_anywhere(directory: Path) -> Path:
         return directory
 
 
-def _state(
+def saved_state(
     handle: Handle,
     model: nn.Module,
     stepper: StepperBase | None,
@@ -267,6 +278,7 @@ def _state(
     frozen: bool,
     names: WholeModel,
 ) -> dict[str, Any]:
+    """What is saved beside the tensors, equal on all ranks."""
     optimizer = find_optimizer(model)
     if callable(client_state):
         client_state = client_state()

@@ -30,6 +30,7 @@ from types import FrameType, MethodType
 from torch import nn
 
 from zeroshard.comm.stopping import Stopping
+from zeroshard.elastic.session import current_session
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 
@@ -61,10 +62,11 @@ class Preemption:
         store, watchdog = comm.mesh.store(), comm.watchdog
         if comm.stages is not None:
             store, watchdog = comm.stages.store, comm.stages.watchdog
+        self._elastic = current_session() is not None
         self._pid = os.getpid()
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
-        self._former, self._closed = former, False
+        self._former, self._closed, self._is_asked = former, False, False
         signal.signal(signal.SIGTERM, self._handle)
         self._outer = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         _leave_out_children(self)
@@ -76,12 +78,12 @@ class Preemption:
         """Called by all ranks after each step: whether to save now and to end with `PREEMPTED`; on all ranks alike."""
         return self._stopping.boundary()
 
-    def close(self) -> None:
-        """Hear no more: SIGTERM does what it did before."""
+    def close(self, *, patient: bool = True) -> None:
+        """Hear no more: SIGTERM does what it did before. Not `patient` where other ranks are gone."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._stopping.close()
+        self._stopping.close(patient=patient)
         atexit.unregister(self.close)
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._outer)
@@ -102,11 +104,18 @@ class Preemption:
                 os.write(self._outer, numbers)
         asked = signal.SIGTERM in numbers
         if asked:
+            self._is_asked = True
             _LOGGER.warning("SIGTERM: all ranks finish their step, save and end")
         return asked
 
     def _end_without_saving(self, reason: str) -> None:
-        """In the thread: end as if SIGTERM had never been heard. Python can set handlers in the main thread only."""
+        """In the thread: end as if SIGTERM had never been heard. Python can set handlers in the main thread only.
+
+        In an elastic job a rank that was not itself asked goes on: those that are left will train without the others.
+        """
+        if self._elastic and not self._is_asked:
+            _LOGGER.info("another rank was asked to stop, but %s", reason)
+            return
         _LOGGER.error("asked to stop, but %s: ending without a checkpoint", reason)
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -22,7 +22,7 @@ from zeroshard.checkpoint import loading
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, on_all_ranks
 from zeroshard.checkpoint.generators import check_generators, set_generators
 from zeroshard.checkpoint.manifest import TensorKind
-from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.reader import StateReader
 from zeroshard.checkpoint.values import unpack
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.saving.all_stages import WholeModel
@@ -95,7 +95,7 @@ class PreparedLoad:
         model: nn.Module,
         stepper: StepperBase | None,
         scheduler: Any,
-        reader: CheckpointReader,
+        reader: StateReader,
         selection: Selection,
         names: WholeModel,
     ) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from zeroshard.checkpoint.error_barrier import LABEL
 from zeroshard.checkpoint.loading import Target, has
 from zeroshard.checkpoint.manifest import TensorInfo, TensorKind
-from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.reader import StateReader
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
@@ -57,36 +57,42 @@ def state_name(parameter: str, key: str) -> str:
 
 
 def pieces(
-    handle: Handle, update: SavedState | None, differing: Container[str] = (), *, frozen: bool = True
+    handle: Handle,
+    update: SavedState | None,
+    differing: Container[str] = (),
+    *,
+    frozen: bool = True,
+    copies: bool = False,
 ) -> list[Piece]:
     """What this rank writes of model and optimizer.
 
     Args:
         differing: buffers that are not equal on all ranks, from `differing_buffers`.
+        copies: also what other ranks write, where this one has a copy of it.
     """
-    found = list(_parameter_pieces(handle, frozen))
-    found += _buffer_pieces(handle, differing)
+    found = list(_parameter_pieces(handle, frozen, copies))
+    found += _buffer_pieces(handle, differing, copies)
     if update is not None:
-        found += _state_pieces(handle, update)
+        found += _state_pieces(handle, update, copies)
         for name, tensor in update.rank_tensors(saving=True).items():
             found.append(_whole_piece(_rank_state_name(handle.comm.rank, name), TensorKind.RANK_OPTIMIZER, tensor))
     return found
 
 
-def _saved_range(group: Group) -> tuple[int, int]:
-    """The elements of a group that this rank saves; none in the further copies of a state."""
-    if not group.counted:
+def _saved_range(group: Group, copies: bool) -> tuple[int, int]:
+    """The elements of a group that this rank saves; none in the further copies of a state, unless these are saved."""
+    if not (group.counted or copies):
         return 0, 0
     return group.plan.layout.shard_range(group.rank)
 
 
-def _parameter_pieces(handle: Handle, frozen: bool) -> Iterator[Piece]:
+def _parameter_pieces(handle: Handle, frozen: bool, copies: bool) -> Iterator[Piece]:
     for unit in handle.runtime.units:
         for group in unit.groups:
             if not (frozen or group.plan.trainable):
                 continue
             layout = group.plan.layout
-            start, end = _saved_range(group)
+            start, end = _saved_range(group, copies)
             for index, low, high in layout.pieces(start, end):
                 segment = layout.segments[index]
                 first = start + low - segment.offset
@@ -94,7 +100,7 @@ def _parameter_pieces(handle: Handle, frozen: bool) -> Iterator[Piece]:
                 piece = Piece(_parameter_info(group, index), first, first + high - low, values)
                 yield from whole_pieces(handle, segment, piece)
             for index, segment in enumerate(layout.segments):
-                if not segment.numel and handle.comm.mesh.rank == 0 and not group.elsewhere:
+                if not segment.numel and (handle.comm.mesh.rank == 0 or copies) and not group.elsewhere:
                     yield Piece(_parameter_info(group, index), 0, 0, partial(_parameter_values, group, 0))
 
 
@@ -112,11 +118,11 @@ def _parameter_values(group: Group, offset: int, low: int, high: int) -> torch.T
     return read_values(group, slice(start, start + high - low))
 
 
-def _buffer_pieces(handle: Handle, differing: Container[str]) -> Iterator[Piece]:
+def _buffer_pieces(handle: Handle, differing: Container[str], copies: bool) -> Iterator[Piece]:
     """Buffers of rank 0, and those of other ranks that are not the same (statistics of a batch norm)."""
     tied = handle.runtime.tied
     for name, buffer in persistent_buffers(handle.runtime.model).items():
-        if handle.comm.mesh.rank == 0 and not (tied is not None and tied.elsewhere(name)):
+        if (handle.comm.mesh.rank == 0 or copies) and not (tied is not None and tied.elsewhere(name)):
             yield _whole_piece(name, TensorKind.BUFFER, buffer)
         elif name in differing:
             yield _whole_piece(_rank_name(handle.comm.rank, name), TensorKind.RANK_BUFFER, buffer)
@@ -160,13 +166,13 @@ def differing_buffers(handle: Handle, sums: Mapping[str, int]) -> set[str]:
     return {name for name, least, most in zip(sums, low, high, strict=True) if least != most}
 
 
-def _state_pieces(handle: Handle, update: SavedState) -> Iterator[Piece]:
+def _state_pieces(handle: Handle, update: SavedState, copies: bool) -> Iterator[Piece]:
     regions = _regions(handle)
     for part in update.state_parts():
         group = regions[part.region]
         segment = group.plan.layout.segments[part.index]
         begin = update_range(group)[0] + part.low - segment.offset
-        start, end = (position - segment.offset for position in _saved_range(group))
+        start, end = (position - segment.offset for position in _saved_range(group, copies))
         start, end = max(start, begin), min(end, begin + part.high - part.low)
         if start >= end:
             continue
@@ -267,7 +273,7 @@ def _write_parameter(group: Group, offset: int, low: int, values: torch.Tensor) 
     write_values(group, slice(start, start + values.numel()), values)
 
 
-def buffer_targets(handle: Handle, reader: CheckpointReader) -> list[Target]:
+def buffer_targets(handle: Handle, reader: StateReader) -> list[Target]:
     """Buffers: this rank's own where the checkpoint has them and is of as many ranks, else rank 0's."""
     rank, same = handle.comm.rank, reader.manifest.world_size == handle.comm.ranks
     found: list[Target] = []
@@ -306,7 +312,7 @@ class StateLoad:
         targets: to be written to after `open`.
     """
 
-    def __init__(self, handle: Handle, update: SavedState, reader: CheckpointReader) -> None:
+    def __init__(self, handle: Handle, update: SavedState, reader: StateReader) -> None:
         self.problems: list[str] = []
         self.targets: list[Target] = []
         self._handle, self._update = handle, update
@@ -330,7 +336,7 @@ class StateLoad:
 
         self._add_own(reader, handle.comm.rank, handle.comm.ranks)
 
-    def _add_own(self, reader: CheckpointReader, rank: int, world_size: int) -> None:
+    def _add_own(self, reader: StateReader, rank: int, world_size: int) -> None:
         """State that only the same rank of as many ranks can go on from."""
         if reader.manifest.world_size != world_size:
             return
@@ -342,7 +348,7 @@ class StateLoad:
 
     def _add(
         self,
-        reader: CheckpointReader,
+        reader: StateReader,
         part: _PartLoad,
         segment: Segment,
         infos: Mapping[str, TensorInfo],
@@ -376,7 +382,7 @@ def _write_state(part: _PartLoad, key: str, begin: int, low: int, values: torch.
     part.rows[key].store(values, low - begin)
 
 
-def _saved_state(reader: CheckpointReader) -> dict[str, dict[str, TensorInfo]]:
+def _saved_state(reader: StateReader) -> dict[str, dict[str, TensorInfo]]:
     """The checkpoint's optimizer state: parameter -> key -> tensor."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for info in reader.manifest.tensors.values():

@@ -1,0 +1,136 @@
+"""A round as this process lives it: what its node tells meanwhile, and what has to let go of the ranks at its end.
+
+    node --trouble--> session --interrupt--> watchdogs: waits for other ranks end in an error
+         --regroup--> session.asked, which the engine looks at: all ranks leave after the same step
+
+The session of a process is found through a context variable, which `run_elastic` sets for each round. A script that
+knows nothing of rounds gets one when its engine is made; its process can't go on in the next round, so it is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import NoReturn, Protocol
+
+from zeroshard.elastic.place import Place, connect_node, local_rank, place_in
+from zeroshard.errors import RanksChanged, UsageError, ZeroShardError
+
+_LEAVES_SECONDS = 60.0
+
+
+class Interruptible(Protocol):
+    """What the main thread waits in for other ranks."""
+
+    def interrupt(self, error: ZeroShardError) -> None:
+        """From another thread: end the wait, now or when it begins, in this error."""
+        ...
+
+
+class Session:
+    """This process in the round of `place`.
+
+    Args:
+        stays: whether the process goes on in the next round.
+
+    Attributes:
+        asked: set when all ranks are to leave between two steps, and when the round is in trouble.
+        best: the most steps that the job is known to have made.
+    """
+
+    def __init__(self, place: Place, *, stays: bool, best: int = 0) -> None:
+        self.place, self.stays, self.best = place, stays, best
+        self.asked = threading.Event()
+        self.trouble: str | None = None
+        self.engine: object | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._waits: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._node = connect_node()
+        request = {"op": "watch", "local_rank": local_rank(), "stays": stays}
+        self._node.sendall(json.dumps(request).encode() + b"\n")
+        threading.Thread(target=self._listen, name="zeroshard-session", daemon=True).start()
+
+    def on_end(self, close: Callable[[], None]) -> None:
+        """`close` is called when the round ends amid the script; it must not wait for other ranks."""
+        self._closers.append(close)
+
+    def interrupts(self, waits: Interruptible) -> None:
+        """`waits` is interrupted where the round is in trouble."""
+        with self._lock:
+            self._waits.add(waits)
+            trouble = self.trouble
+        if trouble is not None:
+            waits.interrupt(RanksChanged(trouble))
+
+    def take_engine(self, engine: object) -> None:
+        """One engine trains in an elastic job, since all ranks leave between two of its steps. Raises UsageError."""
+        if self.engine is not None and self.engine is not engine:
+            raise UsageError(
+                "a second training engine in an elastic job: its ranks could not leave both between two steps; train "
+                "with one engine, or in a job of a fixed number of nodes"
+            )
+        self.engine = engine
+
+    def leave(self, why: str) -> NoReturn:
+        """All ranks have left between two steps. Raises RanksChanged where the process goes on in the next round."""
+        if self.stays:
+            raise RanksChanged(why)
+        request = {"op": "gate", "local_rank": local_rank(), "left": self.place.round, "trouble": "", "restart": True}
+        with connect_node() as node:
+            node.sendall(json.dumps(request).encode() + b"\n")
+            node.settimeout(_LEAVES_SECONDS)
+            with suppress(OSError):
+                node.recv(1)  # nothing comes: the node ends this process
+        raise SystemExit(1)
+
+    def end(self) -> None:
+        """Let go of the ranks of this round."""
+        while self._closers:
+            self._closers.pop()()
+
+    def close(self) -> None:
+        """Hear no more. A node takes a rank that neither hears nor is at the gate for one that hangs."""
+        with suppress(OSError):
+            self._node.shutdown(socket.SHUT_RDWR)
+        self._node.close()
+
+    def _listen(self) -> None:
+        with suppress(OSError, ValueError), self._node.makefile("rb") as lines:
+            for line in lines:
+                event = json.loads(line)
+                if event["round"] != self.place.round:
+                    continue
+                if event["event"] == "trouble":
+                    self._interrupt(event["why"])
+                self.asked.set()
+
+    def _interrupt(self, why: str) -> None:
+        with self._lock:
+            self.trouble = why
+            waits = list(self._waits)
+        for one in waits:
+            one.interrupt(RanksChanged(why))
+
+
+_SESSION: ContextVar[Session | None] = ContextVar("zeroshard_session", default=None)
+
+
+def current_session() -> Session | None:
+    """The session of this process; None outside of an elastic job."""
+    session = _SESSION.get()
+    if session is None and (place := place_in(os.environ)) is not None:
+        session = Session(place, stays=False)
+        _SESSION.set(session)
+    return session
+
+
+def set_session(session: Session | None) -> None:
+    """`session` is that of this process from now on."""
+    _SESSION.set(session)

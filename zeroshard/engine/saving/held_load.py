@@ -1,0 +1,111 @@
+"""Go on from what the nodes of an elastic job hold in memory: which version is whole, and the load of it.
+
+    rank 0       asks all keepers what they hold ---> tells all ranks the versions, newest first
+    every rank   reads the tables of one version, checks it to its end, and takes over its part
+
+A version that some rank can't read whole is passed over by all of them for the one before. Where none is left the job
+goes on from its newest checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+
+from zeroshard.checkpoint.error_barrier import on_all_ranks
+from zeroshard.checkpoint.held import HeldImage, HeldReader, parse_table
+from zeroshard.elastic.memory import KeeperLink, Version
+from zeroshard.elastic.place import Place
+from zeroshard.engine.core.handle import Handle, handle_of
+from zeroshard.engine.saving.all_stages import WholeModel, whole_model
+from zeroshard.engine.saving.checkpoints import saver_of
+from zeroshard.engine.saving.prepared_load import EVERYTHING, Loaded, PreparedLoad
+from zeroshard.engine.step.attached import find_stepper
+from zeroshard.errors import CheckpointError
+
+_LOGGER = logging.getLogger("zeroshard")
+_MOST_VERSIONS = 8
+
+
+class _Keepers:
+    """The keepers that answer, this node's first."""
+
+    def __init__(self, place: Place) -> None:
+        order = [place.keepers[place.group_rank], *place.keepers]
+        self._links: dict[tuple[str, int], KeeperLink] = {}
+        self._images: list[tuple[KeeperLink, str, dict[str, Any]]] = []
+        for address in dict.fromkeys(order):
+            with suppress(OSError):
+                link = KeeperLink(address, place.token)
+                self._links[address] = link
+                where = f"{address[0]}:{address[1]}"
+                self._images += [(link, where, image) for image in link.images()]
+
+    def versions(self) -> list[Version]:
+        """Newest first."""
+        found = {(image["version"][0], image["version"][1]) for _, _, image in self._images}
+        return sorted(found, reverse=True)[:_MOST_VERSIONS]
+
+    def images(self, version: Version) -> list[HeldImage]:
+        found: list[HeldImage] = []
+        for link, where, image in self._images:
+            if tuple(image["version"]) == version:
+                with suppress(OSError, LookupError, ValueError):
+                    table = parse_table(link.table(image["image"]))
+                    found.append(HeldImage(link, image["image"], where, image["rank"], table))
+        return found
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def load_held(model: nn.Module, place: Place, scheduler: Any, least: int) -> Loaded | None:
+    """Take over the newest state that is whole; called by all ranks.
+
+    Args:
+        least: steps that a checkpoint on disk has, on rank 0; a version with fewer is not taken.
+
+    Returns:
+        What was found beside the tensors; None where no version of so many steps is left.
+    """
+    handle = handle_of(model)
+    barrier = saver_of(handle).barrier()
+    saver_of(handle).wait()
+    keepers = _Keepers(place)
+    try:
+        own = [version for version in keepers.versions() if version[1] >= least] if barrier.rank == 0 else []
+        versions: list[Sequence[int]] = json.loads(barrier.broadcast_text(json.dumps(own), 0))
+        names = whole_model(handle, model) if versions else None
+        for number, step in versions:
+            assert names is not None
+            try:
+                return _load(handle, model, scheduler, keepers, (number, step), names)
+            except CheckpointError as error:
+                if barrier.rank == 0:
+                    _LOGGER.warning("the state of step %d in memory is passed over: %s", step, error)
+        return None
+    finally:
+        keepers.close()
+
+
+def _load(
+    handle: Handle, model: nn.Module, scheduler: Any, keepers: _Keepers, version: Version, names: WholeModel
+) -> Loaded:
+    """Raises CheckpointError, on all ranks, where the version is not whole; nothing was changed then."""
+    barrier, what = saver_of(handle).barrier(), f"step {version[1]} of round {version[0]} in memory"
+
+    def prepare() -> PreparedLoad:
+        handle.runtime.drain()
+        handle.check_members()
+        reader = HeldReader(keepers.images(version), what)
+        return PreparedLoad(handle, model, find_stepper(model), scheduler, reader, EVERYTHING, names)
+
+    prepared = on_all_ranks(barrier, prepare, what, "; nothing was changed here")
+    prepared.apply(barrier)
+    return prepared.loaded

@@ -1,0 +1,48 @@
+"""The ranks of an elastic job leave its round together: after the same step when nodes come or go, at once in trouble.
+
+`comm/stopping.py` finds the step, as for SIGTERM. Until then a step costs a counter.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NoReturn
+
+from torch import nn
+
+from zeroshard.comm.stopping import Stopping
+from zeroshard.elastic.session import Session
+from zeroshard.engine.core.handle import handle_of
+
+_LOGGER = logging.getLogger("zeroshard")
+
+
+class Leaving:
+    """Asked by all ranks of `model` after each step; made by all of them."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        comm = handle_of(model).comm
+        store, watchdog = comm.mesh.store(), comm.watchdog
+        session.interrupts(watchdog)
+        if comm.stages is not None:
+            store, watchdog = comm.stages.store, comm.stages.watchdog
+            session.interrupts(watchdog)
+        self._session = session
+        self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, session.asked.wait, self._give_up)
+
+    def due(self, steps: int) -> bool:
+        """A step is over, the `steps`th of the run. Whether it was the last one of the round; on all ranks alike."""
+        self._session.best = max(self._session.best, steps)
+        return self._stopping.boundary()
+
+    def leave(self) -> NoReturn:
+        """Leave the round, with all ranks. Raises RanksChanged, or SystemExit where the process does not go on."""
+        self._session.leave("nodes come or go")
+
+    def close(self, *, patient: bool = True) -> None:
+        """No step follows here. Not `patient` where other ranks are gone."""
+        self._stopping.close(patient=patient)
+
+    def _give_up(self, reason: str) -> None:
+        """In the thread: the ranks can't agree on a step, which the node hears of as well."""
+        _LOGGER.info("leaving the round amid a step: %s", reason)
