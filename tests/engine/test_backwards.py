@@ -217,6 +217,7 @@ def _counts(rank: int, world: int) -> None:
                             loss = engine(_batch(step, micro, rank))
                             if way == "after":
                                 engine.set_gradient_accumulation_boundary(last)
+                                assert engine.plan.policy.accumulate == (stage < 3 or step > 0)
                             loss.backward() if way == "direct" else engine.backward(loss, scale_wrt_gas=False)
                 engine.allreduce_gradients()
                 engine.step()

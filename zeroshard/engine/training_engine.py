@@ -271,7 +271,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         """Take over the decision which micro-batch is the last before the update; None gives it back.
 
         All ranks say the same. A run of one micro-batch per step takes its accumulators when it first says False
-        between a step and the next forward; amid them, the sums of that step are whole on each rank.
+        between a step and the next backward; at stage 3 the next forward, else that step's sums are whole on each rank.
         """
         self._batching.decide(is_boundary)
         if is_boundary is False:
@@ -282,8 +282,8 @@ class TrainingEngine(nn.Module, AsksSettings):
         return self._options.counts_micro_batches
 
     def _take_accumulators(self) -> None:
-        """Several backwards are to come before a step: make room for their sums, where nothing is under way."""
-        if self.optimizer is not None and not self.plan.policy.accumulate and self._handle.runtime.at_rest:
+        """Several backwards are to come before a step: make room for their sums, where none is under way."""
+        if self.optimizer is not None and not self.plan.policy.accumulate and self._handle.runtime.may_accumulate:
             self._stepper("set_gradient_accumulation_boundary").start_accumulating(self._options.accumulate_dtype)
 
     @contextmanager

@@ -227,6 +227,12 @@ class Runtime:
         return self.between_passes and not self.gradients.present
 
     @property
+    def may_accumulate(self) -> bool:
+        """Whether gradients may get other memory: at rest, and before a backward where no parameter is gathered."""
+        whole = not any(unit.plan.sharded for unit in self.units) and not self.forward.started
+        return not self.gradients.present and (self.at_rest or (whole and not self.backward.running))
+
+    @property
     def between_passes(self) -> bool:
         """Whether no forward waits for its backward; equal on all ranks."""
         return not (self._tracker.waits or self.forward.started or self.backward.running)
