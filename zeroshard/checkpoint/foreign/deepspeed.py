@@ -4,6 +4,8 @@
     DIR/TAG/mp_rank_00_model_states.pt                    stages 1, 2: model, names and shapes in flat order, counters
     DIR/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: the same, of rank R
     DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of each flat group
+    DIR/TAG/layer_LL-model_states.pt                      pipelines: see `deepspeed_stages`
+    DIR/TAG/layer_L_expert_E_mp_rank_00_model_states.pt   experts: see `deepspeed_experts`
     DIR/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt   universal: a parameter a folder
 
 Here the folder is recognised; `deepspeed_common` reads what both kinds share, `deepspeed_flat` and
@@ -15,20 +17,23 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.checkpoint.foreign.contents import Contents
 from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files
+from zeroshard.checkpoint.foreign.deepspeed_experts import FILE as EXPERT
 from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
+from zeroshard.checkpoint.foreign.deepspeed_stages import LAYER, open_stages
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_universal
 from zeroshard.errors import CheckpointError
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _UNSUPPORTED = (
-    (re.compile(r"layer_\d+_expert_\d+_.*"), "experts (mixture of experts)"),
-    (re.compile(r"expp_rank_.*"), "experts (mixture of experts)"),
-    (re.compile(r"layer_\d+-model_.*"), "pipeline stages"),
+    (re.compile(r"layer_\d+_expert_\d+_.*"), "experts beside tensor parallelism"),
+    (re.compile(r"expp_rank_.*"), "experts and an optimizer without ZeRO"),
+    (re.compile(r"layer_\d+-model_.*"), "pipeline stages beside tensor parallelism"),
 )
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,200}")
 
@@ -75,33 +80,63 @@ def open_deepspeed(folder: Path) -> Contents:
     """The contents of a checkpoint folder that `find` returned; reads names, shapes and counters only.
 
     Raises:
-        CheckpointError: files are missing, damaged, hostile, or hold what is not imported (experts, tensor or pipeline
-            parallel parts).
+        CheckpointError: files are missing, damaged, hostile, or hold what is not imported (tensor-parallel parts).
     """
-    files = _files(folder)
+    found = _Found.of(folder)
+    if found.layers:
+        return open_stages([found.files(stage) for stage in sorted(found.model)], found.layers)
+    if set(found.model) != {0}:
+        raise CheckpointError(
+            f"{folder}, of {len(found.model)} model-parallel ranks: tensor-parallel DeepSpeed checkpoints are not "
+            "imported: nothing in them says along which dim a weight was cut"
+        )
+    files = found.files(0)
     common = Common.read(files)
     return open_universal(files, common) if files.universal else open_flat(files, common)
 
 
-def _files(folder: Path) -> Files:
-    model: dict[int, Path] = {}
-    optim: dict[int, Path] = {}
-    names = sorted(os.listdir(folder))
-    for name in names:
+@dataclass(frozen=True)
+class _Found:
+    """The files of a folder, by model-parallel rank (pipeline stages are such) and by data-parallel rank."""
+
+    folder: Path
+    model: dict[int, dict[int, Path]]
+    optim: dict[int, dict[int, Path]]
+    layers: dict[int, Path]
+    experts: dict[int, dict[int, Path]]
+    universal: bool
+
+    @staticmethod
+    def of(folder: Path) -> _Found:
+        names = sorted(os.listdir(folder))
+        universal = "zero" in names and (folder / "zero").is_dir()
+        found = _Found(folder, {}, {}, {}, {}, universal)
+        for name in names:
+            found._take(name)
+        return found
+
+    def _take(self, name: str) -> None:
+        if match := LAYER.fullmatch(name):
+            self.layers[int(match[1])] = self.folder / name
+            return
+        if match := EXPERT.fullmatch(name):
+            self.experts.setdefault(int(match[1]), {})[int(match[2])] = self.folder / name
+            return
         for pattern, what in _UNSUPPORTED:
             if pattern.fullmatch(name):
-                raise CheckpointError(f"{folder / name}: DeepSpeed checkpoints with {what} are not imported")
-        for pattern, found in ((_MODEL, model), (_OPTIM, optim)):
+                raise CheckpointError(f"{self.folder / name}: DeepSpeed checkpoints with {what} are not imported")
+        for pattern, files in ((_MODEL, self.model), (_OPTIM, self.optim)):
             match = pattern.fullmatch(name)
             if match is None:
                 continue
-            if int(match[2]):
-                raise CheckpointError(f"{folder / name}: tensor-parallel DeepSpeed checkpoints are not imported")
-            rank = int(match[1] or 0)
-            if rank in found:
-                raise CheckpointError(f"{folder} holds two files of rank {rank}: {found[rank].name} and {name}")
-            found[rank] = folder / name
-    universal = "zero" in names and (folder / "zero").is_dir()
-    if 0 not in model or not (optim or universal):
-        raise CheckpointError(f"{folder} holds no ZeRO checkpoint: the files of rank 0 are missing")
-    return Files(folder, model, optim, universal)
+            rank, own = int(match[1] or 0), files.setdefault(int(match[2]), {})
+            if rank in own:
+                raise CheckpointError(f"{self.folder} holds two files of rank {rank}: {own[rank].name} and {name}")
+            own[rank] = self.folder / name
+
+    def files(self, part: int) -> Files:
+        """Those of one model-parallel rank. Raises CheckpointError where its first ones are missing."""
+        model, optim = self.model.get(part, {}), self.optim.get(part, {})
+        if 0 not in model or not (optim or self.universal):
+            raise CheckpointError(f"{self.folder} holds no ZeRO checkpoint: the files of rank 0 are missing")
+        return Files(self.folder, model, optim, self.universal, self.experts)

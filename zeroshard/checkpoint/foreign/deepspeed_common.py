@@ -6,8 +6,8 @@ It is in rank 0's model file. Where each parameter lies differs between kinds; s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,20 @@ from zeroshard.errors import CheckpointError
 _OWN_KEYS_TEXT = (
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments "
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size "
-    "ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info"
+    "ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info num_experts ds_autoep_layers"
 )
 _OWN_KEYS = frozenset(_OWN_KEYS_TEXT.split())
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one tag, by data-parallel rank."""
+    """The files of one tag, by data-parallel rank; those of experts by layer and by number among all."""
 
     folder: Path
     model: Mapping[int, Path]
     optim: Mapping[int, Path]
     universal: bool
+    experts: Mapping[int, Mapping[int, Path]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Common:
     left_out: tuple[str, ...]
 
     @staticmethod
-    def read(files: Files) -> Common:
+    def read(files: Files, module_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None) -> Common:
+        """What rank 0's file says; `module_of` gives the module's tensors where these are in other files."""
         path = files.model[0]
         state = load(path)
         if not isinstance(state, dict) or not isinstance(state.get("param_shapes"), list):
             raise CheckpointError(f"{path} is no ZeRO checkpoint of DeepSpeed (stage 0 is not imported)")
-        module = mapping(state.get("module"), path, "module")
+        module = mapping(state.get("module") if module_of is None else module_of(state), path, "module")
         shapes = tuple(_shapes(group, path) for group in state["param_shapes"])
         left_out: list[str] = []
         buffers: dict[str, Lazy] = {}

@@ -27,6 +27,8 @@ from typing import Any
 
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, plain
 from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files, mapping, scaler_of
+from zeroshard.checkpoint.foreign.deepspeed_experts import ExpertName, stack_name, stacked
+from zeroshard.checkpoint.foreign.deepspeed_experts import frozen as frozen_experts
 from zeroshard.checkpoint.foreign.inert import Inert, Name
 from zeroshard.checkpoint.foreign.stored import Joined, Lazy, Piece, StoredTensor, numel
 from zeroshard.checkpoint.foreign.torchzip import load
@@ -125,15 +127,24 @@ def open_flat(files: Files, common: Common) -> Contents:
             f"{files.folder}: ranks have {[len(p) for p in parts]} flat groups, not {len(common.shapes)}"
         )
     parameters: dict[str, Parameter] = {}
+    counts = _partition_counts(ranks[0], len(common.shapes), world)
     for index, shapes in enumerate(common.shapes):
+        experts = {name: shape for name, shape in shapes.items() if ExpertName.of(name) is not None}
+        if experts:
+            parameters |= _experts(files, common, ranks, index, counts[index], experts)
+        if counts[index] < world:
+            continue
         group = [part[index] for part in parts]
         paddings = _alignment(ranks[0], index, len(shapes))
         layout = _pieces_3(shapes, world) if stage == 3 else _pieces_12(shapes, group, paddings, files.folder)
         names = [key for key in group[0].tensors if all(key in part.tensors for part in group)]
         for name, shape in shapes.items():
+            if name in experts:
+                continue
             joined = {key: _join(layout(name), group, key, shape, files.folder, name) for key in names}
             weight = joined.pop(WEIGHT)
             parameters[name] = Parameter(name, weight, joined, ranks[0].step(index), compute=common.compute_dtype(name))
+    parameters |= frozen_experts(files.experts, parameters, files.folder)
     if stage == 3:
         parameters |= frozen_3(files, common, world)
         left_out += [f"{name}: it was excluded at the save" for name in common.excluded(parameters)]
@@ -153,13 +164,53 @@ def _optimizer_state(path: Path) -> Mapping[str, Any]:
     return mapping(mapping(load(path), path, "the content").get("optimizer_state_dict"), path, "optimizer_state_dict")
 
 
+def _partition_counts(rank: RankState, groups: int, world: int) -> list[int]:
+    """Over how many ranks each flat group is cut: experts over those that have the same ones."""
+    counts = rank.state.get("partition_count")
+    return counts if isinstance(counts, list) and len(counts) == groups else [world] * groups
+
+
+def _experts(
+    files: Files,
+    common: Common,
+    ranks: list[RankState],
+    index: int,
+    count: int,
+    experts: Mapping[str, tuple[int, ...]],
+) -> dict[str, Parameter]:
+    """The experts in a flat group, whose ranks with the same ones are `count`."""
+    config = common.state.get("ds_config")
+    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        raise CheckpointError(
+            f"{files.folder}: experts that were divided with use_data_before_expert_parallelism are not imported"
+        )
+    shapes, parts = common.shapes[index], len(ranks) // count
+    paddings = _alignment(ranks[0], index, len(shapes))
+    groups = [[rank.parts()[index] for rank in ranks[part::parts]] for part in range(parts)]
+    layouts = [_pieces_12(shapes, group, paddings, files.folder) for group in groups]
+    names = [key for key in groups[0][0].tensors if all(key in one.tensors for group in groups for one in group)]
+
+    def read(part: int, name: str) -> Mapping[str, Lazy]:
+        group, pieces = groups[part], layouts[part](name)
+        return {key: _join(pieces, group, key, shapes[name], files.folder, name) for key in names}
+
+    if parts > 1 and len(experts) < len(shapes):
+        raise CheckpointError(
+            f"{files.folder}: flat group {index} holds experts of some ranks, and what all ranks have"
+        )
+    return stacked(experts, parts, read, ranks[0].step(index), files.experts, files.folder)
+
+
 def _check_ranks(files: Files, ranks: list[RankState], stage: int) -> None:
     counts = ranks[0].state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
-    if sorted(files.optim) != list(range(len(ranks))) or any(count != len(ranks) for count in counts):
+    world = len(ranks)
+    wrong = [count for count in counts if type(count) is not int or count < 1 or world % count]
+    fewer = [count for count in counts if count != world]
+    if sorted(files.optim) != list(range(world)) or wrong or (fewer and not files.experts):
         raise CheckpointError(
             f"{files.folder} was saved by {counts} ranks but holds the optimizer files of {sorted(files.optim)}: files "
-            "are missing, or are left from an earlier save (experts and MiCS are not imported)"
+            "are missing, or are left from an earlier save (MiCS is not imported)"
         )
     if any(rank.stage != stage for rank in ranks):
         raise CheckpointError(f"{files.folder} holds files of several ZeRO stages: {[rank.stage for rank in ranks]}")
@@ -267,12 +318,10 @@ def groups_of(value: Any, common: Common, stage: int, left_out: list[str]) -> tu
     found = []
     for index, group in enumerate(value if isinstance(value, list) else []):
         options = mapping(group, common.path, "param_groups")
-        if options.get("moe"):
-            raise CheckpointError(f"{common.path}: DeepSpeed checkpoints with experts are not imported")
         flat = options.get("params", [index]) if stage == 3 else [index]
         if not all(type(number) is int and 0 <= number < len(common.shapes) for number in flat):
             raise CheckpointError(f"{common.path}: optimizer group {index} has flat groups {flat}, which are not there")
-        names = tuple(name for number in flat for name in common.shapes[number])
+        names = tuple(dict.fromkeys(stack_name(name) for number in flat for name in common.shapes[number]))
         kept = {key: item for key, item in options.items() if key != "params"}
         found.append(Group(names, plain(kept, f"param_groups[{index}]", left_out)))
     return tuple(found)

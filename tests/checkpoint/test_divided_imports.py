@@ -1,0 +1,169 @@
+"""DeepSpeed's checkpoints of pipelines and of experts hold what DeepSpeed held, and load into models of zeroshard.
+
+The fixtures are made by `tests/checkpoint/deepspeed/make_divided_fixtures.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import linear, mse_loss
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from zeroshard.checkpoint.foreign.contents import Contents
+from zeroshard.checkpoint.foreign.deepspeed import find, open_deepspeed
+from zeroshard.checkpoint.native import write_native
+from zeroshard.errors import CheckpointError
+from zeroshard.experts.stacked import StackedExperts
+from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
+from zeroshard.pipeline.module import PipelineModule
+
+CHECKPOINTS = Path(__file__).parent / "deepspeed" / "divided"
+CASES = sorted(path.name for path in CHECKPOINTS.iterdir())
+EXPERTS, MARK = 4, "deepspeed_experts."
+Truth = dict[str, dict[str, torch.Tensor]]
+
+
+def _opened(folder: Path) -> Contents:
+    found = find(folder)
+    assert found is not None
+    return open_deepspeed(found)
+
+
+def _truth(case: str) -> Truth:
+    """By parameter: weight and moments that DeepSpeed held; experts of a layer stacked."""
+    told = load_file(CHECKPOINTS / case / "truth.safetensors")
+    whole = {name: value for name, value in told.items() if MARK not in name}
+    first = [name for name in told if f"{MARK}0." in name]
+    for name in first:
+        parts = [told[name.replace(f"{MARK}0.", f"{MARK}{expert}.")] for expert in range(EXPERTS)]
+        whole[name.replace(f"{MARK}0.", MARK)] = torch.stack(parts)
+    found: Truth = {}
+    for name, value in whole.items():
+        parameter, _, key = name.replace("tied_modules.embedding.", "tied_modules.embedding.module.").partition("|")
+        found.setdefault(parameter, {})[key] = value
+    return found
+
+
+def _same(contents: Contents, truth: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    assert set(contents.parameters) == set(truth)
+    for name, held in truth.items():
+        parameter = contents.parameters[name]
+        assert torch.equal(parameter.weight.read(), held["fp32"]), name
+        assert set(parameter.moments) == {"exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(parameter.moments[key].read(), held[key]) for key in parameter.moments), name
+        assert (parameter.step, parameter.trainable, parameter.compute) == (3, True, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_moments_are_those_that_deepspeed_held(case: str) -> None:
+    contents = _opened(CHECKPOINTS / case)
+    _same(contents, _truth(case))
+    facts = json.loads((CHECKPOINTS / case / "truth.json").read_text())
+    assert (contents.steps, contents.samples) == (facts["steps"], facts["samples"])
+    assert contents.client_state == {"epoch": 2}
+    assert contents.left_out == ()
+    assert contents.complete
+    names = [name for group in contents.groups for name in group.names]
+    assert sorted(names) == sorted(contents.parameters)
+    assert all(group.options["betas"] == [0.9, 0.95] for group in contents.groups)
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.moe = nn.Module()
+        self.moe.deepspeed_moe = nn.Module()
+        self.moe.deepspeed_moe.gate = nn.Module()
+        self.moe.deepspeed_moe.gate.wg = nn.Linear(8, EXPERTS, bias=False)
+        expert = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+        self.moe.deepspeed_moe.experts = StackedExperts(expert, EXPERTS, 2)
+        self.head = nn.Linear(8, 13, bias=False)
+
+
+def _head(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, embedding.weight)
+
+
+def _pipeline() -> PipelineModule:
+    layers = [
+        TiedLayerSpec("embedding", nn.Embedding, 13, 7),
+        *(LayerSpec(nn.Linear, 7, 9), LayerSpec(nn.Tanh), LayerSpec(nn.Linear, 9, 7), LayerSpec(nn.LayerNorm, 7)),
+        TiedLayerSpec("embedding", nn.Embedding, 13, 7, forward_fn=_head),
+    ]
+    return PipelineModule(layers, num_stages=2, loss_fn=mse_loss, partition_method="uniform")
+
+
+def _loads(rank: int, world: int, folder: str, truths: dict[str, Truth]) -> None:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+    }
+    for case, truth in truths.items():
+        model: nn.Module = _pipeline() if case == "pipeline" else _Experts()
+        experts = {id(p) for name, p in model.named_parameters() if MARK in name}
+        groups = [[p for p in model.parameters() if (id(p) in experts) is chosen] for chosen in (False, True)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-2)
+        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
+        zeroshard.load(engine.module, folder, case)
+        own = dict(engine.module.named_parameters())
+        assert own.keys() <= truth.keys()
+        for name, parameter in own.items():
+            weight = zeroshard.safe_get_full_fp32_param(parameter)
+            assert weight is not None
+            assert torch.equal(weight, truth[name]["fp32"]), (case, name)
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = zeroshard.safe_get_full_optimizer_state(parameter, key)
+                assert moment is not None
+                assert torch.equal(moment, truth[name][key]), (case, name, key)
+        engine.destroy()
+
+
+def test_what_is_imported_loads_into_stages_and_divided_experts(tmp_path: Path) -> None:
+    cases = ("pipeline", "experts_apart")
+    for case in cases:
+        write_native(_opened(CHECKPOINTS / case), tmp_path, case)
+    run_ranks(2, _loads, str(tmp_path), {case: _truth(case) for case in cases})
+
+
+@pytest.mark.parametrize(
+    ("case", "gone", "said"),
+    [
+        ("pipeline", "zero_pp_rank_1_mp_rank_01_optim_states.pt", r"holds the optimizer files of \[0\]"),
+        ("pipeline", "zero_pp_rank_[01]_mp_rank_01_optim_states.pt", "the files of rank 0 are missing"),
+        ("experts", "layer_0_expert_1_mp_rank_00_model_states.pt", r"of the experts of layer 0 the files \[0, 2, 3\]"),
+        ("experts_apart", "zero_pp_rank_3_mp_rank_00_optim_states.pt", r"holds the optimizer files of \[0, 1, 2\]"),
+    ],
+)
+def test_a_missing_file_is_named(case: str, gone: str, said: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / case, tmp_path / case)
+    for path in (folder / "step3").glob(gone):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=said):
+        _opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layer_00-model_01-model_states.pt", "pipeline stages beside tensor parallelism are not imported"),
+        ("layer_0_expert_0_mp_rank_01_model_states.pt", "experts beside tensor parallelism are not imported"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "experts and an optimizer without ZeRO are not imported"),
+        ("mp_rank_01_model_states.pt", "of 2 model-parallel ranks: tensor-parallel DeepSpeed checkpoints are not"),
+    ],
+)
+def test_what_is_not_imported_is_refused_by_name(name: str, said: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / "experts", tmp_path / "experts")
+    (folder / "step3" / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=said):
+        _opened(folder)
