@@ -485,6 +485,8 @@ def _engine_options(config: Config, observer: Observer | None) -> EngineOptions:
             config.checkpoint.tag_validation,
             config.checkpoint.encryption_key,
             config.checkpoint.audit,
+            config.checkpoint.on_failure == "raise",
+            config.checkpoint.remote,
         ),
         steps_per_print=config.steps_per_print,
         clip_value=config.gradient_clip_value,

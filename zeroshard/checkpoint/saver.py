@@ -28,6 +28,7 @@ from zeroshard.checkpoint.dtypes import name_of
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, StoreBarrier, on_all_ranks
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import check_name
+from zeroshard.checkpoint.remote import Remote
 from zeroshard.checkpoint.seal import Seal, new_seal, open_seal
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
@@ -40,6 +41,7 @@ SAVING_THREAD = "checkpoint "
 """How the name of a thread begins that writes one: the launcher waits for it, also when the rank has failed."""
 _MAX_STATE_NBYTES = jsonfile.MAX_BYTES // 4
 _UNCHANGED = "; the checkpoints that were there are unchanged"
+_NOT_COPIED = "; it is whole on disk"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Request:
         keep: how many checkpoints are left in the directory, None for all.
         service: has the key with which it is encrypted; None for a checkpoint in the clear.
         audit: whether the acts of the directory are logged from here on (see `audit`); a log that is there is kept up.
+        remote: where it is copied when it is whole; None for nowhere.
     """
 
     base: Path
@@ -65,6 +68,7 @@ class Request:
     keep: int | None = None
     service: KeyService | None = None
     audit: bool = False
+    remote: Remote | None = None
 
     @property
     def final(self) -> Path:
@@ -221,6 +225,13 @@ class _Writing:
             _UNCHANGED,
         )
         on_all_ranks(barrier, lambda: self._finish(barrier.size), request.final, _UNCHANGED)
+        if (remote := request.remote) is not None:
+            on_all_ranks(barrier, lambda: remote.put_files(request.final, barrier.rank), request.final, _NOT_COPIED)
+            on_all_ranks(barrier, lambda: self._finish_remote(remote), request.final, _NOT_COPIED)
+
+    def _finish_remote(self, remote: Remote) -> None:
+        if self.draft is not None:
+            remote.finish(self.request.final, latest=self.request.latest, keep=self.request.keep)
 
     def _finish(self, ranks: int) -> None:
         request, draft = self.request, self.draft

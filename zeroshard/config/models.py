@@ -160,6 +160,8 @@ class CheckpointSection(Section):
     encryption_key: Text | None = None
     audit: Flag = False
     memory_steps: Annotated[int, whole(0)] = 10
+    remote: Text | None = None
+    on_failure: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = "raise"
 
 
 class TensorboardSection(Section):

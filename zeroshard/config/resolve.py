@@ -192,6 +192,8 @@ class _Resolver:
                 saving.encryption_key,
                 saving.audit,
                 saving.memory_steps,
+                saving.on_failure,
+                saving.remote,
             ),
             activations=activations(sections),
             pipeline=pipeline(sections),

@@ -204,7 +204,8 @@ class CheckpointConfig:
 
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
     is (None: they are in the clear), and `audit` begins a log of what is done with them. In an elastic job the state is
-    kept in memory after every `memory_steps` steps; 0 is never.
+    kept in memory after every `memory_steps` steps; 0 is never. `on_failure` says whether a save that fails is an
+    error, and `remote` is a URL to which checkpoints are copied.
     """
 
     background: bool
@@ -214,6 +215,8 @@ class CheckpointConfig:
     encryption_key: str | None
     audit: bool
     memory_steps: int
+    on_failure: Literal["raise", "warn"]
+    remote: str | None
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ Rejected: one class for loop and checkpoints, which no one reads in one go.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +31,9 @@ from zeroshard.engine.saving.tags import agreed_tag
 from zeroshard.engine.saving.weights_file import save_16bit_model
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.training_engine import TrainingEngine
-from zeroshard.errors import UsageError, ZeroShardError, ZeroShardWarning
+from zeroshard.errors import CheckpointError, SpillError, UsageError, ZeroShardError, ZeroShardWarning
+
+_LOGGER = logging.getLogger("zeroshard")
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,30 @@ class Engine(TrainingEngine):
             exclude_frozen_parameters: leave out what no optimizer trains, the base of a LoRA model say.
             background: write in a thread while training goes on; by default as `checkpoint.async` of the config says.
 
+        Returns:
+            Whether it succeeded; False only where `checkpoint.on_failure` of the config is "warn".
+
         Raises:
             CheckpointError: it can't be written, here or on another rank; the older ones are untouched. In the
                 background, the error comes from the next save, load or `wait_for_checkpoint`.
         """
         self._settle("save_checkpoint")
+        save = partial(self._save, save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background)
         with self._seen_disk("save"):
-            self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background)
+            if self._options.saving.raises:
+                save()
+                return True
+            # The one before too, which is heard of now: it must not keep this one from being written.
+            return all([self._reports(self.wait_for_checkpoint), self._reports(save)])
+
+    def _reports(self, save: Callable[[], object]) -> bool:
+        """Whether a save, or the wait for one, succeeded; a failure, which all ranks see, is a warning on rank 0."""
+        try:
+            save()
+        except (CheckpointError, SpillError) as error:
+            if self._handle.comm.rank == 0:
+                _LOGGER.error("training goes on without this checkpoint: %s", error)
+            return False
         return True
 
     def _save(
@@ -155,6 +176,7 @@ class Engine(TrainingEngine):
             frozen=not exclude_frozen_parameters,
             encryption_key=self._options.saving.encryption_key,
             audit=self._options.saving.audit,
+            remote=self._options.saving.remote,
             counters=self._counters(),
         )
 
@@ -248,9 +270,9 @@ class Engine(TrainingEngine):
         self._on_sigterm = _OnSigterm(Preemption(self.module), directory, client_state)
 
     def _save_and_end(self, on_sigterm: _OnSigterm) -> NoReturn:
-        self.save_checkpoint(on_sigterm.directory, client_state=on_sigterm.client_state, background=False)
+        saved = self.save_checkpoint(on_sigterm.directory, client_state=on_sigterm.client_state, background=False)
         self.destroy()
-        raise SystemExit(PREEMPTED)
+        raise SystemExit(PREEMPTED if saved else 1)
 
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from the newest checkpoint if there is one, at any number of ranks; called by all ranks.
@@ -274,6 +296,9 @@ class Engine(TrainingEngine):
                 return None, None
         if directory is None:
             raise UsageError("resume: give the directory, or checkpoint.directory in the config")
+        remote = self._options.saving.remote
+        if not checkpoints.any_checkpoint(self.module, directory) and remote is not None:
+            checkpoints.fetch_newest(self.module, remote, directory)
         if not checkpoints.any_checkpoint(self.module, directory):
             return None, None
         return self.load_checkpoint(directory)

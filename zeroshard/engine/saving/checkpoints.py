@@ -26,6 +26,7 @@ from zeroshard.checkpoint.generators import generator_states
 from zeroshard.checkpoint.keys import KeyService, key_in_environment, service_of
 from zeroshard.checkpoint.manifest import MANIFEST, read_manifest
 from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.remote import Remote
 from zeroshard.checkpoint.saver import Request, Saver
 from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.engine.core.handle import Handle, handle_of
@@ -62,6 +63,7 @@ def save(
     counters: Mapping[str, Any] | None = None,
     encryption_key: str | KeyService | None = None,
     audit: bool = False,
+    remote: str | None = None,
 ) -> Path:
     """Save everything needed to go on; called by all ranks, between steps.
 
@@ -77,6 +79,8 @@ def save(
         counters: the engine's.
         encryption_key: encrypts it; `file:PATH`, `env:NAME`, `command:PROGRAM`, or a KeyService of your own.
         audit: log from here on what is done with the checkpoints of the directory.
+        remote: URL for fsspec (s3://bucket/run), to which the checkpoint is copied when it is whole; `keep` holds there
+            too.
 
     Returns:
         The checkpoint's folder, there once the save has ended.
@@ -98,7 +102,8 @@ def save(
         state = saved_state(handle, model, stepper, scheduler, client_state, counters, frozen, names)
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
-        request = Request(base, tag, (), names.aliases, state, rank_state, latest, keep, service, audit)
+        copies = None if remote is None else Remote(remote)
+        request = Request(base, tag, (), names.aliases, state, rank_state, latest, keep, service, audit, copies)
         return request, buffer_sums(handle)
 
     names = whole_model(handle, model)
@@ -196,6 +201,17 @@ def newest_steps(base: Path) -> int:
         return int(unpack(state["counters"]).get("global_steps", 0))
     except (CheckpointError, KeyError, TypeError, ValueError):
         return 0
+
+
+def fetch_newest(model: nn.Module, remote: str, load_dir: str | os.PathLike[str]) -> None:
+    """Copy the newest checkpoint of a store into a directory that has none; called by all ranks, which share it."""
+    barrier = saver_of(handle_of(model)).barrier()
+
+    def fetch() -> None:
+        if barrier.rank == 0:
+            Remote(remote).fetch_newest(checked_directory(load_dir))
+
+    on_all_ranks(barrier, fetch, remote)
 
 
 def wait_for_checkpoint(model: nn.Module) -> None:
