@@ -15,6 +15,7 @@ WITHOUT_GPU = {
     "nvme": "state on disk: rates beside plain direct I/O, and a step's seconds beside the prediction",
     "checkpoint": "how fast checkpoints are written and read, beside dd on the same disk",
     "slow_links": "a step over a slow link between two nodes (network namespaces, root): codes, second copies, HSDP",
+    "elastic": "kills of every kind in a job whose nodes come and go (namespaces, root): lost samples, useful time",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }
 FOR_GPUS = {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.launch.hosts import TestHosts, make_hosts, why_not
 from tests.support.distributed import run_ranks
 from tests.support.elastic_job import ElasticJob, made
-from tests.support.elastic_train import BATCH, Line, planned, train, trained_on
+from tests.support.elastic_train import BATCH, Line, planned, read_log, train, trained_on
 
 _REASON = why_not()
 pytestmark = [
@@ -61,7 +61,7 @@ def _planned_end(directory: Path, parts: list[tuple[int, int]], shard: int) -> s
     directory.mkdir()
     for ranks, until in parts:
         run_ranks(ranks, _planned_rank, str(directory), until, shard)
-    return [json.loads(line)[-1] for line in (directory / "log").read_text().splitlines() if '"end"' in line][-1]
+    return [line.more for line in read_log(directory) if line.what == "end" and line.rank == 0][-1]
 
 
 def test_a_lost_node_is_gone_on_without_and_comes_back_bit_for_bit_as_planned(tmp_path: Path, hosts: TestHosts) -> None:
@@ -84,8 +84,8 @@ def test_a_lost_node_is_gone_on_without_and_comes_back_bit_for_bit_as_planned(tm
     )
     assert _pause(lines, 1) < 5.0
     parts = [(8, resumed[1].step), (6, resumed[2].step), (8, _STEPS)]
-    ends = {line.more for line in lines if line.what == "end"}
-    assert ends == {_planned_end(tmp_path / "planned", parts, 2)}
+    (end,) = (line.more for line in lines if line.what == "end" and line.rank == 0)
+    assert end == _planned_end(tmp_path / "planned", parts, 2)
 
 
 def test_a_spare_takes_the_place_of_a_node_whose_rank_was_stopped(tmp_path: Path, hosts: TestHosts) -> None:

@@ -119,6 +119,14 @@ class ElasticJob:
         found = [int(word) for word in children.read_text().split()] if children.exists() else []
         return found[0] if found else None
 
+    def kill_launcher(self, node: int) -> None:
+        """Kill `zeroshard run` outright; what it has started ends with it."""
+        self._nodes[node].kill()
+        self._nodes[node].wait()
+        end = time.monotonic() + 30
+        while self.processes(node) and time.monotonic() < end:
+            time.sleep(0.1)
+
     def power_off(self, node: int) -> None:
         """The host is gone."""
         for _ in range(3):

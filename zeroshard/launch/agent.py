@@ -109,7 +109,8 @@ def launch(ranks: Ranks, control: Callable[[RankWatch | None], None] | None = No
         except ChildFailedError as error:
             ending, first = (Ending(How.ENDED, 1), None) if watch.ended_by_peer else _failure(error, watch, ranks.host)
         except SignalException:
-            ending = _stopped(ranks, watch)
+            by_us = control is not None and watch.ended_by_peer
+            ending = Ending(How.ENDED, 1) if by_us else _stopped(ranks, watch)
         except (RendezvousError, dist.DistError) as error:
             raise UsageError(f"the nodes did not meet at {_endpoint(job)}: {report.one_line(str(error))}") from error
         else:

@@ -34,7 +34,7 @@ from zeroshard.errors import UsageError
 from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, Round, Seen, State, decide
 from zeroshard.launch.report import one_line
 
-TICK_SECONDS = 0.2
+TICK_SECONDS = 0.1
 _PREFIX = "zeroshard/elastic"
 _POLL_SECONDS = 0.02
 
@@ -222,9 +222,10 @@ class Membership:
             after += 1
 
     def _seen(self) -> dict[int, Seen]:
-        now = time.monotonic()
+        """All nodes. When ranks have lost a peer, half the silence is enough to know which one it was."""
+        now, silence = time.monotonic(), self._limits.lost_after / (1 if self._trouble_since is None else 2)
         return {
-            number: Seen(state, now - self._beats[number][1] < self._limits.lost_after, node.ranks, node.name)
+            number: Seen(state, now - self._beats[number][1] < silence, node.ranks, node.name)
             for number, state in self._states.items()
             for node in [self._nodes[number]]
         }

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from zeroshard.launch.messages import say
 from zeroshard.launch.runner import SOCKET_VARIABLE
 
 _LEAVE_SECONDS = 20.0
+_POLL_SECONDS = 0.5
 
 
 @dataclass
@@ -124,6 +126,30 @@ class ElasticNode:
         """The agent is about to start the ranks, or they have ended."""
         with self._lock:
             self._watch = watch
+        if watch is not None:
+            threading.Thread(target=self._end_with_first, args=(watch,), name="first-failure", daemon=True).start()
+
+    def _end_with_first(self, watch: RankWatch) -> None:
+        """When a rank has failed end the others at once: the job waits for this node's ranks to start anew.
+
+        A rank that stays stopped is killed: to the others it is one that lives, and is slow.
+        """
+        stopped: dict[int, float] = {}
+        while not watch.failed.wait(_POLL_SECONDS):
+            with self._lock:
+                if self._watch is not watch:
+                    return
+            now, found = time.monotonic(), _stopped(watch)
+            stopped = {pid: stopped.get(pid, now) for pid in found}
+            for pid in [pid for pid, since in stopped.items() if now - since > self._limits.lost_after]:
+                say(f"zeroshard: process {pid}, a rank, has been stopped for {now - stopped[pid]:.0f} s; ending it")
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with self._lock:
+            if self._watch is watch and self._membership is not None:
+                number = -1 if self._round is None else self._round.number
+                self._membership.say(State(Kind.DOWN, number, "a rank has failed", True))
+                watch.kill_ranks()
 
     # What the ranks do.
 
@@ -210,24 +236,12 @@ class ElasticNode:
                     return
                 if self._round is None or self._round.number != number or self._watch is None:
                     return
-                if self._some_are_stopped():
+                if _stopped(self._watch):
                     break
         with self._lock:
             if self._round is not None and self._round.number == number and not self._gate.all_wait():
                 say("zeroshard: ranks of this node did not leave the round in time; ending them")
                 self._end_ranks()
-
-    def _some_are_stopped(self) -> bool:
-        """Whether a rank was stopped by a signal (SIGSTOP, Ctrl-Z)."""
-        assert self._watch is not None
-        for process in self._watch.processes():
-            try:
-                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if state in "Tt":
-                return True
-        return False
 
     def over(self, status: int, why: str) -> None:
         """See Listener."""
@@ -252,6 +266,17 @@ class ElasticNode:
         watch.ended_by_peer = True
         watch.kill_ranks()
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stopped(watch: RankWatch) -> list[int]:
+    """The ranks that were stopped by a signal (SIGSTOP, a debugger)."""
+    found: list[int] = []
+    for process in watch.processes():
+        with suppress(OSError, IndexError):
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in "Tt":
+                found.append(process.pid)
+    return found
 
 
 def run_elastic(job: Job, ranks: int, directory: Path, limits: Limits, prepare: Callable[[], str]) -> int:
