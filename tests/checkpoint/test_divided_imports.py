@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ def _opened(folder: Path) -> Contents:
 def _truth(case: str) -> Truth:
     """By parameter: weight and moments that DeepSpeed held; experts of a layer stacked."""
     told = load_file(CHECKPOINTS / case / "truth.safetensors")
+    if case == "tensors":
+        told = _put_together(told)
     whole = {name: value for name, value in told.items() if MARK not in name}
     first = [name for name in told if f"{MARK}0." in name]
     for name in first:
@@ -51,6 +53,18 @@ def _truth(case: str) -> Truth:
     for name, value in whole.items():
         parameter, _, key = name.replace("tied_modules.embedding.", "tied_modules.embedding.module.").partition("|")
         found.setdefault(parameter, {})[key] = value
+    return found
+
+
+def _put_together(told: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What two tensor-parallel ranks told of a Llama, by the shapes that it has in one process."""
+    columns = ("o_proj.weight", "down_proj.weight")
+    whole = ("embed_tokens.weight", "norm.weight", "o_proj.bias")
+    found: dict[str, torch.Tensor] = {}
+    for name in (name.removesuffix("|0") for name in told if name.endswith("|0")):
+        parts, parameter = [told[f"{name}|{rank}"] for rank in range(2)], name.partition("|")[0]
+        same = parameter.endswith(("layernorm.weight", *whole))
+        found[name] = parts[0] if same else torch.cat(parts, dim=int(parameter.endswith(columns)))
     return found
 
 
@@ -159,11 +173,56 @@ def test_a_missing_file_is_named(case: str, gone: str, said: str, tmp_path: Path
         ("layer_00-model_01-model_states.pt", "pipeline stages beside tensor parallelism are not imported"),
         ("layer_0_expert_0_mp_rank_01_model_states.pt", "experts beside tensor parallelism are not imported"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "experts and an optimizer without ZeRO are not imported"),
-        ("mp_rank_01_model_states.pt", "of 2 model-parallel ranks: tensor-parallel DeepSpeed checkpoints are not"),
     ],
 )
-def test_what_is_not_imported_is_refused_by_name(name: str, said: str, tmp_path: Path) -> None:
+def test_what_is_not_imported_is_refused_by_file(name: str, said: str, tmp_path: Path) -> None:
     folder = shutil.copytree(CHECKPOINTS / "experts", tmp_path / "experts")
     (folder / "step3" / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=said):
+        _opened(folder)
+
+
+def _with_info(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The tensor-parallel checkpoint with other words on how it was cut."""
+    made = shutil.copytree(CHECKPOINTS / "tensors", folder / "tensors")
+    path = made / "step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    change(state["universal_checkpoint_info"])
+    torch.save(state, path)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"tp_replicated_parameter_patterns": ["(a+)+$"]},
+            r"pattern '\(a\+\)\+\$' .* is refused: it could run long",
+        ),
+        ({"parameter_with_row_parallelism_patterns": ["["]}, r"damaged: the pattern '\['"),
+        (
+            {"parameter_with_sub_params": [{"patterns": []}]},
+            r"several weights of unequal parts in one .* not imported",
+        ),
+    ],
+)
+def test_words_on_cuts_that_can_not_be_followed_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        _opened(_with_info(tmp_path, lambda info: info.update(change)))
+
+
+def test_a_padded_vocabulary_loses_its_padding_and_blocks_are_sorted(tmp_path: Path) -> None:
+    whole = _truth("tensors")
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    blocks = {"original_vocab_size": 29, "parameter_with_2_sub_params_cat_dim_0": [gate]}
+    contents = _opened(_with_info(tmp_path, lambda info: info.update(blocks)))
+    assert torch.equal(contents.parameters["lm_head.weight"].weight.read(), whole["lm_head.weight"]["fp32"][:29])
+    rows = torch.arange(24).view(2, 2, 6).transpose(0, 1).flatten()  # by rank and block, then by block and rank
+    assert torch.equal(contents.parameters[gate].weight.read(), whole[gate]["fp32"][rows])
+
+
+def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(CHECKPOINTS / "tensors", tmp_path / "tensors")
+    (folder / "step3" / "mp_rank_00_model_states.pt").rename(folder / "step3" / "mp_rank_02_model_states.pt")
+    with pytest.raises(CheckpointError, match="the files of rank 0 are missing"):
         _opened(folder)

@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE / "divided"
 STEPS = 3
-RANKS = {"pipeline": 4, "experts": 2, "experts_apart": 4, "experts_whole": 2}
+RANKS = {"pipeline": 4, "experts": 2, "experts_apart": 4, "experts_whole": 2, "tensors": 4}
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,
@@ -108,6 +108,35 @@ def experts(ep: int) -> tuple[Any, Any, Any]:
     return engine, optimizer, model
 
 
+def tensors() -> tuple[Any, Any, Any]:
+    """A Llama that DeepSpeed divides by its own rules for it (AutoTP), over two ranks beside two of data."""
+    import deepspeed
+    import torch
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False
+    )
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(config)
+    settings = {
+        **BASE,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}},
+    }
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=settings)
+    generator = torch.Generator().manual_seed(100 + engine.global_rank // 2)
+    for _ in range(STEPS):
+        tokens = torch.randint(0, 32, (2, 6), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+    return engine, optimizer, model
+
+
 def make(case: str, folder: Path) -> None:
     """One rank of one case."""
     import deepspeed
@@ -116,10 +145,14 @@ def make(case: str, folder: Path) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     if case == "pipeline":
         engine, optimizer, model = pipeline()
+    elif case == "tensors":
+        engine, optimizer, model = tensors()
     else:
         engine, optimizer, model = experts(1 if case == "experts_whole" else 2)
     engine.save_checkpoint(str(folder), tag="step3", client_state={"epoch": 2})
     told = _told(optimizer, model)
+    if case == "tensors":  # what each of the two ranks has
+        told = {f"{name}|{engine.global_rank % 2}": value for name, value in told.items()}
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, told)
     if torch.distributed.get_rank() == 0:

@@ -4,6 +4,7 @@
     DIR/TAG/mp_rank_00_model_states.pt                    stages 1, 2: model, names and shapes in flat order, counters
     DIR/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: the same, of rank R
     DIR/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of each flat group
+    DIR/TAG/*_mp_rank_01_*                                tensor-parallel parts: see `deepspeed_tensors`
     DIR/TAG/layer_LL-model_states.pt                      pipelines: see `deepspeed_stages`
     DIR/TAG/layer_L_expert_E_mp_rank_00_model_states.pt   experts: see `deepspeed_experts`
     DIR/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt   universal: a parameter a folder
@@ -25,6 +26,7 @@ from zeroshard.checkpoint.foreign.deepspeed_common import Common, Files
 from zeroshard.checkpoint.foreign.deepspeed_experts import FILE as EXPERT
 from zeroshard.checkpoint.foreign.deepspeed_flat import open_flat
 from zeroshard.checkpoint.foreign.deepspeed_stages import LAYER, open_stages
+from zeroshard.checkpoint.foreign.deepspeed_tensors import open_tensor_parts
 from zeroshard.checkpoint.foreign.deepspeed_universal import open_universal
 from zeroshard.errors import CheckpointError
 
@@ -80,16 +82,13 @@ def open_deepspeed(folder: Path) -> Contents:
     """The contents of a checkpoint folder that `find` returned; reads names, shapes and counters only.
 
     Raises:
-        CheckpointError: files are missing, damaged, hostile, or hold what is not imported (tensor-parallel parts).
+        CheckpointError: files are missing, damaged, hostile, or hold what is not imported.
     """
     found = _Found.of(folder)
     if found.layers:
         return open_stages([found.files(stage) for stage in sorted(found.model)], found.layers)
     if set(found.model) != {0}:
-        raise CheckpointError(
-            f"{folder}, of {len(found.model)} model-parallel ranks: tensor-parallel DeepSpeed checkpoints are not "
-            "imported: nothing in them says along which dim a weight was cut"
-        )
+        return open_tensor_parts([found.files(part) for part in sorted(found.model)])
     files = found.files(0)
     common = Common.read(files)
     return open_universal(files, common) if files.universal else open_flat(files, common)
