@@ -51,7 +51,7 @@ def _whole_values(rank: int, world: int, stage: int) -> None:
     moment = zeroshard.safe_get_full_optimizer_state(parameter, "exp_avg")
     assert moment is not None
     assert moment.shape == (WIDTH, 2 * WIDTH)
-    train(model, optimizer, layout, range(1))
+    train(model, optimizer, layout.reader, range(1))
     zeroshard.close(model)
 
 

@@ -18,7 +18,7 @@ WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
 def _moved(rank: int, world: int, folder: str, layouts: list[Layout], background: bool) -> None:
     for layout in layouts:
         model, optimizer = sharded(layout)
-        train(model, optimizer, layout, range(1))
+        train(model, optimizer, layout.reader, range(1))
         saved = whole_state(model)
         zeroshard.save(model, folder, f"{layout.tensor}-{layout.stage}", background=background)
         zeroshard.wait_for_checkpoint(model)
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_four_ranks_loads_in_any_other_layout(tmp_path: Path) ->
 def _exported(rank: int, world: int, folder: str) -> None:
     layout = Layout(1, 2, 3)
     model, optimizer = sharded(layout)
-    train(model, optimizer, layout, range(1))
+    train(model, optimizer, layout.reader, range(1))
     wanted = zeroshard.full_state_dict(model)
     zeroshard.save(model, folder, "last")
     zeroshard.close(model)

@@ -17,17 +17,19 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.gathering_model import gathering
 from tests.support.measure import held_bytes
+from tests.support.one_process import CLIP, Step, alone
 from tests.support.parallel_model import (
     BATCH,
-    CLIP,
     LENGTH,
     WIDTH,
     Mlp,
-    Step,
     assert_close,
     build,
     in_one_process,
+    loss_of,
+    loss_of_part,
     tokens,
+    train,
 )
 from zeroshard.errors import PlanError
 from zeroshard.plan.memory import state_bytes
@@ -46,19 +48,7 @@ def _trains(rank: int, world: int, data: int, parts: int, axis: str) -> None:
         model, optimizer = zeroshard.shard(
             model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=stage, mesh=mesh, clip_norm=CLIP
         )
-        found: list[Step] = []
-        for step in range(3):
-            batch = tokens(step, rank // parts)
-            logits = model(batch[:, :-1][:, window])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, window].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            norm = zeroshard.get_global_grad_norm(model)
-            assert norm is not None
-            found.append((float(mean) / world, norm))
+        found = train(model, optimizer, rank // parts, range(3), loss_of_part(window))
         plan = zeroshard.plan_of(model)
         assert held_bytes(model).total == state_bytes(plan).total
         assert plan.dp == data
@@ -94,30 +84,23 @@ def _cut_by_torch(rank: int, world: int) -> None:
     model, optimizer = zeroshard.shard(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=3, mesh=mesh, clip_norm=CLIP
     )
-    other = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+
+    wanted = alone(whole, lambda model, step: [loss_of(model, tokens(step, 0))], 2)
+    found: list[Step] = []
     for step in range(2):
         batch = tokens(step, 0)
         inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-        wanted = F.cross_entropy(whole(inputs).flatten(0, 1), labels.flatten())
-        gradients = torch.autograd.grad(wanted, list(whole.parameters()))
         expected = [inputs.chunk(4, dim=1)[index].clone() for index in ((0, 3) if rank == 0 else (1, 2))]
         with context_parallel(mesh["cp"], buffers=[inputs, labels], buffer_seq_dims=[1, 1]):
             assert torch.equal(inputs, torch.cat(expected, dim=1))  # the first and the last part, or two in the middle
             loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
             loss.backward()
-        norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
-        for parameter, gradient in zip(whole.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
-        other.step()
         optimizer.step()
         optimizer.zero_grad()
-        found = zeroshard.get_global_grad_norm(model)
-        assert found is not None
-        assert abs(found - norm) < 1e-6
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        assert abs(float(mean) / world - float(wanted.detach())) < 1e-6
+        found.append((float(mean) / world, zeroshard.get_global_grad_norm(model) or 0.0))
+    assert_close((found, zeroshard.full_state_dict(model)), wanted, "cut by torch")
 
 
 def test_buffers_that_context_parallel_cuts_train_as_whole_ones() -> None:

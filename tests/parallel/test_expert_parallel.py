@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.expert_model import EVEN, EXPERTS, ONE_RANK, Layout, build, sharded, train
+from tests.support.expert_model import EVEN, EXPERTS, ONE_RANK, Layout, build, sharded
 from tests.support.gathering_model import gathering
 from tests.support.measure import forget_sent, held_bytes, sent
 from tests.support.parallel_model import (
     BATCH,
     CLIP,
     LENGTH,
-    Step,
     assert_close,
     assert_same,
     in_one_process,
     loss_of,
+    loss_of_part,
     tokens,
+    train,
     whole_state,
 )
 from zeroshard.errors import PlanError
@@ -57,9 +57,9 @@ def _as_in_one_process(rank: int, world: int, data: int, experts: int, biases: S
         for stage in range(4) if WHOLE_MATRIX else (2 * number + (data > 1),):
             layout = Layout(data, experts, stage)
             model, optimizer = sharded(layout, bias)
-            steps = train(model, optimizer, range(2))
+            steps = train(model, optimizer, rank, range(2))
             forget_sent(model)
-            steps += train(model, optimizer, range(2, 3))
+            steps += train(model, optimizer, rank, range(2, 3))
             plan = zeroshard.plan_of(model)
             assert sent(model) == step_traffic(plan), str(layout)
             assert held_bytes(model).total == state_bytes(plan).total
@@ -90,7 +90,7 @@ def test_divided_experts_train_as_one_process_does(data: int, experts: int) -> N
 def _moved(rank: int, world: int, folder: str, layouts: list[Layout]) -> None:
     for layout in layouts:
         model, optimizer = sharded(layout, ONE_RANK)
-        train(model, optimizer, range(1))
+        train(model, optimizer, rank, range(1))
         saved = whole_state(model)
         tag = f"{layout.experts}-{layout.stage}"
         zeroshard.save(model, folder, tag)
@@ -218,17 +218,7 @@ def _with_divided_sequences(rank: int, world: int) -> None:
         model, optimizer = zeroshard.shard(
             gathering(build(), group, place), partial(torch.optim.AdamW, lr=1e-3), plan=stage, mesh=mesh, clip_norm=CLIP
         )
-        found: list[Step] = []
-        for step in range(3):
-            batch = tokens(step, rank // 2)
-            logits = model(batch[:, :-1][:, window])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, window].flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            found.append((float(mean) / world, zeroshard.get_global_grad_norm(model) or 0.0))
+        found = train(model, optimizer, rank // 2, range(3), loss_of_part(window))
         assert_close((found, zeroshard.full_state_dict(model)), wanted, stage)
         zeroshard.close(model)
 
@@ -266,7 +256,7 @@ def _in_other_ways(rank: int, world: int) -> None:
         model, optimizer = zeroshard.shard(
             model, torch.optim.AdamW(trained, lr=1e-3), plan=3, mesh=mesh, clip_norm=CLIP
         )
-        assert_close((train(model, optimizer, range(3)), zeroshard.full_state_dict(model)), wanted, name)
+        assert_close((train(model, optimizer, rank, range(3)), zeroshard.full_state_dict(model)), wanted, name)
         with torch.no_grad():
             model(tokens(0, rank)[:, :-1])
         with torch.autocast("cpu", torch.bfloat16):

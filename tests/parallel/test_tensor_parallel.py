@@ -46,7 +46,7 @@ def _as_in_one_process(rank: int, world: int, data: int, tensor: int, sequence: 
         for divided in sequence:
             layout = Layout(data, tensor, stage)
             model, optimizer = sharded(layout, sequence=divided)
-            steps = train(model, optimizer, layout, range(3))
+            steps = train(model, optimizer, layout.reader, range(3))
             assert held_bytes(model).total == state_bytes(zeroshard.plan_of(model)).total
             assert_close((steps, zeroshard.full_state_dict(model)), wanted, (layout, divided))
             zeroshard.close(model)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.support.parallel_model import CLIP, WIDTH, Step, Transformer, loss_of, tokens
+from tests.support.parallel_model import CLIP, WIDTH, Transformer
 
 EXPERTS, CHOSEN = 4, 2
 NEVER = -1e9
@@ -96,19 +95,3 @@ def sharded(layout: Layout, bias: Sequence[float] = EVEN, **options: Any) -> tup
     given = {"plan": layout.stage, "clip_norm": CLIP, **options}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return zeroshard.shard(model, optimizer, mesh=mesh, **given)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[Step]:
-    """Losses and norms as one process would see them; every rank reads data of its own."""
-    found: list[Step] = []
-    for step in steps:
-        value = loss_of(model, tokens(step, dist.get_rank()))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = value.detach().clone()
-        dist.all_reduce(mean)
-        norm = zeroshard.get_global_grad_norm(model)
-        assert norm is not None
-        found.append((float(mean) / dist.get_world_size(), norm))
-    return found

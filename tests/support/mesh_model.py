@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeroshard
 from tests.support.expert_model import EVEN, ExpertLayer
 from tests.support.gathering_model import gathering
-from tests.support.parallel_model import CLIP, LENGTH, Step, Transformer, tokens
+from tests.support.one_process import CLIP, State, Step, alone
+from tests.support.parallel_model import LENGTH, Transformer, tokens
 
 MICRO = 4
 """Micro-batches of a step."""
 NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 _LAYERS = ("embedding", "blocks.0", "blocks.1", "head")
-State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,6 @@ class Run:
             found.append((float(total) * self.layout.stages / self.layout.ranks, norm))
         return found
 
-    def state(self) -> State:
-        """Parameters and moments of this rank's stage, whole."""
-        found = dict(zeroshard.full_state_dict(self.model))
-        for name, parameter in self.model.named_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
-                value = zeroshard.safe_get_full_optimizer_state(parameter, key)
-                assert value is not None
-                found[f"{name}.{key}"] = value
-        return found
-
     def close(self) -> None:
         zeroshard.close(self.model)
 
@@ -232,18 +222,10 @@ def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def in_one_process(readers: int, steps: int = 3) -> tuple[list[Step], State]:
     """Losses, norms and parameters of a run on the data of so many ranks, without zeroshard."""
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found: list[Step] = []
-    for step in range(steps):
-        total = 0.0
+
+    def losses(model: nn.Module, step: int) -> Iterator[torch.Tensor]:
         for micro in range(MICRO):
             batches = [batch_of(step, reader, micro) for reader in range(readers)]
-            loss = torch.stack([loss_of(model(batch[:, :-1]), batch[:, 1:]) for batch in batches]).mean()
-            loss.backward()
-            total += float(loss.detach())
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((total, float(norm)))
-    return found, {name: value.detach().clone() for name, value in model.state_dict().items()}
+            yield torch.stack([loss_of(model(batch[:, :-1]), batch[:, 1:]) for batch in batches]).mean()
+
+    return alone(build(), losses, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard
-from tests.support.parallel_model import CLIP, Step, build, tokens
+from tests.support.one_process import CLIP, State, Step, alone
+from tests.support.parallel_model import build, tokens
 
 MICRO = 4
 """Micro-batches of a step."""
 _LAYERS = ("embedding", "blocks.0", "blocks.1", "head")
-State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,23 +74,15 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten()) / MICRO
 
 
-def in_one_process(data_ranks: int, *, tied: bool, steps: int = 3) -> tuple[list[Step], State]:
+def in_one_process(data_ranks: int, *, tied: bool, steps: int = 3, clip: float = CLIP) -> tuple[list[Step], State]:
     """Losses, norms and parameters of a run on all data in one process, without zeroshard."""
-    model = whole_model(tied=tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found: list[Step] = []
-    for step in range(steps):
-        total = 0.0
+
+    def losses(model: nn.Module, step: int) -> Iterator[torch.Tensor]:
         for micro in range(MICRO):
             batches = [batch_of(step, data, micro) for data in range(data_ranks)]
-            loss = torch.stack([loss_of(model(batch[:, :-1]), batch[:, 1:]) for batch in batches]).mean()
-            loss.backward()
-            total += float(loss.detach())
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((total, float(norm)))
-    return found, {name: value.detach().clone() for name, value in model.state_dict().items()}
+            yield torch.stack([loss_of(model(batch[:, :-1]), batch[:, 1:]) for batch in batches]).mean()
+
+    return alone(whole_model(tied=tied), losses, steps, clip=clip)
 
 
 def sharded(layout: Layout, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
