@@ -16,7 +16,7 @@ import torch
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.mesh_model import Layout, Run, State, in_one_process, layouts
-from tests.support.parallel_model import Step, assert_close
+from tests.support.parallel_model import Step, assert_close, assert_same, whole_state
 from zeroshard.checkpoint.reader import CheckpointReader
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
@@ -51,6 +51,31 @@ def test_meshes_of_several_axes_train_as_one_process_does() -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh_trains_as_one_process_does(mesh: Layout) -> None:
     _assert_alike([replace(mesh, stage=stage) for stage in range(4)])
+
+
+def _states(rank: int, world: int, cells: Sequence[Layout]) -> list[State]:
+    """Without clipping, for norms are summed in another order."""
+    found: list[State] = []
+    for layout in cells:
+        run = Run.start(layout, clip_norm=0.0)
+        run.train(range(2))
+        found.append(whole_state(run.model))
+        run.close()
+    return found
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh.stages > 1 and mesh.ranks <= 4], ids=str)
+def test_stages_change_no_bit_of_a_mesh(mesh: Layout) -> None:
+    cells = [replace(mesh, stage=stage) for stage in range(4)]
+    alone = [replace(layout, stages=1) for layout in cells]
+    wanted = run_ranks(alone[0].ranks, _states, alone, timeout=300)[0]
+    for number, layout in enumerate(cells):
+        held: State = {}
+        for states in run_ranks(mesh.ranks, _states, [layout], timeout=300):
+            for name, value in states[0].items():
+                held.setdefault(name, value)
+        assert held.keys() == wanted[number].keys()
+        assert_same(held, wanted[number], layout)
 
 
 def _moves(rank: int, world: int, folder: str, cells: list[Layout], first: int) -> None:
