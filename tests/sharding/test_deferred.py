@@ -139,6 +139,18 @@ def test_hooks_of_parameters_survive() -> None:
     assert model.weight.grad.tolist() == [[1.5, 1.5]]
 
 
+def test_a_module_that_is_scripted_inside_of_init_is_refused_and_one_from_before_is_kept() -> None:
+    before = torch.jit.script(nn.Linear(2, 2))
+    with Init(device="cpu"):
+        model = nn.Sequential(nn.Linear(2, 2), before)
+    materialize(model, None, fill_in_place)
+    assert model(torch.ones(1, 2)).isfinite().all()
+    with Init(device="cpu"):
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(UsageError, match=r"Linear was scripted \(torch.jit.script\) inside of Init"):
+        materialize(scripted, None, fill_in_place)
+
+
 def drop(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """A sink that keeps nothing."""
 

@@ -192,9 +192,11 @@ def materialize(
     A model on the meta device without any tape is filled by `reset_parameters()`, module by module, with a warning.
 
     Raises:
-        UsageError: a tensor has neither values nor a tape, or was changed after its `Init` had closed.
+        UsageError: a tensor has neither values nor a tape, or was changed after its `Init` had closed; or it belongs to
+            a scripted module.
     """
     waiting = [(name, tensor) for name, tensor in _state(model) if tensor.is_meta]
+    _refuse_scripted(model)
     if waiting and not has_tape(model) and not any(_BORN in vars(tensor) for _, tensor in waiting):
         _record_resets(model)
     groups = _by_storage(waiting)
@@ -299,6 +301,17 @@ def _record_resets(model: nn.Module) -> None:
 
 def _resets(module: nn.Module) -> bool:
     return isinstance(module, Resettable)
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Raises UsageError for a scripted module without values: what torch has compiled keeps tensors of its own."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(tensor.is_meta for _, tensor in _direct(module, path)):
+            raise UsageError(
+                f"{getattr(module, 'original_name', type(module).__name__)} was scripted (torch.jit.script) inside of "
+                "Init, where its parameters have no values yet, and never gets them. Build and script it before the "
+                "Init and hand it to the model, leave it unscripted, or build the model without Init"
+            )
 
 
 def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tuple[str, torch.Tensor]]]:
