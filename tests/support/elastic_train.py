@@ -1,6 +1,6 @@
 """A script for elastic jobs that writes down what each rank did: every step with its samples, and the state at the end.
 
-    python tests/support/elastic_train.py DIRECTORY STEPS SHARD SECONDS      under `zeroshard run --nodes MIN:MAX`
+    zeroshard run --nodes MIN:MAX ... tests/support/elastic_train.py DIRECTORY STEPS SHARD SECONDS [CHECKPOINTS]
 
 DIRECTORY/log gets a line of JSON per rank and step, written at once, so that a kill leaves whole lines. `read_log` and
 `trace` give them back; `train` is also run by plain ranks, for a continuation that was planned.
@@ -40,8 +40,15 @@ class Line:
     more: str = ""
 
 
-def train(directory: Path, steps: int, shard: int, seconds: float = 0.0, checkpoints: Path | None = None) -> None:
-    """Train to `steps` steps, each `seconds` long at least."""
+def train(
+    directory: Path,
+    steps: int,
+    shard: int,
+    seconds: float = 0.0,
+    checkpoints: Path | None = None,
+    every: int = 0,
+) -> None:
+    """Train to `steps` steps, each `seconds` long at least, with a checkpoint at the end and after `every` steps."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     config: dict[str, Any] = {
@@ -78,6 +85,8 @@ def train(directory: Path, steps: int, shard: int, seconds: float = 0.0, checkpo
                 if engine.global_steps > before:
                     write("step", read)
                     read = []
+            if every and engine.global_steps > before and engine.global_steps % every == 0:
+                engine.save_checkpoint(checkpoints or ".", background=True)
             if engine.global_steps == steps:
                 break
     state = zeroshard.full_state_dict(engine.module)
@@ -127,7 +136,9 @@ def planned(steps: int) -> dict[int, list[int]]:
 
 def main() -> None:
     directory, steps, shard, seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    zeroshard.run_elastic(lambda: train(directory, steps, shard, seconds))
+    checkpoints = Path(sys.argv[5]) if len(sys.argv) > 5 else None
+    every = 0 if checkpoints is None else 50
+    zeroshard.run_elastic(lambda: train(directory, steps, shard, seconds, checkpoints, every))
 
 
 if __name__ == "__main__":

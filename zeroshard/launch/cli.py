@@ -133,11 +133,11 @@ def run(
 
 
 @app.command()
-def rendezvous(port: o.RendezvousPort = 29500) -> None:
-    """Serve the place where the nodes of elastic jobs meet, until it is ended: on a host that no job runs on."""
+def rendezvous(port: o.RendezvousPort = 29500, once: o.Once = False) -> None:
+    """Serve the place where the nodes of an elastic job meet, until it is ended: on a host that outlives the nodes."""
     from zeroshard.launch.elastic.serve import serve
 
-    serve(port)
+    raise typer.Exit(serve(port, once=once))
 
 
 @app.command(context_settings=_PASSED_ON)

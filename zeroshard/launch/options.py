@@ -284,3 +284,4 @@ OnlyLogs = Annotated[
 ]
 EndsWithInput = Annotated[bool, typer.Option("--end-with-input", hidden=True, help="Of our own srun.")]
 RendezvousPort = Annotated[int, typer.Option("--port", min=1, max=65535, help="Where to listen.")]
+Once = Annotated[bool, typer.Option("--once", help="End with the job, with its status.")]

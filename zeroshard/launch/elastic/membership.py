@@ -106,6 +106,12 @@ def _is_here(address: str) -> bool:
     return True
 
 
+def status_of_job(store: dist.Store) -> int | None:
+    """The status with which the job of a store has ended; None while it goes on."""
+    job = dist.PrefixStore(_PREFIX, store)
+    return json.loads(job.get("end"))[0] if job.check(["end"]) else None
+
+
 class Membership:
     """This node in its job; `enter` begins it. Methods are called from any thread.
 

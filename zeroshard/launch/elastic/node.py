@@ -72,7 +72,8 @@ class ElasticNode:
         self._membership = Membership(store, node, self._limits, self)
         self._membership.enter()
         self._keeper.token = self._membership.token
-        say(f"zeroshard: node {self._membership.number} of an elastic job, {self._ranks} ranks, {prepare()}")
+        ranks = f"{self._ranks} rank{'s' if self._ranks > 1 else ''}"
+        say(f"zeroshard: node {self._membership.number} of an elastic job, {ranks}, {prepare()}")
         try:
             return self._run_ranks(self._membership)
         finally:

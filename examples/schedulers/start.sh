@@ -1,0 +1,2 @@
+#!/bin/sh
+exec zeroshard run --nodes "$NODES" --spares "${SPARES:-0}" --elastic ds_config.json --master-addr "$MEET" train.py "$@"
