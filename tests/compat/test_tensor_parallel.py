@@ -12,6 +12,14 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh, MeshAxis
+from zeroshard.plan.builder import Recipe, build_plan
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.plan import Plan
+from zeroshard.planner.trace.divided import Parts
+from zeroshard.planner.trace.sources import module_source
+from zeroshard.planner.trace.workload import Workload
+from zeroshard.sharding.cut import Cut
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 CONFIG: dict[str, Any] = {
@@ -43,10 +51,22 @@ def _ids(step: int) -> torch.Tensor:
     return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
 
 
+def _predicted(kind: str, stage: int) -> Plan:
+    """What the planner makes of the model on the meta device."""
+    source = module_source(kind, lambda: _model(kind))
+    mesh = Mesh(tuple(MeshAxis(name, size) for name, size in (("dp_replicate", 1), ("dp_shard", 1), ("tp", 2))))
+    return build_plan(Workload(source, 1, 16, parts=Parts(tensor=2)).units, Recipe(STAGES[stage]), mesh)
+
+
+def _cuts(plan: Plan) -> dict[str, tuple[tuple[int, ...], Cut | None]]:
+    return {s.name: (s.shape, s.cut) for _, group in plan.groups() for s in group.layout.segments}
+
+
 def _trained(rank: int, world: int, kind: str, stage: int) -> None:
     plain = _model(kind)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     engine, *_ = zeroshard.initialize(model=_model(kind), config={**CONFIG, "zero_optimization": {"stage": stage}})
+    assert _cuts(engine.plan) == _cuts(_predicted(kind, stage))
     for step in range(3):
         wanted = plain(input_ids=_ids(step), labels=_ids(step)).loss
         wanted.backward()

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.support import expert_model
@@ -21,8 +22,10 @@ from zeroshard.planner.predict.rows import Setting
 from zeroshard.planner.show.cli import app
 from zeroshard.planner.trace.checkpointing import Checkpointing
 from zeroshard.planner.trace.divided import Parts
+from zeroshard.planner.trace.sized import Decoder, Sizes
 from zeroshard.planner.trace.sources import module_source, sized_source
 from zeroshard.planner.trace.workload import Workload
+from zeroshard.sharding.cut import Cut
 
 OFF = (Checkpointing.OFF,)
 
@@ -110,3 +113,19 @@ def test_the_command_line_prints_layouts_for_people_and_machines() -> None:
     assert "slower than the choice" in text
     refused = run([*model, "--global-batch", "8"])
     assert "--global-batch is for --meshes" in str(refused.exception)
+
+
+class _Tied(Decoder):
+    def __init__(self) -> None:
+        super().__init__(Sizes(1, 128, 2, 64, 64))
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_head_is_divided_with_its_embedding() -> None:
+    batch = {"ids": torch.zeros(1, 8, dtype=torch.int64), "labels": torch.zeros(1, 8, dtype=torch.int64)}
+    work = Workload(
+        module_source("tied", lambda: (_Tied(), lambda samples, length: batch)), 1, 8, parts=Parts(tensor=2)
+    )
+    held = {p.name: (p.shape, p.cut) for unit in work.units for p in unit.parameters}
+    assert held["embed.weight"] == ((32, 128), Cut("tp", 0, 2))
+    assert "head.weight" not in held

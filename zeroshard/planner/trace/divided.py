@@ -107,10 +107,13 @@ def _divide_tensors(model: nn.Module, ranks: int, others: Mapping[str, Cut], exc
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             whole = f"{path}.{name}" if path else name
+            if id(parameter) in made:  # another name of one that is divided already
+                module._parameters[name] = made[id(parameter)]
+                continue
             cut = None if whole in others else _cut(whole, parameter, styles.get(whole), ranks)
             if cut is not None:
                 cuts[whole] = cut
-                module._parameters[name] = made.setdefault(id(parameter), _narrowed(parameter, cut))
+                module._parameters[name] = made[id(parameter)] = _narrowed(parameter, cut)
         style = styles.get(path)
         if style == _EXPERTS and any(name.startswith(f"{path}.") for name in others):
             style = None  # every rank of `tp` has its experts whole
