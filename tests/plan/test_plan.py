@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tests.plan.specs import blocks, plan_of, relaxed
 from zeroshard.errors import PlanError
+from zeroshard.fp8.recipe import Products, Scaling
 from zeroshard.mesh import DATA, SHARD, Mesh, MeshAxis
 from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
@@ -79,6 +80,7 @@ def test_every_field_of_the_policy_survives() -> None:
     changed |= {"mean": False, "clip_norm": 0.5, "on_nonfinite": OnNonFinite.SKIP, "cast_inputs": "bfloat16"}
     changed |= {"parameter_sums": 2, "parameter_maxima": 1}
     changed |= {"stream_numel": 7, "pin_memory": False, "window_numel": 9, "spill": Spill(("/a", "/b"), encrypt=True)}
+    changed |= {"products": Products(Scaling.ROWWISE, ("a", "b.c"), resting=False)}
     for changes in (changed, {"reuse": False, "peer_copies": True}):
         plan = SAMPLE.with_policy(**changes)
         assert plan.policy != ExecutionPolicy()

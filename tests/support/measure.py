@@ -29,7 +29,8 @@ def held_bytes(model: nn.Module) -> StateBytes:
         param=_nbytes(
             group.shard if group.plan.param.divided else group.whole for group in groups if not group.plan.param.away
         )
-        + _nbytes(group.second for group in groups if group.plan.param.divided),
+        + _nbytes(group.second for group in groups if group.plan.param.divided)
+        + _nbytes(() if runtime.parameters.scaled is None else runtime.parameters.scaled.scales),
         grad=_nbytes(group.grad for group in groups if not group.plan.grad_away)
         + _nbytes(error for group in groups for error in group.errors),
         master=_nbytes(

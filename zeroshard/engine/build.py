@@ -29,6 +29,7 @@ from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, SpillError, UsageError
+from zeroshard.fp8.convert import convert, restore
 from zeroshard.mesh import MODEL_AXES, NESTED, TENSOR, Axes
 from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
@@ -85,6 +86,7 @@ def build_handle(
         found = [] if comm.stages is None else find_tied(plan, tied, comm.stages)
         return _start_engine(model, plan, comm, device, sync_parameters, streams, peer_memory, tiers, found)
     except BaseException as error:
+        restore(model)
         _leave_communicators(comm, device, idle=isinstance(error, (PlanError, UsageError)))
         raise
 
@@ -103,6 +105,8 @@ def _start_engine(
     """`build_handle` once there are communicators."""
     parameters = dict(model.named_parameters())
     _move_buffers(model, device)
+    if plan.policy.products is not None:
+        convert(model, plan.policy.products)
     share_values(model, tied, device)
     if sync_parameters and not is_deferred(model):
         _broadcast(model, plan, comm, device)
@@ -123,6 +127,7 @@ def _start_engine(
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
     tell = comm.watchdog.announce
     runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers, tell)
+    runtime.scale_weights(comm.control)
     if comm.stages is not None and tied:
         runtime.tied = TiedCopies(runtime.units, tied, runtime.gradients, comm.stages.place.index)
     handle = Handle(runtime, comm, device, install_hooks(model, runtime))

@@ -17,15 +17,18 @@ from zeroshard.comm.mesh import RankMesh
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.host_memory import available_bytes, has_host_memory
-from zeroshard.engine.memory.rank_values import is_split, rank_part, rank_shard, read_values
+from zeroshard.engine.memory.rank_values import is_split, rank_param, rank_part, rank_shard, read_values
+from zeroshard.engine.memory.scaled_group import ScaledGroup
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.outside_step.closed_state import guard_closed_state
 from zeroshard.engine.outside_step.gathered import unmark_parameters
 from zeroshard.engine.outside_step.offload_states import reload_states
 from zeroshard.errors import SpillError, UsageError
+from zeroshard.fp8.cast import decode
+from zeroshard.fp8.convert import restore
 from zeroshard.plan.groups import UnitPlan
 from zeroshard.sharding.layout import Segment
-from zeroshard.sharding.resting import unguarded
+from zeroshard.sharding.resting import unguarded, wake
 from zeroshard.sharding.unowned import hang, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
 from zeroshard.tiers import Row, loaded
@@ -52,10 +55,28 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
                     parameter.grad = None
             if group.plan.param.divided:
                 _hang(unit, group, handle.comm.mesh, fits=fits)
+            elif isinstance(group, ScaledGroup):
+                _decode(group)
+    restore(handle.runtime.model)
+    if handle.runtime.parameters.scaled is not None:
+        handle.runtime.parameters.scaled.give_up()
     for memory in handle.runtime.storage.tiers.values():
         memory.close()
     guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
+
+
+def _decode(group: ScaledGroup) -> None:
+    """Give parameters that rest whole in fp8 their values: of the master weights, or of the codes where other ranks
+    have a part of those, as nobody else need be closing."""
+    if not group.plan.update_axes:
+        flat = rank_param(group)
+        parts = [flat[segment.offset : segment.end].view(segment.shape) for segment in group.plan.layout.segments]
+    else:
+        _LOGGER.warning("closing, weights in fp8 keep its precision; a checkpoint that was saved before has all of it")
+        parts = [decode(record.codes, record.unscale, group.dtype) for record in group.codes]
+    for parameter, value in zip(group.parameters, parts, strict=True):
+        wake(parameter, value)
 
 
 def _fits(handle: Handle, available: int | None) -> bool:

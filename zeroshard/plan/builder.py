@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
+from zeroshard.fp8.recipe import Fp8
 from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import dtype_name, is_packed, itemsize, packed_name, state_dtype
@@ -28,6 +29,8 @@ from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 MAX_PREFETCH = 4
 LOW_PRECISION = ("bfloat16", "float16")
+SCALED = "float8_e4m3fn"
+"""As which weights rest that are multiplied in fp8."""
 NO_MASTER = "none"
 SPLIT_MASTER = "int16"
 """Master weights as the remainder beside bfloat16 parameters; see optim.split."""
@@ -46,6 +49,7 @@ class Precision:
             is float32 here.
         moments: dtype of the moments beside such parameters; None is float32.
         keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
+        matmul: how linear layers multiply in fp8; None in compute dtype. `shard` chooses the layers.
     """
 
     param: str | None = None
@@ -54,6 +58,7 @@ class Precision:
     master: str | None = None
     moments: str | None = None
     keep_fp32: tuple[str, ...] = ()
+    matmul: Fp8 | None = None
 
 
 @dataclass(frozen=True)
@@ -313,7 +318,7 @@ def _unit_plan(
     second: SecondCopy | None = None,
     hops: tuple[Hop, ...] = (),
 ) -> UnitPlan:
-    members: dict[tuple[str, bool, bool, bool, Blocks | None, str], list[ParameterSpec]] = {}
+    members: dict[tuple[str, bool, bool, bool, Blocks | None, str, bool], list[ParameterSpec]] = {}
     for parameter in unit.parameters:
         matrix = parameter.trainable and parameter.name in recipe.matrices
         if matrix and parameter.cut is not None:
@@ -329,16 +334,34 @@ def _unit_plan(
             matrix,
             recipe.blocks if suits else None,
             "" if parameter.cut is None else parameter.cut.axis,
+            not matrix and _rests_in_fp8(parameter, recipe),
         )
         members.setdefault(key, []).append(parameter)
     groups = (
         _group_plan(
-            parameters, dtype, trainable, _within(row, axis), mesh, recipe, 1 if matrix else recipe.moments, blocks
+            parameters,
+            dtype,
+            trainable,
+            _within(row, axis),
+            mesh,
+            recipe,
+            1 if matrix else recipe.moments,
+            blocks,
+            scaled=scaled,
         )
-        for (dtype, trainable, _, matrix, blocks, axis), parameters in members.items()
+        for (dtype, trainable, _, matrix, blocks, axis, scaled), parameters in members.items()
     )
     groups = tuple(replace(group, second=second, hops=hops if group.trainable else ()) for group in groups)
     return UnitPlan(unit.name, row.axes, groups, unit.aliases)
+
+
+def _rests_in_fp8(parameter: ParameterSpec, recipe: Recipe) -> bool:
+    """Whether the step can make fp8 numbers of its master weights."""
+    low = _compute_dtype(parameter, recipe.precision) in LOW_PRECISION
+    products = recipe.policy.products
+    wanted = products is not None and parameter.trainable and parameter.name in products.resting_weights
+    updated = recipe.precision.master != NO_MASTER and not recipe.compressed and recipe.offload is None
+    return wanted and low and updated
 
 
 def _within(row: Sharding, axis: str) -> Sharding:
@@ -394,24 +417,26 @@ def _group_plan(
     recipe: Recipe,
     copies: int,
     blocks: Blocks | None,
+    *,
+    scaled: bool,
 ) -> GroupPlan:
     shards = mesh.size(row.axes)
     packed = is_packed(dtype) or any(parameter.packed for parameter in parameters)
-    coded = row.param and shards > 1 and not packed
+    coded = row.param and shards > 1 and not packed and not scaled
     codes = (recipe.codes if trainable else recipe.frozen_codes) if coded else None
-    differences = recipe.differences if row.param and trainable and row.axes == NESTED else None
+    differences = recipe.differences if row.param and trainable and row.axes == NESTED and not scaled else None
     summed = recipe.gradient_codes if trainable and row.state and shards > 1 else None
     sizes = [one.size for one in (blocks, codes, differences) if one is not None]
     block = math.lcm(*sizes, 1 if summed is None else summed.block)
     layout = flat_layout(
         ((parameter.name, parameter.shape) for parameter in parameters),
         shards=shards,
-        itemsize=itemsize(dtype),
+        itemsize=itemsize(SCALED if scaled else dtype),
         block=block,
         cuts={parameter.name: parameter.cut for parameter in parameters if parameter.cut is not None},
     )
     residency = Residency.AROUND_USE if row.param else Residency.RESIDENT
-    param = Placement(row.placed(row.param), dtype, residency=residency)
+    param = Placement(row.placed(row.param), SCALED if scaled else dtype, residency=residency)
     if not trainable:
         return GroupPlan(layout, trainable, param, codes=codes)
     precision = recipe.precision
@@ -424,7 +449,8 @@ def _group_plan(
     needs_slot = row.grad or kept != wire
     low = dtype in LOW_PRECISION
     themselves = low and precision.master == NO_MASTER
-    master = Placement(state_axes, _master_dtype(dtype, precision)) if low and not themselves else None
+    kept_as = "float32" if scaled else _master_dtype(dtype, precision)
+    master = Placement(state_axes, kept_as) if low and not themselves else None
     kind = dtype_name(precision.moments) if themselves and precision.moments else state_dtype(dtype)
     moments = Placement(state_axes, kind, copies=copies, blocks=blocks) if copies else None
     return GroupPlan(
@@ -441,4 +467,5 @@ def _group_plan(
         compressed=recipe.compressed,
         codes=codes,
         differences=differences,
+        shown=dtype if scaled else "",
     )

@@ -84,6 +84,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             )
         _check_second(plan, unit, group, where)
         _check_codes(group, where)
+        _check_scaled(group, where)
         _check_differences(group, where)
         _check_hops(plan, unit, group, where)
         divided = any(placed is not None and placed.divided for placed in (group.param, group.grad))
@@ -136,6 +137,25 @@ def _check_codes(group: GroupPlan, path: str) -> None:
     if not group.param.divided:
         raise PlanError(f"{path}.codes: parameters that rest whole are not gathered in codes, which would round them")
     _check_record(group, group.codes, f"{path}.codes")
+
+
+def _check_scaled(group: GroupPlan, path: str) -> None:
+    """Numbers in fp8 come from master weights that the device has."""
+    scaled = group.param.dtype.startswith("float8") and group.trainable
+    if not group.scaled and not scaled:
+        return
+    if not group.scaled or group.param.dtype != "float8_e4m3fn":
+        raise PlanError(
+            f"{path}.shown must name the dtype that the model sees of float8_e4m3fn parameters, and no other"
+        )
+    _check_dtype(group.shown, f"{path}.shown")
+    if group.master is None or group.master.dtype != "float32" or group.master.away or group.param.away:
+        raise PlanError(f"{path}: parameters in fp8 need float32 master weights on the device")
+    if group.compressed or group.owners or group.model_axes or group.codes or group.differences:
+        raise PlanError(
+            f"{path}: parameters in fp8 are updated element by element, gathered as they are, and not divided by the "
+            "model"
+        )
 
 
 def _check_differences(group: GroupPlan, path: str) -> None:

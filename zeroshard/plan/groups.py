@@ -52,6 +52,8 @@ class GroupPlan:
         differences: blocks as which trained parameters reach second copies after a step, as what these lack to be as
             the shards; None where they are gathered anew.
         hops: the sums of gradients in codes, one after the other; () where they are summed in wire dtype.
+        shown: dtype that the model sees of parameters which rest, are gathered and multiplied as fp8 numbers with a
+            scale each; "" for all others, which it sees as they rest.
     """
 
     layout: FlatLayout
@@ -71,6 +73,22 @@ class GroupPlan:
     codes: Blocks | None = None
     differences: Blocks | None = None
     hops: tuple[Hop, ...] = ()
+    shown: str = ""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the parameters are fp8 numbers with a scale each."""
+        return bool(self.shown)
+
+    @property
+    def shown_dtype(self) -> str:
+        """The dtype that the model sees of the parameters."""
+        return self.shown or self.param.dtype
+
+    @property
+    def scale_nbytes(self) -> int:
+        """Bytes on each rank of the largest magnitude of each parameter, and of what turns its codes into values."""
+        return 8 * len(self.layout.segments) if self.scaled else 0
 
     @property
     def model_axes(self) -> Axes:
@@ -100,6 +118,8 @@ class GroupPlan:
         if placement is None:
             return 0
         found = placement.nbytes(self.numel_per_rank(placement))
+        if kind is StateKind.PARAM:
+            found += self.scale_nbytes
         if self.compressed and kind is StateKind.MOMENTS:
             found += (2 * self.layout.numel + self.layout.shard_numel) * itemsize(placement.dtype)
         return found

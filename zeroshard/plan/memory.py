@@ -69,7 +69,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         state_buffers=sum(stream_buffer_nbytes(plan)),
         host=host_nbytes(plan),
         disk=disk_nbytes(plan),
-        at_rest=sum(itemsize(dtype) for dtype in {group.param.dtype for _, group in plan.groups()}),
+        at_rest=sum(itemsize(dtype) for dtype in {group.shown_dtype for _, group in plan.groups()}),
         step=exchange_buffers(plan),
     )
 

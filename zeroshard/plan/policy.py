@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeroshard.errors import PlanError
+from zeroshard.fp8.recipe import Products
 from zeroshard.nvme.places import Spill
 
 
@@ -54,6 +55,7 @@ class ExecutionPolicy:
         pin_memory: host memory that is copied to and from the device is locked.
         window_numel: elements of each of the windows in host memory through which state on disk passes.
         spill: where state on disk goes; None where there is none, or where the engine is given its memory.
+        products: the layers that multiply in fp8; None where none does.
     """
 
     prefetch: int = 1
@@ -73,6 +75,7 @@ class ExecutionPolicy:
     pin_memory: bool = True
     window_numel: int = 0
     spill: Spill | None = None
+    products: Products | None = None
 
     def __post_init__(self) -> None:
         if not self.clip_norm >= 0:

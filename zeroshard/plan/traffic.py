@@ -123,6 +123,7 @@ def _counted(
             count.run(programs.backward, ledger, reduce=(last or not no_sync) and not (compressed or local), last=last)
         count.add("all-reduce", stats_numel(plan) * 8, everyone)
         count.add("all-reduce", sums_numel(plan) * 8, everyone)
+        count.add("all-reduce", scaled_parameters(plan) * 4, everyone)
         for axes, nbytes in exchange_nbytes(plan).items():
             for _ in range(2):  # there as what is to be made orthogonal, back as what has been
                 count.add("all-to-all", nbytes, axes)
@@ -150,6 +151,11 @@ def stats_numel(plan: Plan) -> int:
 def sums_numel(plan: Plan) -> int:
     """float64 values in the all-reduce of what the optimizer sums per parameter; 0 where every rank has the whole."""
     return plan.policy.parameter_sums * _divided_parameters(plan)
+
+
+def scaled_parameters(plan: Plan) -> int:
+    """Parameters that rest in fp8: as many float32 values, their largest magnitudes, are compared after each step."""
+    return sum(len(group.layout.segments) for _, group in plan.groups() if group.scaled)
 
 
 def maxima_numel(plan: Plan) -> int:

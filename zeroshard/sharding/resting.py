@@ -75,14 +75,14 @@ class RestingShape(tuple[int, ...]):
         return 0
 
 
-_AS_IT_IS = frozenset(
+AS_IT_IS = frozenset(
     {"dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "_version", "_base"}
     | {"_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "name", "names", "itemsize"}
     | {"is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quantized", "is_nested"}
     | {"is_xla", "is_xpu", "is_mps", "is_hpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "volatile", "grad_dtype"}
 )
 """Attributes that are the same at rest; they may be set, too."""
-_CALLS = frozenset(
+CALLS = frozenset(
     {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_floating_point"}
     | {"is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "is_coalesced"}
     | {"is_distributed", "element_size", "get_device", "has_names", "_is_view", "_is_zerotensor", "is_tensor"}
@@ -157,10 +157,15 @@ def name_of_call(func: Callable[..., Any]) -> tuple[str, bool]:
     return name.split(".")[0], False
 
 
-class Guard:
-    """What a resting parameter's class has before its own: every operation passes here."""
+class Stead:
+    """Before the class of a parameter that shows no values."""
 
     whole_class: type[Any]
+    """The parameter's own class."""
+
+
+class Guard(Stead):
+    """What a resting parameter's class has before its own: every operation passes here."""
 
     @classmethod
     def __torch_function__(
@@ -212,7 +217,7 @@ class GuardedValue(Guard, torch.Tensor):
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name, sets = name_of_call(func)
-    if name in _CALLS or name in _AS_IT_IS:
+    if name in CALLS or name in AS_IT_IS:
         return _plain(func, *args, **kwargs)
     if name == "_make_dual":
         raise _dual(args)
@@ -335,7 +340,7 @@ def _record(tensor: torch.Tensor) -> Resting:
 @cache
 def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class of a parameter of class `whole` while it rests; a subclass of it."""
-    assert not issubclass(whole, Guard)
+    assert not issubclass(whole, Stead)
     guard = PartGuard if is_traceable_wrapper_subclass_type(whole) else Guard
     members = {"__module__": __name__, "whole_class": whole}
     # Libraries of quantized weights tell theirs by the name of the class.
@@ -346,7 +351,7 @@ def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
 def whole_class(parameter: _P) -> type[_P]:
     """The parameter's own class, whether it rests or not."""
     kind = type(parameter)
-    return cast("type[_P]", kind.whole_class) if issubclass(kind, Guard) else kind
+    return cast("type[_P]", kind.whole_class) if issubclass(kind, Stead) else kind
 
 
 def is_resting(tensor: torch.Tensor) -> bool:

@@ -160,7 +160,8 @@ class WholeChanges:
 
 
 def _can_differ(group: Group) -> bool:
-    return not group.plan.param.divided and group.master is not None and not is_split(group)
+    plan = group.plan
+    return not plan.param.divided and group.master is not None and not is_split(group) and not plan.scaled
 
 
 @torch.no_grad()

@@ -124,7 +124,13 @@ class GatherSteps:
             own = _own_part(group, leg.target, whole)
         else:
             own = _second(group)
+        target, own = (_as_bytes(tensor) if group.plan.scaled else tensor for tensor in (target, own))
         return lambda: gathers.all_gather(target, own, label)
+
+
+def _as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """What every backend sends."""
+    return codes.view(torch.uint8)
 
 
 def _second(group: Group) -> torch.Tensor:

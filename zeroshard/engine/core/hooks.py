@@ -233,7 +233,7 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
 
 
 def _has_several_dtypes(runtime: Runtime) -> bool:
-    dtypes = {group.plan.param.dtype for unit in runtime.units for group in unit.groups}
+    dtypes = {group.plan.shown_dtype for unit in runtime.units for group in unit.groups}
     return sum(not is_packed(dtype) for dtype in dtypes) > 1
 
 

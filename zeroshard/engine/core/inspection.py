@@ -122,7 +122,7 @@ class Inspection:
         """Raises UsageError when parameters are not what was sharded."""
         with unguarded():
             for _, group in self._groups():
-                dtype, trainable = group.whole.dtype, group.plan.trainable
+                dtype, trainable = group.dtype, group.plan.trainable
                 for index, (parameter, holder) in enumerate(zip(group.parameters, group.holders, strict=True)):
                     if holder.shape != group.views[index].shape:
                         _refuse(group, index, _RESIZED)

@@ -22,6 +22,7 @@ from zeroshard.engine.core.inspection import refuse_replaced
 from zeroshard.engine.core.interrupted import refuse_tracing
 from zeroshard.engine.core.parameter_reads import ParameterReads
 from zeroshard.engine.core.pending_updates import PendingUpdates
+from zeroshard.engine.core.scaled_weights import ScaledWeights
 from zeroshard.engine.core.streams import Buffers, Event, Step, Streams
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit, UnitState
@@ -67,6 +68,8 @@ class Parameters:
         self._gathers = gathers
         self.each_by_itself = False
         self.changes = ForwardChanges(storage.device)
+        self.scaled: ScaledWeights | None = None
+        """The weights that rest in fp8; None where there are none."""
         tell = _tell_nobody if tell is None else tell
         self._reads = ParameterReads(storage.units, storage.read_windows, streams, self._updates, tell)
         self.adopt(plan)
@@ -299,10 +302,26 @@ class Parameters:
             in_parts: units that rest whole, of which each rank wrote only its part; None is all that a step leaves so.
             stepped: as SlotLedger.invalidate has it.
         """
+        coded: Sequence[int] = ()
+        if self.scaled is not None:
+            self.scaled.refresh()
+            coded = self.scaled.in_parts if in_parts is not None else ()
         for unit in self._storage.units:
             if not self._updates.begun(unit.index):
                 self.unit_written(unit.index)
-        self.invalidate(in_parts, stepped=stepped)
+        self.invalidate(in_parts if in_parts is None else {*in_parts, *coded}, stepped=stepped)
+        for index in coded:  # they rest whole: let the ranks see each other's codes
+            self.gather(index)
+        if coded:
+            self.meet_peers()
+            self.settle(resting_only=True)
+
+    def all_updated(self) -> None:
+        """The optimizer has updated all units, each of which was told as `unit_written`."""
+        if self.scaled is not None:
+            self.scaled.refresh()
+            for index in self.scaled.units:
+                self.unit_written(index)
 
     def unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
         """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""

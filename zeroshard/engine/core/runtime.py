@@ -18,6 +18,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
+from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.backward import Backward
 from zeroshard.engine.core.changes import WholeChanges
 from zeroshard.engine.core.cursor import Cursor
@@ -31,6 +32,7 @@ from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.reducing import Reducing
+from zeroshard.engine.core.scaled_weights import ScaledWeights
 from zeroshard.engine.core.state_at_rest import StateAtRest
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.core.tied import TiedCopies
@@ -69,7 +71,7 @@ class Runtime:
         peers: Peers | None = None,
         tell: Callable[[SpillError], None] | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._log = model, log
         self.storage = storage
         self.streams = streams
         self.peers = peers
@@ -118,6 +120,9 @@ class Runtime:
         """Whether a forward is running."""
         return self.forward.inside is not None
 
+    def _inside_or_backward(self) -> bool:
+        return self._inside() or in_backward()
+
     @property
     def units(self) -> list[Unit]:
         return self.storage.units
@@ -162,6 +167,13 @@ class Runtime:
             self.backward.await_gradients(op.unit)
         elif self.backward.may_release(op.unit):
             self.parameters.release(op.unit)
+
+    def scale_weights(self, everyone: Collectives) -> None:
+        """Make the codes of weights that rest in fp8, if there are some; `everyone` reaches all ranks of the plan."""
+        if any(group.scaled for _, group in self.plan.groups()):
+            made = ScaledWeights(self.units, self.storage.device, everyone, self._log, self._inside_or_backward)
+            self.parameters.scaled = made
+            self.parameters.written(())
 
     def look_always(self) -> None:
         """From now on every pass and step looks for what code wrote past version counters."""

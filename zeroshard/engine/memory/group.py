@@ -72,6 +72,11 @@ class Group:
         return self.counts and not self.elsewhere
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters as the model sees them."""
+        return torch_dtype(self.plan.shown_dtype)
+
+    @property
     def device(self) -> torch.device:
         """Where the group computes."""
         return self.whole.device

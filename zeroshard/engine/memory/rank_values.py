@@ -4,6 +4,7 @@
     float32       master weight, and the parameter is it in compute dtype
     split         parameter and 16-bit remainder, which are the master weight together
     no master     the parameter
+    fp8           master weight; codes and scale follow it when all ranks have written (engine.core.scaled_weights)
 
 Whoever looks at parameters outside of a step, or gives them values (checkpoints, GatheredParameters, `safe_*`), comes
 here, so that no master weight is forgotten. Rejected: writing the parameters, and letting master weights follow in the
@@ -18,7 +19,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.update_view import update_param, update_range
 from zeroshard.optim.split import join, split
 from zeroshard.sharding.layout import Segment
-from zeroshard.tiers import RowInPlace, loaded, store
+from zeroshard.tiers import RowInPlace, in_place, loaded, store
 
 _ALL = slice(None)
 
@@ -38,7 +39,14 @@ def rank_param(group: Group, cut: slice = _ALL) -> torch.Tensor:
     Args:
         cut: which of them.
     """
+    if group.plan.scaled:
+        return _kept_master(group)[cut].to(group.dtype)
     return loaded(group.row, cut) if group.row is not None else _lying(group)[cut]
+
+
+def _kept_master(group: Group) -> torch.Tensor:
+    assert group.master is not None
+    return in_place(group.master)
 
 
 def _lying(group: Group) -> torch.Tensor:
@@ -48,6 +56,8 @@ def _lying(group: Group) -> torch.Tensor:
 
 
 def _put_param(group: Group, cut: slice, values: torch.Tensor) -> None:
+    if group.plan.scaled:
+        return
     if group.row is not None:
         store(group.row, cut, values)
     else:
@@ -55,7 +65,11 @@ def _put_param(group: Group, cut: slice, values: torch.Tensor) -> None:
 
 
 def rank_shard(group: Group) -> torch.Tensor:
-    """This rank's shard of the parameters: where it lies, or read from its row."""
+    """This rank's shard of the parameters: where it lies, or read from its row; in fp8 no numbers, but their values."""
+    if group.plan.scaled:
+        master = _kept_master(group)
+        own = slice(None) if group.plan.update_axes else slice(*group.plan.layout.shard_range(group.rank))
+        return master[own].to(group.dtype)
     return group.shard if group.row is None else loaded(group.row, _ALL)
 
 
@@ -142,6 +156,8 @@ def _write_master(group: Group, own: slice, values: torch.Tensor) -> None:
 
 
 def _write_compute(group: Group, segment: Segment, flat: torch.Tensor) -> None:
+    if group.plan.scaled:
+        return
     if is_split(group) and flat.dtype != group.whole.dtype:
         flat = split(flat.float())[0]  # rounded as its master weights are
     if not group.plan.param.divided:

@@ -27,6 +27,7 @@ from torch import nn
 from zeroshard.engine.memory.dtensor_group import DTensorGroup
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import write_parameter
+from zeroshard.engine.memory.scaled_group import ScaledGroup
 from zeroshard.engine.memory.tiers import Tiers
 from zeroshard.engine.memory.unit import Unit, UnitState
 from zeroshard.engine.memory.update_view import update_range
@@ -129,11 +130,13 @@ class Storage:
             whole = nothing
             shard, row = self._shard(plan, layout.shard_numel)
         members = [parameters[segment.name] for segment in layout.segments]
-        one = self._at_rest.setdefault(dtype, stretched((1,), dtype, self.device))
+        shown = torch_dtype(plan.shown_dtype)
+        one = self._at_rest.setdefault(shown, stretched((1,), shown, self.device))
         empties = [stretch(one, segment.shape) for segment in layout.segments]
         records = [Resting(segment.name) for segment in layout.segments]
         classes = [whole_class(member) for member in members]
-        kind = Group if all(as_dtensor(member) is None for member in members) else DTensorGroup
+        plain = ScaledGroup if plan.scaled else Group
+        kind = plain if all(as_dtensor(member) is None for member in members) else DTensorGroup
         group = kind(plan, rank, members, whole, shard, [], empties, records, classes, members, row=row)
         if plan.second is not None and plan.param.divided:
             group.second = torch.zeros(plan.second_numel, dtype=dtype, device=self.device)

@@ -59,10 +59,11 @@ def own_pieces(group: Group) -> list[tuple[int, int]]:
 
 
 def step_param(group: Group) -> torch.Tensor | None:
-    """What an update writes in compute dtype beside `update_master`; None where that is all there is."""
+    """What an update writes in compute dtype beside `update_master`; None where that is all there is, and for numbers
+    in fp8, which are made of all master weights together."""
     if group.returning is not None:
         return group.returning
-    return None if group.master is None else update_param(group)
+    return None if group.master is None or group.plan.scaled else update_param(group)
 
 
 def step_grad(group: Group) -> torch.Tensor:

@@ -205,7 +205,7 @@ class _Spot:
     @property
     def dtype(self) -> torch.dtype:
         """What values are handed over in: float32, or the parameter's own dtype where that is wider."""
-        return torch.promote_types(self.group.whole.dtype, torch.float32)
+        return torch.promote_types(self.group.dtype, torch.float32)
 
     @property
     def number(self) -> int:

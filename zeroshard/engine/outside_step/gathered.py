@@ -134,16 +134,14 @@ class GatheredParameters:
         wholes: dict[int, torch.Tensor] = {}
         for parameter, (handle, unit, group, index) in self._places:
             segment = group.plan.layout.segments[index]
-            if not group.plan.param.divided:
+            if not group.plan.param.divided and not group.plan.scaled:
                 continue  # whole already
-            if not is_resting(parameter) and self._modifier is None:
+            if not is_resting(parameter) and self._modifier is None and not group.plan.scaled:
                 # What is in use is here, and other ranks need not come; but a pass inside the block may release it.
                 wake(parameter, holder_of(parameter).detach().clone())
             else:
                 if id(group) not in wholes:
-                    with telling_all(handle):
-                        shard = rank_shard(group)
-                    wholes[id(group)] = gather_whole(handle, unit, group, shard)
+                    wholes[id(group)] = _whole_of(handle, unit, group)
                 wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
             self._gathered.append((unit, group, index))
             group.opened.add(index)
@@ -289,6 +287,15 @@ def name_of(parameter: torch.Tensor) -> str:
     place = place_of(parameter)
     assert place is not None
     return place[2].plan.layout.segments[place[3]].name
+
+
+def _whole_of(handle: Handle, unit: Unit, group: Group) -> torch.Tensor:
+    """The parameters of a group, flat, in memory of their own."""
+    if group.plan.scaled and not is_divided(group):
+        return rank_param(group)
+    with telling_all(handle):
+        shard = rank_shard(group)
+    return gather_whole(handle, unit, group, shard)
 
 
 def gather_whole(handle: Handle, unit: Unit, group: Group, part: torch.Tensor) -> torch.Tensor:

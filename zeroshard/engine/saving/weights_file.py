@@ -112,7 +112,7 @@ def _weights(model: nn.Module, frozen: bool) -> Iterator[tuple[str, Lazy]]:
 def _shapes(handle: Handle, frozen: bool) -> Shapes:
     """Of parameters, in the order in which they are gathered."""
     return {
-        segment.name: (tuple(segment.whole_shape), group.shard.dtype)
+        segment.name: (tuple(segment.whole_shape), group.dtype)
         for unit in handle.runtime.units
         for group in unit.groups
         if frozen or group.plan.trainable

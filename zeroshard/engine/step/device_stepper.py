@@ -258,6 +258,7 @@ class DeviceStepper(StepperBase):
             self._update_method.prepare(coefficient, active, groups)
             for index in dict.fromkeys(runtime.plan.order):
                 self._update_unit(index, self._regions[index])
+        runtime.parameters.all_updated()
         runtime.parameters.invalidate()
 
     def _before_updates(self) -> None:

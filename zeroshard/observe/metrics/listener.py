@@ -238,5 +238,5 @@ def peak_flops(plan: Plan, device: torch.device) -> float | None:
         gpu = find_gpu(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
     except PlanError:
         return None
-    (dtype, *_) = (torch_dtype(group.param.dtype) for _, group in plan.groups() if group.trainable)
+    (dtype, *_) = (torch_dtype(group.shown_dtype) for _, group in plan.groups() if group.trainable)
     return gpu.peak(dtype) or None

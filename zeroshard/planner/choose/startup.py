@@ -176,7 +176,7 @@ class _Tracer:
 
     def _run(self, plan: Plan, example: Example, how: Checkpointing, samples: int) -> Trace:
         twin = meta_twin(self._model)
-        dtypes = {s.name: g.param.dtype for _, g in plan.groups() for s in g.layout.segments}
+        dtypes = {s.name: g.shown_dtype for _, g in plan.groups() for s in g.layout.segments}
         for name, parameter in twin.named_parameters():
             parameter.data = parameter.data.to(torch_dtype(dtypes[name]))
         enable(twin, self._units, how)

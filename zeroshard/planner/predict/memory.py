@@ -247,7 +247,7 @@ def _sent_nbytes(plan: Plan, unit: int, before: int) -> int:
     last = travelling[-1]
     if last.grad is None or not last.grad.divided:
         return 0  # whole gradients are sent from where they rest
-    return last.layout.parameter_numel * itemsize(last.param.dtype)
+    return last.layout.parameter_numel * itemsize(last.shown_dtype)
 
 
 def _added(*parts: Mapping[str, int]) -> dict[str, int]:

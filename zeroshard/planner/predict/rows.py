@@ -214,5 +214,5 @@ def _compute_dtype(traced: Trace, plan: Plan) -> torch.dtype:
         return max(flops, key=lambda dtype: flops[dtype])
     sizes: dict[str, int] = {}
     for _, group in plan.groups():
-        sizes[group.param.dtype] = sizes.get(group.param.dtype, 0) + group.layout.numel
+        sizes[group.shown_dtype] = sizes.get(group.shown_dtype, 0) + group.layout.numel
     return torch_dtype(max(sizes, key=lambda dtype: sizes[dtype]))

@@ -119,7 +119,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _parameter_dtypes(plan: Plan) -> dict[str, str]:
-    return {segment.name: group.param.dtype for _, group in plan.groups() for segment in group.layout.segments}
+    return {segment.name: group.shown_dtype for _, group in plan.groups() for segment in group.layout.segments}
 
 
 def _cast(batch: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""A small model whose blocks multiply in fp8, and its training in one process with the codes made from float32 truth."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.fp8.cast import VALUES, cast, decode
+from zeroshard.fp8.convert import convert
+from zeroshard.fp8.recipe import Fp8, Products, Scaling
+from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.placement import STAGES
+from zeroshard.plan.policy import ExecutionPolicy
+
+WIDTH = 32
+FP8 = Fp8(names=("blocks",))
+LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(2) for layer in ("up", "down"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """An input layer, two blocks and a head; only the blocks are to multiply in fp8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(step: int, micro: int, rank: int, rows: int = 5) -> torch.Tensor:
+    """Rows of this micro-batch of a rank; no multiple of 16."""
+    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+    return torch.randn(rows, 8, generator=generator).bfloat16()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Mean square, in float32."""
+    return model(x).float().square().mean()
+
+
+def build() -> Stack:
+    """The model with the weights that every training starts from, in float32."""
+    torch.manual_seed(11)
+    return Stack()
+
+
+def adamw(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)  # pyright: ignore[reportArgumentType]
+
+
+def recipe(stage: int, *, fp8: Fp8 | None = FP8, accumulate: bool = False) -> Recipe:
+    """A stage in bf16, its blocks in fp8."""
+    return Recipe(
+        sharding=STAGES[stage],
+        precision=Precision(param="bfloat16", matmul=fp8),
+        policy=ExecutionPolicy(accumulate=accumulate, cast_inputs="bfloat16"),
+    )
+
+
+def train(
+    rank: int, stage: int, steps: int, micro: int = 1, *, fp8: Fp8 | None = FP8, wrap: Callable[[nn.Module], None] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final float32 weights of a sharded training; called by all ranks."""
+    model = build()
+    if wrap is not None:
+        wrap(model)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), plan=recipe(stage, fp8=fp8, accumulate=micro > 1))
+    assert optimizer is not None
+    losses: list[float] = []
+    for step in range(steps):
+        for number in range(micro):
+            loss = loss_of(model, batch(step, number, rank))
+            (loss / micro).backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: value.clone() for name, value in zeroshard.iterate_full_parameters(model)}
+    zeroshard.close(model)
+    return losses, found
+
+
+def train_alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same in one process by plain torch: each step computes with what the codes of the float32 truth stand for."""
+    truth = build()
+    optimizer = adamw(truth.parameters())
+    model = copy.deepcopy(truth).bfloat16()
+    convert(model, Products(Scaling.TENSORWISE, LAYERS))
+    losses: list[float] = []
+    for step in range(steps):
+        for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
+            coded = name.removesuffix(".weight") in LAYERS
+            value = theirs.detach()
+            ours.data = decode(*cast(value, VALUES), torch.bfloat16) if coded else value.bfloat16()
+            ours.grad = None
+        loss = loss_of(model, batch(step, 0, 0))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+            assert ours.grad is not None
+            theirs.grad = ours.grad.float()
+        optimizer.step()
+    return losses, {name: value.detach().clone() for name, value in truth.named_parameters()}

@@ -1,0 +1,125 @@
+"""Casts to fp8 with power-of-two scales, by tensor or by row; as they are, or transposed.
+
+    scale     the largest power of two with which no value exceeds what the format holds (448 or 57344)
+    code      value * scale, rounded to the nearest number of the format, ties to even
+    unscale   1 / scale, float32: what a product multiplies its result with
+
+An inf or NaN makes the tensor's (or row's) scale as small as it gets and is a NaN itself, so that it is seen in what is
+computed. On a GPU each tensor is read twice and written once, or twice with its transpose; inside of torch.compile
+plain operations are traced, which it fuses with what made the tensor. Both have the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+VALUES = torch.float8_e4m3fn
+"""Of weights and activations."""
+GRADIENTS = torch.float8_e5m2
+"""Of gradients of activations, which span more orders of magnitude."""
+FORMATS = (VALUES, GRADIENTS)
+COLUMNS = 16
+"""Products want sizes that are multiples of it; a transposed cast is padded with zeros up to one."""
+
+_EXPONENT = {VALUES: 8, GRADIENTS: 15}
+_MANTISSA_OF_LARGEST = 0x600000
+"""Of 1.75, in float32."""
+_MANTISSA = 0x7FFFFF
+_BIAS = 127
+_LARGEST_SHIFT = 126
+
+
+def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales for tensors whose largest magnitudes (float32, any shape) are given, and their inverses."""
+    bits = largest.view(torch.int32)
+    shift = _EXPONENT[kind] + _BIAS - (bits >> 23) - ((bits & _MANTISSA) > _MANTISSA_OF_LARGEST).int()
+    shift = shift.clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+    return ((shift + _BIAS) << 23).view(torch.float32), ((_BIAS - shift) << 23).view(torch.float32)
+
+
+def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a matrix, and the unscale of all of it, of shape (1,)."""
+    if _by_kernel(values):
+        codes, _, unscale = _kernels().cast(values, kind, straight=True, transposed=False)
+        assert codes is not None
+        return codes, unscale
+    return _cast(values, kind)
+
+
+def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cast`, the codes transposed, with zeros up to a multiple of COLUMNS in each row."""
+    if _by_kernel(values):
+        _, turned, unscale = _kernels().cast(values, kind, straight=False, transposed=True)
+        assert turned is not None
+        return turned, unscale
+    codes, unscale = _cast(values, kind)
+    return transpose(codes), unscale
+
+
+def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, transposed codes (padded) and the unscale of both."""
+    if _by_kernel(values):
+        codes, turned, unscale = _kernels().cast(values, kind, straight=True, transposed=True)
+        assert codes is not None
+        assert turned is not None
+        return codes, turned, unscale
+    codes, unscale = _cast(values, kind)
+    return codes, transpose(codes), unscale
+
+
+def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a matrix, and the unscales of its rows, of shape (rows, 1)."""
+    if _by_kernel(values):
+        return _kernels().cast_rows(values, kind)
+    wide = values.float()
+    scale, unscale = scale_and_unscale(wide.abs().amax(dim=1, keepdim=True), kind)
+    return to_codes(wide, scale, kind), unscale
+
+
+def transpose(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of a matrix transposed, with zeros up to a multiple of COLUMNS in each row."""
+    if _by_kernel(codes):
+        return _kernels().transpose(codes)
+    missing = -codes.shape[0] % COLUMNS
+    turned = codes.view(torch.uint8).t()
+    if missing:
+        turned = torch.nn.functional.pad(turned, (0, missing))
+    return turned.contiguous().view(codes.dtype)
+
+
+def to_codes(values: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Values (float32) times a scale as numbers of the format."""
+    scaled = values * scale
+    # e5m2 has an inf of its own, and a processor rounds e4m3's to NaN: one way for both, on all machines.
+    return torch.where(scaled.isinf(), torch.nan, scaled).to(kind)
+
+
+def decode(codes: torch.Tensor, unscale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values that codes stand for."""
+    return (codes.float() * unscale).to(dtype)
+
+
+def _cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = values.abs().amax().float() if values.numel() else values.new_zeros((), dtype=torch.float32)
+    scale, unscale = scale_and_unscale(largest, kind)
+    return to_codes(values.float(), scale, kind), unscale.view(1)
+
+
+def _by_kernel(values: torch.Tensor) -> bool:
+    return values.is_cuda and not torch.compiler.is_compiling() and values.numel() > 0 and _has_kernels()
+
+
+@cache
+def _has_kernels() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _kernels() -> ModuleType:
+    from zeroshard.fp8 import cast_kernels
+
+    return cast_kernels

@@ -1,0 +1,150 @@
+"""Which linear layers of a model compute in fp8, and their conversion in place.
+
+A layer suits if it is a plain `nn.Linear` of which products in fp8 take the sizes (multiples of 16). Of those that suit
+the ones named in `Fp8.names` take part; where none are named, the layers in repeated blocks whose products are large
+enough to gain (see worth). The layers around the blocks stay as they are: the first and the last are those that rounding
+harms most, and fused losses read the head's weight without calling it. Tied weights stay, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeroshard.errors import PlanError
+from zeroshard.fp8.cast import COLUMNS
+from zeroshard.fp8.linear import Fp8Linear, LastInput
+from zeroshard.fp8.recipe import Fp8, Products
+from zeroshard.fp8.worth import gain
+from zeroshard.sharding.dtensors import as_dtensor
+
+LEAST_GAIN = 1.0
+"""Times that a layer has to be as fast as in bf16."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was decided of a linear layer.
+
+    Attributes:
+        name: module path.
+        sizes: out and in features.
+        taken: whether it computes in fp8.
+        why: the reason, for whoever reads the list.
+    """
+
+    name: str
+    sizes: tuple[int, int]
+    taken: bool
+    why: str
+
+
+def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choice]:
+    """What is decided of each plain linear layer of `model`.
+
+    Args:
+        kept: dotted parts of names of parameters that stay in float32.
+
+    Raises:
+        PlanError: a name that no layer has, or one of a layer that can't compute in fp8.
+    """
+    linears: dict[str, nn.Linear] = {}
+    for path, module in model.named_modules():
+        if type(module) in (nn.Linear, Fp8Linear):
+            assert isinstance(module, nn.Linear)
+            linears[path] = module
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    repeated = _in_blocks(model)
+    found: list[Choice] = []
+    for path, linear in linears.items():
+        sizes = linear.out_features, linear.in_features
+        problem = _problem(path, linear, uses, kept)
+        named = wanted.names is not None and any(_part(path, name) for name in wanted.names)
+        if problem is not None:
+            if named and wanted.names is not None and path in wanted.names:
+                raise PlanError(f"fp8: layer {path!r} can't compute in fp8: {problem}; take it out of the filter")
+            found.append(Choice(path, sizes, False, problem))
+        elif wanted.names is not None:
+            found.append(Choice(path, sizes, named, "named" if named else "not named"))
+        else:
+            found.append(_by_itself(path, sizes, wanted, inside=not repeated or path in repeated))
+    for name in wanted.names or ():
+        if not any(_part(path, name) for path in linears):
+            raise PlanError(f"fp8: the model has no nn.Linear {name!r}; name module paths, or parts such as 'mlp'")
+    return found
+
+
+def described(choices: Sequence[Choice]) -> list[str]:
+    """What was decided, a line for each kind of layer: its sizes, how many there are, and why."""
+    counts = Counter((choice.taken, choice.sizes, choice.why) for choice in choices)
+    return [
+        f"fp8: {number} linear layers of {sizes[0]} x {sizes[1]} {'take part' if taken else 'stay'} ({why})"
+        for (taken, sizes, why), number in counts.items()
+    ]
+
+
+def products_of(wanted: Fp8, choices: Sequence[Choice]) -> Products | None:
+    """What a plan has of the choice; None where no layer takes part."""
+    layers = tuple(choice.name for choice in choices if choice.taken)
+    return Products(wanted.scaling, layers, wanted.shards) if layers else None
+
+
+def convert(model: nn.Module, products: Products) -> None:
+    """Let the layers of a plan compute in fp8. Raises PlanError for one that is no plain linear layer."""
+    last = LastInput()
+    for path in products.layers:
+        linear = model.get_submodule(path)
+        if type(linear) not in (nn.Linear, Fp8Linear):
+            raise PlanError(f"policy.products: layer {path!r} is a {type(linear).__name__}, and not an nn.Linear")
+        linear.__class__ = Fp8Linear  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(linear, Fp8Linear)
+        linear.scaling, linear.last_input = products.scaling, last
+
+
+def restore(model: nn.Module) -> None:
+    """Make plain linear layers of those that compute in fp8."""
+    for module in model.modules():
+        if type(module) is Fp8Linear:
+            del module.scaling, module.last_input
+            module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _problem(path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequence[str]) -> str | None:
+    """Why a layer can't compute in fp8."""
+    if linear.in_features % COLUMNS or linear.out_features % COLUMNS:
+        return f"its sizes {linear.out_features} x {linear.in_features} are no multiples of {COLUMNS}"
+    if as_dtensor(linear.weight) is not None:
+        return "its weight is divided by the model"
+    if uses[id(linear.weight)] > 1:
+        return "its weight is tied to another"
+    if any(_part(f"{path}.weight", name) for name in kept):
+        return "its weight stays in float32"
+    return None
+
+
+def _by_itself(path: str, sizes: tuple[int, int], wanted: Fp8, *, inside: bool) -> Choice:
+    if not inside:
+        return Choice(path, sizes, False, "outside of the repeated blocks")
+    times = gain(sizes[0], sizes[1], wanted.tokens)
+    return Choice(path, sizes, times >= LEAST_GAIN, f"{times:.2f}x of bf16 with {wanted.tokens} rows")
+
+
+def _part(path: str, name: str) -> bool:
+    return f".{name}." in f".{path}."
+
+
+def _in_blocks(model: nn.Module) -> frozenset[str]:
+    """Paths of the modules that lie in a list of at least two modules of one class."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        counts = Counter(type(child) for child in module)
+        for name, child in module.named_children():
+            if counts[type(child)] >= 2:
+                below = f"{path}.{name}" if path else name
+                found.update(f"{below}.{inner}" if inner else below for inner, _ in child.named_modules())
+    return frozenset(found)
