@@ -80,6 +80,7 @@ class Setting:
         spare: GiB in which units may stay gathered, for zeroshard.
         cap_gib: memory of the device that may be used; None is all of it.
         length: tokens of a sequence, for those who plan.
+        fp8: "none", or the recipe in which linear layers multiply (zeroshard, and torchao's on FSDP2).
     """
 
     engine: str
@@ -99,6 +100,7 @@ class Setting:
     spare: float = 0.0
     cap_gib: float | None = None
     length: int = 2048
+    fp8: str = "none"
 
     @property
     def shape(self) -> Shape:
@@ -255,6 +257,8 @@ def build_fsdp2(setting: Setting) -> Trainer:
     with setting.device if setting.exact else torch.device("meta"):
         model = _model(setting)
     numel = _numel(model)
+    if setting.fp8 != "none":
+        _convert_by_torchao(model, setting.fp8)
     if setting.compiled:
         model.compile_blocks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -289,9 +293,31 @@ def build_fsdp2(setting: Setting) -> Trainer:
                 nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if setting.fp8 == "tensorwise":
+                _scale_by_torchao(model)
         return loss
 
     return Trainer(step, numel)
+
+
+def _convert_by_torchao(model: nn.Module, recipe: str) -> None:
+    """The linear layers of the blocks, as torchao's manual has it: weights are gathered in fp8 where they can be."""
+    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
+    if recipe == "tensorwise":
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: path.startswith("blocks."))
+
+
+def _scale_by_torchao(model: nn.Module) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # pyright: ignore[reportMissingImports]
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def tune_fsdp2(model: Llama) -> None:
@@ -404,7 +430,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
     )
     recipe = zeroshard.Recipe(
         sharding=zeroshard.STAGES[setting.stage],
-        precision=zeroshard.Precision(param="bf16"),
+        precision=zeroshard.Precision(param="bf16", matmul=_zeroshard_fp8(setting)),
         policy=policy,
         offload=_zeroshard_offload(setting),
     )
@@ -428,6 +454,17 @@ def build_zeroshard(setting: Setting) -> Trainer:
     taken = zeroshard.GraphedStep(sharded, step) if setting.graph else step
     outside = zeroshard.peer_memory_nbytes(sharded)
     return Trainer(taken, numel, outside, lambda: zeroshard.close(sharded), lambda: zeroshard.plan_of(sharded))
+
+
+def _zeroshard_fp8(setting: Setting) -> Any:
+    import zeroshard
+
+    if setting.fp8 == "none":
+        return None
+    tokens = setting.batch * setting.length
+    return zeroshard.Fp8(
+        zeroshard.Scaling(setting.fp8.removesuffix("-cast")), None, tokens, not setting.fp8.endswith("-cast")
+    )
 
 
 def _zeroshard_offload(setting: Setting) -> Any:

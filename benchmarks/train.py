@@ -49,6 +49,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B
 PROFILED_STEPS = 4
 CHECKED_STEPS = 2
 OFFLOADS = ("none", "streamed", "processor", "param", "param-processor", "auto")
+FP8 = ("none", "tensorwise", "tensorwise-cast", "rowwise")
 BATCHES = 4
 
 
@@ -80,6 +81,7 @@ def main() -> int:
         spare=args.spare,
         cap_gib=args.cap_gib,
         length=args.length,
+        fp8=args.fp8,
     )
     limit_memory(setting)
     try:
@@ -340,6 +342,9 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cap-gib", type=float, help="GiB of the card that may be used, as if it had no more")
     parser.add_argument("--plan", action="store_true", help="what zeroshard's planner says of the plan that ran")
     parser.add_argument("--calibration", type=Path, help="with rates that zeroshard doctor measured on this machine")
+    parser.add_argument(
+        "--fp8", choices=FP8, default="none", help="recipe of products; -cast: weights cast in forwards"
+    )
     parser.add_argument("--tuned", action="store_true", help="what a user who reads the engine's manual adds")
 
 

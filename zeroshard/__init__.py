@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
     from zeroshard.pipeline.module import PipelineModule
+    from zeroshard.fp8.recipe import Fp8, Scaling
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.hops import Feedback, GradientCodes
     from zeroshard.plan.offload import Offload
@@ -113,6 +114,8 @@ _HOME = {
     "MeshAxis": "zeroshard.mesh",
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
+    "Fp8": "zeroshard.fp8.recipe",
+    "Scaling": "zeroshard.fp8.recipe",
     "Pretrained": "zeroshard.checkpoint.pretrained",
     "Recipe": "zeroshard.plan.builder",
     "Offload": "zeroshard.plan.offload",

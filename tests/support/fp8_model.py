@@ -78,13 +78,21 @@ def recipe(stage: int, *, fp8: Fp8 | None = FP8, accumulate: bool = False) -> Re
 
 
 def train(
-    rank: int, stage: int, steps: int, micro: int = 1, *, fp8: Fp8 | None = FP8, wrap: Callable[[nn.Module], None] | None = None
+    rank: int,
+    stage: int,
+    steps: int,
+    micro: int = 1,
+    *,
+    fp8: Fp8 | None = FP8,
+    wrap: Callable[[nn.Module], None] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final float32 weights of a sharded training; called by all ranks."""
     model = build()
     if wrap is not None:
         wrap(model)
-    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), plan=recipe(stage, fp8=fp8, accumulate=micro > 1))
+    model, optimizer = zeroshard.shard(
+        model, adamw(model.parameters()), plan=recipe(stage, fp8=fp8, accumulate=micro > 1)
+    )
     assert optimizer is not None
     losses: list[float] = []
     for step in range(steps):
