@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
     from zeroshard.engine.saving.checkpoints import load, save, wait_for_checkpoint
     from zeroshard.engine.saving.preemption import PREEMPTED, Preemption
+    from zeroshard.fp8.recipe import Fp8, Scaling
     from zeroshard.from_config import initialize
     from zeroshard.mesh import Mesh, MeshAxis
     from zeroshard.nvme.places import Spill
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     )
     from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
     from zeroshard.pipeline.module import PipelineModule
-    from zeroshard.fp8.recipe import Fp8, Scaling
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.hops import Feedback, GradientCodes
     from zeroshard.plan.offload import Offload
@@ -190,6 +190,7 @@ __all__ = [
     "CPUAdam",
     "ExecutionPolicy",
     "Feedback",
+    "Fp8",
     "GatheredParameters",
     "GradientCodes",
     "GraphedStep",
@@ -211,6 +212,7 @@ __all__ = [
     "Preemption",
     "Pretrained",
     "Recipe",
+    "Scaling",
     "Sharding",
     "Spill",
     "TiedLayerSpec",

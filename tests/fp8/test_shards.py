@@ -95,7 +95,7 @@ def test_bytes_and_traffic_are_the_plans_and_codes_those_of_the_whole_weight(sta
 
 def _values_elsewhere(rank: int, world: int, stage: int) -> None:
     model = build()
-    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), plan=recipe(stage))
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), plan=recipe(stage))
     weight = model.get_parameter("blocks.0.up.weight")
     truth = build().get_parameter("blocks.0.up.weight").detach()
     with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight"):

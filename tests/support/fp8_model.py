@@ -1,4 +1,4 @@
-"""A small model whose blocks multiply in fp8, and its training in one process with the codes made from float32 truth."""
+"""A small model whose blocks multiply in fp8, and its training in one process with codes of the float32 truth."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Which linear layers of a model compute in fp8, and their conversion in place.
 
-A layer suits if it is a plain `nn.Linear` of which products in fp8 take the sizes (multiples of 16). Of those that suit
-the ones named in `Fp8.names` take part; where none are named, the layers in repeated blocks whose products are large
-enough to gain (see worth). The layers around the blocks stay as they are: the first and the last are those that rounding
-harms most, and fused losses read the head's weight without calling it. Tied weights stay, too.
+A layer suits if it computes as `nn.Linear` does and products in fp8 take its sizes (multiples of 16). Of those that
+suit, the ones named in `Fp8.names` take part; where none are named, the layers in repeated blocks whose products are
+large enough to gain (see worth). The layers around the blocks stay as they are: the first and the last are those that
+rounding harms most, and fused losses read the head's weight without calling it. Tied weights stay, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeGuard
 
 from torch import nn
 
@@ -20,6 +22,7 @@ from zeroshard.fp8.linear import Fp8Linear, LastInput
 from zeroshard.fp8.recipe import Fp8, Products
 from zeroshard.fp8.worth import gain
 from zeroshard.sharding.dtensors import as_dtensor
+from zeroshard.sharding.whole import is_whole
 
 LEAST_GAIN = 1.0
 """Times that a layer has to be as fast as in bf16."""
@@ -51,17 +54,15 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
     Raises:
         PlanError: a name that no layer has, or one of a layer that can't compute in fp8.
     """
-    linears: dict[str, nn.Linear] = {}
-    for path, module in model.named_modules():
-        if type(module) in (nn.Linear, Fp8Linear):
-            assert isinstance(module, nn.Linear)
-            linears[path] = module
+    linears = {path: module for path, module in model.named_modules() if _is_linear(module)}
+    whole = [f"{path}." for path, module in model.named_modules() if is_whole(module)]
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     repeated = _in_blocks(model)
     found: list[Choice] = []
     for path, linear in linears.items():
         sizes = linear.out_features, linear.in_features
-        problem = _problem(path, linear, uses, kept)
+        inside = any(path.startswith(around) for around in whole)
+        problem = "the module around it reads its weight" if inside else _problem(path, linear, uses, kept)
         named = wanted.names is not None and any(_part(path, name) for name in wanted.names)
         if problem is not None:
             if named and wanted.names is not None and path in wanted.names:
@@ -97,9 +98,10 @@ def convert(model: nn.Module, products: Products) -> None:
     last = LastInput()
     for path in products.layers:
         linear = model.get_submodule(path)
-        if type(linear) not in (nn.Linear, Fp8Linear):
-            raise PlanError(f"policy.products: layer {path!r} is a {type(linear).__name__}, and not an nn.Linear")
-        linear.__class__ = Fp8Linear  # pyright: ignore[reportAttributeAccessIssue]
+        if not _is_linear(linear):
+            raise PlanError(f"policy.products: layer {path!r} is a {type(linear).__name__}, and no plain nn.Linear")
+        if not isinstance(linear, Fp8Linear):
+            linear.__class__ = _in_fp8(type(linear))
         assert isinstance(linear, Fp8Linear)
         linear.scaling, linear.last_input = products.scaling, last
 
@@ -107,9 +109,20 @@ def convert(model: nn.Module, products: Products) -> None:
 def restore(model: nn.Module) -> None:
     """Make plain linear layers of those that compute in fp8."""
     for module in model.modules():
-        if type(module) is Fp8Linear:
+        if isinstance(module, Fp8Linear):
             del module.scaling, module.last_input
-            module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+            module.__class__ = type(module).before  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer computes as nn.Linear does; its class may initialize it in another way."""
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Fp8Linear.forward)
+
+
+@cache
+def _in_fp8(kind: type[nn.Linear]) -> type[nn.Linear]:
+    """The class of a layer of class `kind` that computes in fp8."""
+    return type(kind.__name__, (Fp8Linear, kind), {"__module__": __name__, "before": kind})
 
 
 def _problem(path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequence[str]) -> str | None:

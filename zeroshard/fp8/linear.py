@@ -54,6 +54,9 @@ def _without_transpose(flat: torch.Tensor) -> tuple[torch.Tensor, None, torch.Te
 class Fp8Linear(nn.Linear):
     """A linear layer that computes in fp8; made of a plain one by `convert`, with the same parameters."""
 
+    before: type[nn.Linear]
+    """The class of the plain one."""
+
     scaling: Scaling
     last_input: LastInput
 
