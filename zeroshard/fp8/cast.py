@@ -44,18 +44,14 @@ def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.T
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscale of all of it, of shape (1,)."""
     if _by_kernel(values):
-        codes, _, unscale = _kernels().cast(values, kind, straight=True, transposed=False)
-        assert codes is not None
-        return codes, unscale
+        return _ops().cast(values, kind)
     return _cast(values, kind)
 
 
 def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cast`, the codes transposed, with zeros up to a multiple of COLUMNS in each row."""
     if _by_kernel(values):
-        _, turned, unscale = _kernels().cast(values, kind, straight=False, transposed=True)
-        assert turned is not None
-        return turned, unscale
+        return _ops().cast_transposed(values, kind)
     codes, unscale = _cast(values, kind)
     return transpose(codes), unscale
 
@@ -63,10 +59,7 @@ def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tens
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (padded) and the unscale of both."""
     if _by_kernel(values):
-        codes, turned, unscale = _kernels().cast(values, kind, straight=True, transposed=True)
-        assert codes is not None
-        assert turned is not None
-        return codes, turned, unscale
+        return _ops().cast_both(values, kind)
     codes, unscale = _cast(values, kind)
     return codes, transpose(codes), unscale
 
@@ -74,7 +67,7 @@ def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscales of its rows, of shape (rows, 1)."""
     if _by_kernel(values):
-        return _kernels().cast_rows(values, kind)
+        return _ops().cast_rows(values, kind)
     wide = values.float()
     scale, unscale = scale_and_unscale(wide.abs().amax(dim=1, keepdim=True), kind)
     return to_codes(wide, scale, kind), unscale
@@ -83,7 +76,7 @@ def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """Codes of a matrix transposed, with zeros up to a multiple of COLUMNS in each row."""
     if _by_kernel(codes):
-        return _kernels().transpose(codes)
+        return _ops().transpose(codes)
     missing = -codes.shape[0] % COLUMNS
     turned = codes.view(torch.uint8).t()
     if missing:
@@ -110,7 +103,7 @@ def _cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def _by_kernel(values: torch.Tensor) -> bool:
-    return values.is_cuda and not torch.compiler.is_compiling() and values.numel() > 0 and _has_kernels()
+    return values.is_cuda and values.numel() > 0 and _has_kernels()
 
 
 @cache
@@ -118,8 +111,20 @@ def _has_kernels() -> bool:
     return find_spec("triton") is not None
 
 
+def _ops() -> ModuleType:
+    """The kernels; inside of torch.compile as operations that it leaves as they are."""
+    return _traced() if torch.compiler.is_compiling() else _launched()
+
+
 @cache
-def _kernels() -> ModuleType:
+def _launched() -> ModuleType:
     from zeroshard.fp8 import cast_kernels
 
     return cast_kernels
+
+
+@cache
+def _traced() -> ModuleType:
+    from zeroshard.fp8 import cast_ops
+
+    return cast_ops

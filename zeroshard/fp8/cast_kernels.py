@@ -22,36 +22,21 @@ _ROWS_WARPS = 8
 _E5M2 = {torch.float8_e4m3fn: False, torch.float8_e5m2: True}
 
 
-def cast(
-    values: torch.Tensor, kind: torch.dtype, *, straight: bool, transposed: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Codes, transposed codes (each None where it is not asked for), and the unscale of a matrix."""
-    values = values.contiguous()
-    rows, columns = values.shape
-    padded = -(-rows // 16) * 16
-    partial = torch.empty(_PROGRAMS, dtype=torch.int32, device=values.device)
-    unscale = torch.empty(1, dtype=torch.float32, device=values.device)
-    codes = torch.empty((rows, columns), dtype=kind, device=values.device) if straight else None
-    turned = torch.empty((columns, padded), dtype=kind, device=values.device) if transposed else None
-    _kernels().largest_of[(_PROGRAMS,)](values, partial, values.numel(), PROGRAMS=_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
-    grid = (-(-padded // _TILE), -(-columns // _TILE))
-    _kernels().cast_tile[grid](
-        values,
-        partial,
-        unscale if codes is None else codes,
-        unscale if turned is None else turned,
-        unscale,
-        rows,
-        columns,
-        padded,
-        PROGRAMS=_PROGRAMS,
-        TILE=_TILE,
-        E5M2=_E5M2[kind],
-        STRAIGHT=straight,
-        TRANSPOSED=transposed,
-        num_warps=4,
-    )
-    return codes, turned, unscale
+def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See cast.cast."""
+    codes, _, unscale = _cast(values, kind, straight=True, transposed=False)
+    return codes, unscale
+
+
+def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See cast.cast_transposed."""
+    _, turned, unscale = _cast(values, kind, straight=False, transposed=True)
+    return turned, unscale
+
+
+def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See cast.cast_both."""
+    return _cast(values, kind, straight=True, transposed=True)
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,13 +56,50 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
     """See cast.transpose."""
     codes = codes.contiguous()
     rows, columns = codes.shape
-    padded = -(-rows // 16) * 16
+    padded = padded_rows(rows)
     turned = torch.empty((columns, padded), dtype=codes.dtype, device=codes.device)
     grid = (-(-padded // 128), -(-columns // 128))
     _kernels().transpose_tile[grid](
         codes.view(torch.uint8), turned.view(torch.uint8), rows, columns, padded, TILE=128, num_warps=8
     )
     return turned
+
+
+def _cast(
+    values: torch.Tensor, kind: torch.dtype, *, straight: bool, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, transposed codes (each of no elements where it is not asked for), and the unscale of a matrix."""
+    values = values.contiguous()
+    rows, columns = values.shape
+    padded = padded_rows(rows)
+    partial = torch.empty(_PROGRAMS, dtype=torch.int32, device=values.device)
+    unscale = torch.empty(1, dtype=torch.float32, device=values.device)
+    codes = torch.empty((rows, columns) if straight else (0,), dtype=kind, device=values.device)
+    turned = torch.empty((columns, padded) if transposed else (0,), dtype=kind, device=values.device)
+    _kernels().largest_of[(_PROGRAMS,)](values, partial, values.numel(), PROGRAMS=_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
+    grid = (-(-padded // _TILE), -(-columns // _TILE))
+    _kernels().cast_tile[grid](
+        values,
+        partial,
+        codes,
+        turned,
+        unscale,
+        rows,
+        columns,
+        padded,
+        PROGRAMS=_PROGRAMS,
+        TILE=_TILE,
+        E5M2=_E5M2[kind],
+        STRAIGHT=straight,
+        TRANSPOSED=transposed,
+        num_warps=4,
+    )
+    return codes, turned, unscale
+
+
+def padded_rows(rows: int) -> int:
+    """Columns of a transposed cast."""
+    return -(-rows // 16) * 16
 
 
 @cache

@@ -11,6 +11,9 @@ from zeroshard.plan.placement import Blocks, Placement, StateKind, Tier
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.layout import FlatLayout
 
+UNSCALE_STRIDE = 4
+"""float32 values from what turns the codes of one parameter into values to that of the next."""
+
 
 @dataclass(frozen=True)
 class SecondCopy:
@@ -88,7 +91,7 @@ class GroupPlan:
     @property
     def scale_nbytes(self) -> int:
         """Bytes on each rank of the largest magnitude of each parameter, and of what turns its codes into values."""
-        return 8 * len(self.layout.segments) if self.scaled else 0
+        return 4 * (1 + UNSCALE_STRIDE) * len(self.layout.segments) if self.scaled else 0
 
     @property
     def model_axes(self) -> Axes:

@@ -24,6 +24,7 @@ from zeroshard.engine.memory.scaled_group import ScaledGroup
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_param, update_range
 from zeroshard.fp8.cast import VALUES, scale_and_unscale, to_codes
+from zeroshard.plan.groups import UNSCALE_STRIDE
 from zeroshard.tiers import in_place
 
 LABEL = "(fp8 scales)"
@@ -53,12 +54,13 @@ class ScaledWeights:
         """Units that rest whole, of which each rank makes the codes of its part."""
         count = sum(len(group.plan.layout.segments) for group in self._groups)
         self._largest = torch.zeros(count, dtype=torch.float32, device=device)
-        self._unscales = torch.ones(count, dtype=torch.float32, device=device)
+        # Products take the address of one, which has to be a multiple of 16 bytes.
+        self._unscales = torch.ones((count, UNSCALE_STRIDE), dtype=torch.float32, device=device)
         self._parts: list[_Part] = []
         first = 0
         for group in self._groups:
             end = first + len(group.plan.layout.segments)
-            group.adopt_scales(self._unscales[first:end], readable)
+            group.adopt_scales(self._unscales[first:end, :1], readable)
             self._parts.append(_Part(group, self._largest[first:end]))
             first = end
 
@@ -72,7 +74,7 @@ class ScaledWeights:
             self._log.record("all-reduce", LABEL, self._largest.nbytes)
             self._everyone.wait(self._everyone.all_reduce(self._largest, LABEL, op=dist.ReduceOp.MAX))
         _, unscales = scale_and_unscale(self._largest, VALUES)
-        self._unscales.copy_(unscales)
+        self._unscales.copy_(unscales[:, None])
         for part in self._parts:
             part.write_codes()
 

@@ -33,10 +33,10 @@ class ScaledGroup(Group):
     _encoded_apart: torch.Tensor | None = None
 
     def adopt_scales(self, unscales: torch.Tensor, readable: Callable[[], bool]) -> None:
-        """Take what turns codes into values, float32, one for each parameter."""
+        """Take what turns codes into values, float32, a row for each parameter."""
         segments = self.plan.layout.segments
         self.codes = [
-            Codes(segment.name, self._codes_of(index), unscales[index : index + 1], readable)
+            Codes(segment.name, self._codes_of(index), unscales[index], readable)
             for index, segment in enumerate(segments)
         ]
         for parameter, own, record in zip(self.parameters, self.classes, self.codes, strict=True):
