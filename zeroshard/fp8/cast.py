@@ -5,8 +5,8 @@
     unscale   1 / scale, float32: what a product multiplies its result with
 
 An inf or NaN makes the tensor's (or row's) scale as small as it gets and is a NaN itself, so that it is seen in what is
-computed. On a GPU each tensor is read twice and written once, or twice with its transpose; inside of torch.compile
-plain operations are traced, which it fuses with what made the tensor. Both have the same bits.
+computed. On a GPU kernels read each tensor twice and write it once, or twice with its transpose; inside of torch.compile
+the largest magnitude is an operation of torch's, which it fuses with what made the tensor. All have the same bits.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.T
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscale of all of it, of shape (1,)."""
     if _by_kernel(values):
-        return _ops().cast(values, kind)
+        return _kernels().cast(values, kind, _largest(values))
     return _cast(values, kind)
 
 
 def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cast`, the codes transposed, with zeros up to a multiple of COLUMNS in each row."""
     if _by_kernel(values):
-        return _ops().cast_transposed(values, kind)
+        return _kernels().cast_transposed(values, kind, _largest(values))
     codes, unscale = _cast(values, kind)
     return transpose(codes), unscale
 
@@ -59,7 +59,7 @@ def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tens
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (padded) and the unscale of both."""
     if _by_kernel(values):
-        return _ops().cast_both(values, kind)
+        return _kernels().cast_both(values, kind, _largest(values))
     codes, unscale = _cast(values, kind)
     return codes, transpose(codes), unscale
 
@@ -67,16 +67,26 @@ def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscales of its rows, of shape (rows, 1)."""
     if _by_kernel(values):
-        return _ops().cast_rows(values, kind)
+        return _kernels().cast_rows(values, kind)
     wide = values.float()
     scale, unscale = scale_and_unscale(wide.abs().amax(dim=1, keepdim=True), kind)
     return to_codes(wide, scale, kind), unscale
 
 
+def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cast_rows` of the transposed matrix, whose rows have zeros up to a multiple of COLUMNS."""
+    if _by_kernel(values):
+        compiling = torch.compiler.is_compiling()
+        return _kernels().cast_columns(values, kind, values.abs().amax(dim=0).float() if compiling else None)
+    wide = values.float()
+    scale, unscale = scale_and_unscale(wide.abs().amax(dim=0), kind)
+    return transpose(to_codes(wide, scale, kind)), unscale[:, None]
+
+
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """Codes of a matrix transposed, with zeros up to a multiple of COLUMNS in each row."""
     if _by_kernel(codes):
-        return _ops().transpose(codes)
+        return _kernels().transpose(codes)
     missing = -codes.shape[0] % COLUMNS
     turned = codes.view(torch.uint8).t()
     if missing:
@@ -111,20 +121,13 @@ def _has_kernels() -> bool:
     return find_spec("triton") is not None
 
 
-def _ops() -> ModuleType:
-    """The kernels; inside of torch.compile as operations that it leaves as they are."""
-    return _traced() if torch.compiler.is_compiling() else _launched()
-
-
 @cache
-def _launched() -> ModuleType:
+def _kernels() -> ModuleType:
     from zeroshard.fp8 import cast_kernels
 
     return cast_kernels
 
 
-@cache
-def _traced() -> ModuleType:
-    from zeroshard.fp8 import cast_ops
-
-    return cast_ops
+def _largest(values: torch.Tensor) -> torch.Tensor | None:
+    """The largest magnitude where torch.compile finds it on the way; None where a kernel has to."""
+    return values.abs().amax().float() if torch.compiler.is_compiling() else None

@@ -3,53 +3,92 @@
     largest    each program leaves the largest magnitude of its part
     cast       each program reads those of all, makes the scale from them, and casts a tile, transposed in registers
 
-Without atomics and without zeros to write first: two launches for a cast. Rejected: the scale made by operations of
-torch, which are eight launches more.
+Without atomics and without zeros to write first: two launches for a cast; one inside of torch.compile, which finds the
+largest magnitude itself, and launches these as its own. Rejected: the scale made by operations of torch, which are
+eight launches more; operations that torch.compile does not see into, each of which takes the host 100 us.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
+
+from zeroshard.fp8 import cast_triton
+
+KERNELS: Any = cast_triton
 
 _PROGRAMS = 512
 """That look for the largest magnitude; a power of two, as each cast reads the result of all."""
 _CHUNK = 8192
 _TILE = 64
+_COLUMN_ROWS = 512
 _ROWS_WARPS = 8
 _E5M2 = {torch.float8_e4m3fn: False, torch.float8_e5m2: True}
 
 
-def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """See cast.cast."""
-    codes, _, unscale = _cast(values, kind, straight=True, transposed=False)
+def cast(
+    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See cast.cast. `largest`: the largest magnitude, float32, where it is known."""
+    codes, _, unscale = _cast(values, kind, largest, straight=True, transposed=False)
     return codes, unscale
 
 
-def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_transposed(
+    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See cast.cast_transposed."""
-    _, turned, unscale = _cast(values, kind, straight=False, transposed=True)
+    _, turned, unscale = _cast(values, kind, largest, straight=False, transposed=True)
     return turned, unscale
 
 
-def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cast_both(
+    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See cast.cast_both."""
-    return _cast(values, kind, straight=True, transposed=True)
+    return _cast(values, kind, largest, straight=True, transposed=True)
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and the unscale of each row; rows may be those of a transposed matrix."""
+    """Codes and the unscale of each row."""
+    values = values.contiguous()
     rows, columns = values.shape
     codes = torch.empty((rows, columns), dtype=kind, device=values.device)
     unscale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    if values.stride(1) != 1:
-        values = values.contiguous()
-    _kernels().cast_row[(rows,)](
-        values, codes, unscale, columns, values.stride(0), CHUNK=4096, E5M2=_E5M2[kind], num_warps=_ROWS_WARPS
-    )
+    KERNELS.cast_row[(rows,)](values, codes, unscale, columns, CHUNK=4096, E5M2=_E5M2[kind], num_warps=_ROWS_WARPS)
     return codes, unscale
+
+
+def cast_columns(
+    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See cast.cast_columns. `largest`: of each column, float32, where it is known."""
+    values = values.contiguous()
+    rows, columns = values.shape
+    padded = padded_rows(rows)
+    if largest is None:
+        largest = torch.zeros(columns, dtype=torch.float32, device=values.device)
+        grid = (-(-columns // _TILE), -(-rows // _COLUMN_ROWS))
+        KERNELS.largest_of_columns[grid](
+            values, largest.view(torch.int32), rows, columns, TILE=_TILE, ROWS=_COLUMN_ROWS, num_warps=4
+        )
+    turned = torch.empty((columns, padded), dtype=kind, device=values.device)
+    unscale = torch.empty((columns, 1), dtype=torch.float32, device=values.device)
+    grid = (-(-padded // _TILE), -(-columns // _TILE))
+    KERNELS.cast_columns_tile[grid](
+        values,
+        largest.view(torch.int32),
+        turned,
+        unscale,
+        rows,
+        columns,
+        padded,
+        TILE=_TILE,
+        E5M2=_E5M2[kind],
+        num_warps=4,
+    )
+    return turned, unscale
 
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
@@ -59,26 +98,25 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
     padded = padded_rows(rows)
     turned = torch.empty((columns, padded), dtype=codes.dtype, device=codes.device)
     grid = (-(-padded // 128), -(-columns // 128))
-    _kernels().transpose_tile[grid](
+    KERNELS.transpose_tile[grid](
         codes.view(torch.uint8), turned.view(torch.uint8), rows, columns, padded, TILE=128, num_warps=8
     )
     return turned
 
 
 def _cast(
-    values: torch.Tensor, kind: torch.dtype, *, straight: bool, transposed: bool
+    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None, *, straight: bool, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (each of no elements where it is not asked for), and the unscale of a matrix."""
     values = values.contiguous()
     rows, columns = values.shape
     padded = padded_rows(rows)
-    partial = torch.empty(_PROGRAMS, dtype=torch.int32, device=values.device)
     unscale = torch.empty(1, dtype=torch.float32, device=values.device)
     codes = torch.empty((rows, columns) if straight else (0,), dtype=kind, device=values.device)
     turned = torch.empty((columns, padded) if transposed else (0,), dtype=kind, device=values.device)
-    _kernels().largest_of[(_PROGRAMS,)](values, partial, values.numel(), PROGRAMS=_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
+    partial = _partial(values) if largest is None else largest.view(torch.int32).view(1)
     grid = (-(-padded // _TILE), -(-columns // _TILE))
-    _kernels().cast_tile[grid](
+    KERNELS.cast_tile[grid](
         values,
         partial,
         codes,
@@ -87,7 +125,7 @@ def _cast(
         rows,
         columns,
         padded,
-        PROGRAMS=_PROGRAMS,
+        PROGRAMS=partial.numel(),
         TILE=_TILE,
         E5M2=_E5M2[kind],
         STRAIGHT=straight,
@@ -97,13 +135,13 @@ def _cast(
     return codes, turned, unscale
 
 
+def _partial(values: torch.Tensor) -> torch.Tensor:
+    """Largest magnitudes of the parts of a tensor, as integers."""
+    partial = torch.empty(_PROGRAMS, dtype=torch.int32, device=values.device)
+    KERNELS.largest_of[(_PROGRAMS,)](values, partial, values.numel(), PROGRAMS=_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
+    return partial
+
+
 def padded_rows(rows: int) -> int:
     """Columns of a transposed cast."""
     return -(-rows // 16) * 16
-
-
-@cache
-def _kernels() -> Any:
-    from zeroshard.fp8 import cast_triton
-
-    return cast_triton

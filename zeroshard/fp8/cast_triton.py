@@ -76,9 +76,9 @@ def cast_tile(
 
 
 @triton.jit
-def cast_row(values, codes, unscale, columns, stride, CHUNK: tl.constexpr, E5M2: tl.constexpr):
+def cast_row(values, codes, unscale, columns, CHUNK: tl.constexpr, E5M2: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    values += row * stride
+    values += row * columns
     codes += row * columns
     found = tl.zeros((CHUNK,), tl.int32)
     for start in range(0, columns, CHUNK):
@@ -99,5 +99,32 @@ def transpose_tile(codes, turned, rows, columns, padded, TILE: tl.constexpr):
     column = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     found = tl.load(codes + row[:, None] * columns + column[None, :], mask=inside, other=0)
+    wanted = (column < columns)[:, None] & (row < padded)[None, :]
+    tl.store(turned + column[:, None] * padded + row[None, :], tl.trans(found), mask=wanted)
+
+
+@triton.jit
+def largest_of_columns(values, largest, rows, columns, TILE: tl.constexpr, ROWS: tl.constexpr):
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    found = tl.zeros((TILE,), tl.int32)
+    first = tl.program_id(1) * ROWS
+    for start in range(0, ROWS, 32):
+        row = (first + start + tl.arange(0, 32)).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        block = tl.load(values + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        found = tl.maximum(found, tl.max(magnitude_bits(block), axis=0))
+    tl.atomic_max(largest + column, found, mask=column < columns)
+
+
+@triton.jit
+def cast_columns_tile(values, largest, turned, unscale, rows, columns, padded, TILE: tl.constexpr, E5M2: tl.constexpr):
+    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    column = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    shift = shift_of(tl.load(largest + column, mask=column < columns, other=0), E5M2)
+    if tl.program_id(0) == 0:
+        tl.store(unscale + column, power_of_two(-shift), mask=column < columns)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    block = tl.load(values + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    found = to_codes(block, power_of_two(shift)[None, :], E5M2)
     wanted = (column < columns)[:, None] & (row < padded)[None, :]
     tl.store(turned + column[:, None] * padded + row[None, :], tl.trans(found), mask=wanted)

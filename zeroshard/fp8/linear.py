@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zeroshard.fp8.cast import COLUMNS, GRADIENTS, VALUES, cast, cast_both, cast_rows, transpose
+from zeroshard.fp8.cast import GRADIENTS, VALUES, cast, cast_both, cast_columns, cast_rows, transpose
 from zeroshard.fp8.parameter import codes_at
 from zeroshard.fp8.products import product
 from zeroshard.fp8.recipe import Scaling
@@ -199,15 +199,9 @@ class _Rowwise(torch.autograd.Function):
         flat = gradients[0].reshape(-1, weight.shape[0])
         input_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            turned = cast_rows(weight.t(), VALUES)
+            turned = cast_columns(weight, VALUES)
             input_grad = product(*cast_rows(flat, VALUES), *turned, input.dtype).view(input.shape)
         if ctx.needs_input_grad[1]:
-            of_input = _padded(input.reshape(-1, input.shape[-1]))
-            weight_grad = product(*cast_rows(_padded(flat).t(), VALUES), *cast_rows(of_input.t(), VALUES), input.dtype)
+            of_input = cast_columns(input.reshape(-1, input.shape[-1]), VALUES)
+            weight_grad = product(*cast_columns(flat, VALUES), *of_input, input.dtype)
         return input_grad, weight_grad
-
-
-def _padded(values: torch.Tensor) -> torch.Tensor:
-    """With rows of zeros up to a multiple of what products want."""
-    missing = -values.shape[0] % COLUMNS
-    return functional.pad(values, (0, 0, 0, missing)) if missing else values
