@@ -52,6 +52,7 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
             master=None if precision.master else NO_MASTER,
             moments=precision.compute if precision.low_moments else None,
             keep_fp32=kept,
+            matmul=precision.fp8,
         ),
         policy=policy,
         persistence_threshold=zero.param_persistence_threshold,

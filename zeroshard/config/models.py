@@ -132,6 +132,14 @@ class Fp16Section(Section):
     fp16_master_weights_and_grads: Flag = False
 
 
+class Fp8Section(Section):
+    enabled: Flag = False
+    recipe: Text = "tensorwise"
+    filter: NamesOrAuto = "auto"
+    tokens: Count = 8192
+    shards: Flag = True
+
+
 class TorchAutocastSection(Section):
     enabled: Flag = False
     dtype: HalfName | None = None
@@ -273,6 +281,7 @@ class ObeyedSections(Section):
     zero_optimization: ZeroSection = Field(default_factory=ZeroSection)
     bf16: Bf16Section = Field(default_factory=Bf16Section)
     fp16: Fp16Section = Field(default_factory=Fp16Section)
+    fp8: Fp8Section = Field(default_factory=Fp8Section)
     torch_autocast: TorchAutocastSection = Field(default_factory=TorchAutocastSection)
     data_types: DataTypesSection = Field(default_factory=DataTypesSection)
     activation_checkpointing: ActivationSection = Field(default_factory=ActivationSection)

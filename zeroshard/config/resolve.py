@@ -25,7 +25,7 @@ from zeroshard.config.document import Document, Source, read_document
 from zeroshard.config.elastic_config import elastic_triple
 from zeroshard.config.entries import Entries, gather_entries
 from zeroshard.config.keys import Status, key_table
-from zeroshard.config.models import ObeyedSections, Section
+from zeroshard.config.models import Fp8Section, ObeyedSections, Section
 from zeroshard.config.optimizers import ONE_BIT
 from zeroshard.config.problems import Problems, dotted
 from zeroshard.config.resolved import (
@@ -45,7 +45,8 @@ from zeroshard.config.resolved import (
 from zeroshard.config.sections import activations, loss_scale, observing, pipeline
 from zeroshard.config.statuses import auto_rules, check_statuses, resolve_autos
 from zeroshard.config.zero import ZeroRules
-from zeroshard.errors import UsageError, ZeroShardWarning
+from zeroshard.errors import PlanError, UsageError, ZeroShardWarning
+from zeroshard.fp8.recipe import Fp8, scaling_of
 
 DEFAULT = "default"
 Model = TypeVar("Model", bound=Section)
@@ -338,7 +339,22 @@ class _Resolver:
             check_overflow=not bf16 or sections.bf16.check_grad_overflow,
             master=not low,
             low_moments=low and sections.bf16.bf16_optimizer_states,
+            fp8=self._fp8(sections.fp8, compute),
         )
+
+    def _fp8(self, section: Fp8Section, compute: str) -> Fp8 | None:
+        """How linear layers multiply in fp8; reports where they can't."""
+        if not section.enabled:
+            return None
+        if compute == "fp32":
+            self._refuse("fp8.enabled", "is true, but the model computes in fp32; set bf16.enabled, or remove the key")
+        try:
+            scaling = scaling_of(section.recipe)
+        except PlanError as error:
+            self._refuse("fp8.recipe", str(error))
+            return None
+        names = None if section.filter == "auto" else section.filter
+        return Fp8(scaling, names, section.tokens, section.shards)
 
     def _low_master(self, sections: ObeyedSections, compute: str) -> bool:
         """Whether 16-bit parameters are updated without master weights; reports where that can't be."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from zeroshard.fp8.recipe import Fp8
+
 Dtype = Literal["fp32", "bf16", "fp16"]
 Value = TypeVar("Value")
 
@@ -116,6 +118,7 @@ class PrecisionConfig:
         check_overflow: whether a step from bf16 gradients with inf or NaN is skipped.
         master: whether 16-bit parameters have master weights in fp32.
         low_moments: whether the moments are in 16 bits too, where there are no master weights.
+        fp8: how linear layers multiply in fp8; None where they don't.
     """
 
     compute: Dtype
@@ -127,6 +130,7 @@ class PrecisionConfig:
     check_overflow: bool = True
     master: bool = True
     low_moments: bool = False
+    fp8: Fp8 | None = None
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@
     unscale   1 / scale, float32: what a product multiplies its result with
 
 An inf or NaN makes the tensor's (or row's) scale as small as it gets and is a NaN itself, so that it is seen in what is
-computed. On a GPU kernels read each tensor twice and write it once, or twice with its transpose; inside of torch.compile
-the largest magnitude is an operation of torch's, which it fuses with what made the tensor. All have the same bits.
+computed. On a GPU kernels read each tensor twice and write it once, or twice with its transpose; inside of
+torch.compile the largest magnitude is an operation of torch's, which it fuses with what made the tensor. All have the
+same bits.
 """
 
 from __future__ import annotations
