@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroshard.comm.reach import gpus_reachable
 from zeroshard.errors import PlanError
-from zeroshard.fp8.convert import choose, described, products_of
+from zeroshard.fp8.convert import described
 from zeroshard.fp8.products import check_device
 from zeroshard.mesh import DATA, Mesh
 from zeroshard.optim.host.choose import processor_keeps_up
@@ -27,6 +27,7 @@ from zeroshard.plan.check import peer_problem
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
+from zeroshard.plan.products import with_products
 from zeroshard.sharding.dtensors import mesh_with_model
 from zeroshard.sharding.units import find_units
 
@@ -58,7 +59,7 @@ def make_plan(
     changes = {name: value for name, value in asked.items() if value is not None}
     if isinstance(plan, Plan):
         return _finished(plan, source, changes)
-    recipe = with_products(_named(plan, mesh, changes), model, device)
+    recipe = _with_products(_named(plan, mesh, changes), model, device)
     recipe = _for_optimizer(recipe, model, source)
     recipe = _for_machine(recipe, model, source, device)
     made = _with_reachable_peers(build_plan(find_units(model, units), recipe, mesh), recipe, device)
@@ -85,26 +86,17 @@ def _named(plan: Recipe | int, mesh: Mesh, changes: Mapping[str, Any]) -> Recipe
     return replace(plan, policy=replace(plan.policy, **changes))
 
 
-def with_products(recipe: Recipe, model: nn.Module, device: torch.device) -> Recipe:
-    """The layers that multiply in fp8, where the recipe asks for some.
-
-    Raises:
-        PlanError: the GPU has no units for it, a name that no layer has, or a model that computes in float32.
-    """
-    wanted = recipe.precision.matmul
-    if wanted is None:
+def _with_products(recipe: Recipe, model: nn.Module, device: torch.device) -> Recipe:
+    """The layers that multiply in fp8, where the recipe asks for some; what was decided goes to the log."""
+    if recipe.precision.matmul is None:
         return recipe
     check_device(device)
-    dtypes = {parameter.dtype for parameter in model.parameters()} if recipe.precision.param is None else set()
-    if recipe.precision.param in ("float32", "fp32") or (dtypes and not dtypes & {torch.bfloat16, torch.float16}):
-        raise PlanError("fp8: the model computes in float32; compute in bf16 (bf16.enabled, Precision(param='bf16'))")
-    choices = choose(model, wanted, recipe.precision.keep_fp32)
-    products = products_of(wanted, choices)
+    made, choices = with_products(recipe, model)
     for line in described(choices):
         _LOGGER.info("%s", line)
-    if products is None:
+    if made.policy.products is None:
         _LOGGER.warning("fp8: no layer takes part; the model computes as without it")
-    return replace(recipe, policy=replace(recipe.policy, products=products))
+    return made
 
 
 def _for_optimizer(recipe: Recipe, model: nn.Module, source: Source | None) -> Recipe:

@@ -2,8 +2,9 @@
 
     product(a, b) = (a * unscale of a) @ (b * unscale of b).T          a: (M, K), b: (N, K), both row by row
 
-A GPU sums the products of codes and applies the scales to the sum; so does the processor, where float32 sums have other
-roundings. Rejected: torch's own product for processors, which is there for some formats and sizes only.
+A GPU sums the products of codes and applies the scales to the sum; so does the processor, where float32 sums have
+other roundings. On the meta device it is what the planner counts. Rejected: torch's own product for processors, which
+is there for some formats and sizes only.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def product(
         fast: the GPU may keep partial sums in fewer bits, as it does at its full rate.
     """
     by_row = unscale_a.numel() > 1 or unscale_b.numel() > 1
+    if a.is_meta:
+        return torch.mm(a, b.t()).to(dtype)
     if not a.is_cuda:
         return (a.float() @ b.float().t() * unscale_a * (unscale_b.view(1, -1) if by_row else unscale_b)).to(dtype)
     scaling = functional.ScalingType.RowWise if by_row else functional.ScalingType.TensorWise

@@ -4,9 +4,9 @@
     fp8     three products at fp8's rate, and passes over memory: input and gradient are read twice and written twice
             (as codes, straight and transposed), the weight's codes are transposed
 
-The rates are those that an H200 was measured at (docs/decisions/0033-fp8.md), for whom it is close: small products gain
-nothing, since casts and launches take as long as the product. Rejected: to time each layer at the start; ranks would
-decide differently from noise, and a plan made beside a GPU would not be the one of the cluster.
+The rates are those that an H200 was measured at (docs/decisions/0034-products-in-fp8.md). Small products gain nothing,
+since casts and launches take as long as the product. Rejected: to time each layer at the start; ranks would decide
+differently from noise, and a plan made beside a GPU would not be the one of the cluster.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class Gpu:
     pcie_rate: float
     nic_rate: float
     source: str
+    fp8_flops: float = 0.0
 
     def peak(self, dtype: torch.dtype) -> float:
         """Dense peak of matrix products in `dtype`."""
@@ -43,6 +44,8 @@ class Gpu:
             return self.bf16_flops or self.fp32_flops
         if dtype == torch.float16:
             return self.fp16_flops
+        if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            return self.fp8_flops
         return self.fp32_flops
 
     @property
@@ -192,6 +195,7 @@ def _gpu(row: dict[str, str]) -> Gpu:
         pcie_rate=float(row["pcie_gbs"]) * 1e9,
         nic_rate=float(row["nic_gbs"]) * 1e9,
         source=row["source"],
+        fp8_flops=float(row["fp8_tflops"]) * 1e12,
     )
 
 

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.fp8.convert import convert
+from zeroshard.fp8.recipe import Products
 from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Recipe, build_plan, reordered
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.plan import Plan
+from zeroshard.plan.products import with_products
 from zeroshard.planner.trace.checkpointing import Checkpointing, enable
 from zeroshard.planner.trace.divided import WHOLE, Parts, divide_on_meta, with_cuts
 from zeroshard.planner.trace.exchanges import Border, Exchanges
@@ -41,6 +44,7 @@ class Workload:
     autocast: str | None = None
     parts: Parts = WHOLE
     units: list[UnitSpec] = field(init=False)
+    _module: nn.Module = field(init=False)
     _traces: dict[tuple[str, Checkpointing], Trace] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +53,7 @@ class Workload:
                 f"a micro-batch of {self.samples} sequences of {self.length} tokens: there must be 1 sequence or more, "
                 f"of 1 to {MAX_LENGTH:,} tokens (--micro-batch, --seq)"
             )
-        module = self.source.module()
+        module = self._module = self.source.module()
         cuts = divide_on_meta(module, self.parts, Exchanges())
         self.units = with_cuts(find_units(module), cuts)
         _check_positions(module, self.source, self.length)
@@ -68,22 +72,28 @@ class Workload:
         """Forward and backward in the dtypes of `plan`."""
         dtypes = _parameter_dtypes(plan)
         cast = plan.policy.cast_inputs
-        key = (f"{sorted(set(dtypes.values()))} {cast}", how)
+        products = plan.policy.products
+        key = (f"{sorted(set(dtypes.values()))} {cast} {products}", how)
         if key not in self._traces:
-            self._traces[key] = self._run(dtypes, cast, how)
+            self._traces[key] = self._run(dtypes, cast, how, products)
         return self._traces[key]
 
     def plan(self, recipe: Recipe, mesh: Mesh, how: Checkpointing) -> tuple[Plan, Trace]:
         """The plan as the engine runs it after its first step, with the order that the model really has."""
+        recipe, _ = with_products(recipe, self._module)
         plan = build_plan(self.units, recipe, mesh)
         traced = self.trace(plan, how)
         return reordered(plan, (0, *traced.order)), traced
 
-    def _run(self, dtypes: Mapping[str, str], cast: str | None, how: Checkpointing) -> Trace:
+    def _run(
+        self, dtypes: Mapping[str, str], cast: str | None, how: Checkpointing, products: Products | None = None
+    ) -> Trace:
         module, exchanges = self.source.module(), Exchanges()
         divide_on_meta(module, self.parts, exchanges)
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch_dtype(dtypes[name]))
+        if products is not None:
+            convert(module, products)
         enable(module, self.units, how)
         low = None if self.autocast is None else torch_dtype(self.autocast)
         with torch.device("meta"):

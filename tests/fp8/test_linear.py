@@ -1,0 +1,167 @@
+"""Casts, products and layers in fp8, without an engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.fp8_model import LAYERS, batch, build, loss_of
+from zeroshard.errors import PlanError
+from zeroshard.fp8.cast import (
+    COLUMNS,
+    FORMATS,
+    VALUES,
+    cast,
+    cast_both,
+    cast_columns,
+    cast_rows,
+    decode,
+    scale_and_unscale,
+)
+from zeroshard.fp8.convert import choose, convert, described, restore
+from zeroshard.fp8.linear import Fp8Linear
+from zeroshard.fp8.products import product
+from zeroshard.fp8.recipe import Fp8, Products, Scaling, scaling_of
+from zeroshard.fp8.worth import gain
+
+
+def _matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_scale_is_the_largest_power_of_two_that_fits(kind: torch.dtype) -> None:
+    largest = torch.tensor([1e-30, 0.1, 1.0, 1.75, 1.7500001, 1.99, 3.5, 448.0, 449.0, 1e30])
+    scale, unscale = scale_and_unscale(largest, kind)
+    limit = torch.finfo(kind).max
+    assert bool((largest.double() * scale <= limit).all())
+    inside = scale < 2.0**126
+    assert bool((largest.double() * scale * 2 > limit)[inside].all())
+    assert bool((torch.frexp(scale)[0] == 0.5).all())
+    assert bool((scale * unscale == 1).all())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_value_is_rounded_to_its_neighbour_in_the_format(kind: torch.dtype) -> None:
+    values = _matrix(9, 32)
+    codes, unscale = cast(values, kind)
+    error = (decode(codes, unscale, torch.float32) - values).abs()
+    step = torch.finfo(kind).eps * values.abs() / 2 + torch.finfo(kind).smallest_normal * float(unscale)
+    assert bool((error <= step).all())
+    zeros, _ = cast(torch.zeros(4, 16), kind)
+    assert bool((zeros.float() == 0).all())
+
+
+def test_a_transposed_cast_has_the_same_codes_and_zeros_behind() -> None:
+    codes, turned, unscale = cast_both(_matrix(21, 32), VALUES)
+    assert turned.shape == (32, 2 * COLUMNS)
+    assert torch.equal(turned.float()[:, :21], codes.float().t())
+    assert bool((turned.float()[:, 21:] == 0).all())
+    by_row, unscales = cast_columns(_matrix(21, 32), VALUES)
+    rows, of_rows = cast_rows(_matrix(21, 32).t().contiguous(), VALUES)
+    assert torch.equal(by_row.float()[:, :21], rows.float())
+    assert torch.equal(unscales, of_rows)
+    assert unscale.shape == (1,)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_not_finite_is_seen_in_the_product(bad: float, kind: torch.dtype) -> None:
+    values = _matrix(4, 16)
+    values[1, 2] = bad
+    codes, unscale = cast(values, kind)
+    result = product(codes, unscale, *cast(_matrix(16, 16), VALUES), torch.bfloat16)
+    assert not bool(result[1].isfinite().any())
+    assert bool(result[0].isfinite().all())
+
+
+def test_products_by_tensor_and_by_row_are_those_of_the_decoded_values() -> None:
+    a, b = _matrix(5, 32), _matrix(7, 32, seed=1)
+    for kind in (cast, cast_rows):
+        (left, of_left), (right, of_right) = kind(a, VALUES), kind(b, VALUES)
+        expected = decode(left, of_left, torch.float32) @ decode(right, of_right, torch.float32).t()
+        found = product(left, of_left, right, of_right, torch.float32)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_a_model_in_fp8_is_close_to_the_one_in_bf16_and_is_plain_again_when_restored(scaling: Scaling) -> None:
+    plain, model = build().bfloat16(), build().bfloat16()
+    convert(model, Products(scaling, LAYERS))
+    assert isinstance(model.get_submodule(LAYERS[0]), Fp8Linear)
+    for one in (plain, model):
+        loss_of(one, batch(0, 0, 0)).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() < 0.15 * theirs.grad.norm()
+    restore(model)
+    assert torch.equal(model(batch(0, 0, 0)), plain(batch(0, 0, 0)))
+    assert type(model.get_submodule(LAYERS[0])) is nn.Linear
+
+
+def test_one_cast_serves_the_layers_that_get_the_same_input() -> None:
+    first, second = nn.Linear(16, 32).bfloat16(), nn.Linear(16, 32).bfloat16()
+    pair = nn.ModuleList([first, second])
+    convert(pair, Products(Scaling.TENSORWISE, ("0", "1")))
+    assert isinstance(first, Fp8Linear)
+    x = _matrix(4, 16).bfloat16()
+    first(x)
+    kept = first.last_input.cast(x, both=True)
+    second(x)
+    assert first.last_input.cast(x, both=True) is kept
+    x.mul_(2)
+    assert first.last_input.cast(x, both=True) is not kept
+
+
+class _Mixed(nn.Module):
+    """Layers of every kind that a choice meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(
+            nn.ModuleDict({"wide": nn.Linear(4096, 4096), "odd": nn.Linear(24, 64)}) for _ in "ab"
+        )
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.table, self.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_the_layers_in_blocks_that_gain_take_part_and_the_list_says_why_others_do_not() -> None:
+    with torch.device("meta"):
+        model = _Mixed()
+    found = {choice.name: choice for choice in choose(model, Fp8())}
+    assert {name for name, choice in found.items() if choice.taken} == {"inner.0.wide", "inner.1.wide"}
+    assert "multiples of 16" in found["inner.0.odd"].why
+    assert "tied" in found["head"].why
+    assert "reads its weight" in found["attention.out_proj"].why
+    assert any("2 linear layers of 4096 x 4096 take part" in line for line in described(list(found.values())))
+    kept = choose(model, Fp8(), kept=("wide",))
+    assert not any(choice.taken for choice in kept)
+
+
+def test_names_choose_layers_and_wrong_ones_are_refused() -> None:
+    with torch.device("meta"):
+        model = _Mixed()
+    chosen = choose(model, Fp8(names=("inner.1",)))
+    assert [choice.name for choice in chosen if choice.taken] == ["inner.1.wide"]
+    with pytest.raises(PlanError, match="has no"):
+        choose(model, Fp8(names=("outer",)))
+    with pytest.raises(PlanError, match="multiples of 16"):
+        choose(model, Fp8(names=("inner.0.odd",)))
+
+
+def test_small_products_gain_nothing_and_large_ones_do() -> None:
+    assert gain(512, 512, 8192) < 1 < gain(4096, 4096, 8192) < gain(11008, 4096, 16384)
+    assert gain(2048, 2048, 512) < 1
+
+
+def test_recipes_that_are_not_built_are_refused_by_name() -> None:
+    for name in ("blockwise", "mxfp8", "nvfp4", "delayed"):
+        with pytest.raises(PlanError, match=name):
+            scaling_of(name)
+    with pytest.raises(PlanError, match="no fp8 recipe 'fp9'"):
+        scaling_of("fp9")
