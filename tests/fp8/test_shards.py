@@ -11,12 +11,19 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.fp8_model import LAYERS, adamw, batch, build, loss_of, recipe, train, train_alone
+from tests.support.fp8_model import (
+    LAYERS,
+    adamw,
+    batch,
+    build,
+    codes_are_those_of_whole_weights,
+    loss_of,
+    recipe,
+    train,
+    train_alone,
+)
 from tests.support.measure import forget_sent, held_bytes, sent
-from zeroshard.engine.core.handle import handle_of
-from zeroshard.engine.memory.scaled_group import ScaledGroup
 from zeroshard.errors import UsageError
-from zeroshard.fp8.cast import VALUES, cast
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import step_traffic
@@ -69,23 +76,8 @@ def _held_and_sent(rank: int, world: int, stage: int) -> None:
     assert held_bytes(model) == replace(state_bytes(plan), no_sync=0)
     assert sent(model) == step_traffic(plan)
     weights = dict(zeroshard.iterate_full_parameters(model))
-    _codes_are_those_of_whole_weights(model, weights)
+    codes_are_those_of_whole_weights(model, weights)
     zeroshard.close(model)
-
-
-def _codes_are_those_of_whole_weights(model: nn.Module, weights: Weights) -> None:
-    """The gathered codes have the bits of the whole float32 weights cast at once."""
-    runtime = handle_of(model).runtime
-    for unit in runtime.units:
-        runtime.parameters.use(unit.index)
-        for group in unit.groups:
-            if not isinstance(group, ScaledGroup):
-                continue
-            for record in group.codes:
-                codes, unscale = cast(weights[record.name], VALUES)
-                assert torch.equal(record.unscale, unscale)
-                assert torch.equal(record.codes.view(torch.uint8), codes.view(torch.uint8))
-        runtime.parameters.release(unit.index)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -111,7 +103,7 @@ def _values_elsewhere(rank: int, world: int, stage: int) -> None:
     zeroshard.safe_set_full_fp32_param(weight, truth * 3)
     weights = dict(zeroshard.iterate_full_parameters(model))
     assert torch.equal(weights["blocks.0.up.weight"], truth * 3)
-    _codes_are_those_of_whole_weights(model, weights)
+    codes_are_those_of_whole_weights(model, weights)
     zeroshard.close(model)
     assert type(model.get_submodule("blocks.0.up")) is nn.Linear
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 import zeroshard
+from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.memory.scaled_group import ScaledGroup
 from zeroshard.fp8.cast import VALUES, cast, decode
 from zeroshard.fp8.convert import convert
 from zeroshard.fp8.recipe import Fp8, Products, Scaling
@@ -128,3 +130,18 @@ def train_alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
             theirs.grad = ours.grad.float()
         optimizer.step()
     return losses, {name: value.detach().clone() for name, value in truth.named_parameters()}
+
+
+def codes_are_those_of_whole_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """The gathered codes have the bits of the whole float32 weights cast at once."""
+    runtime = handle_of(model).runtime
+    for unit in runtime.units:
+        runtime.parameters.use(unit.index)
+        for group in unit.groups:
+            if not isinstance(group, ScaledGroup):
+                continue
+            for record in group.codes:
+                codes, unscale = cast(weights[record.name].to(record.codes.device), VALUES)
+                assert torch.equal(record.unscale, unscale)
+                assert torch.equal(record.codes.view(torch.uint8), codes.view(torch.uint8))
+        runtime.parameters.release(unit.index)
