@@ -5,9 +5,8 @@
     unscale   1 / scale, float32: what a product multiplies its result with
 
 An inf or NaN makes the tensor's (or row's) scale as small as it gets and is a NaN itself, so that it is seen in what is
-computed. On a GPU kernels read each tensor twice and write it once, or twice with its transpose; inside of
-torch.compile the largest magnitude is an operation of torch's, which it fuses with what made the tensor. All have the
-same bits.
+computed. On a GPU kernels read each tensor twice and write it once, or twice with its transpose; torch.compile launches
+them as its own. All have the same bits.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ _EXPONENT = {VALUES: 8, GRADIENTS: 15}
 _MANTISSA_OF_LARGEST = 0x600000
 """Of 1.75, in float32."""
 _MANTISSA = 0x7FFFFF
+_INFINITE = 0x7F800000
 _BIAS = 127
 _LARGEST_SHIFT = 126
 
 
 def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales for tensors whose largest magnitudes (float32, any shape) are given, and their inverses."""
-    bits = largest.view(torch.int32)
+    bits = largest.view(torch.int32).clamp(max=_INFINITE)  # a NaN has other bits on each machine
     shift = _EXPONENT[kind] + _BIAS - (bits >> 23) - ((bits & _MANTISSA) > _MANTISSA_OF_LARGEST).int()
     shift = shift.clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
     return ((shift + _BIAS) << 23).view(torch.float32), ((_BIAS - shift) << 23).view(torch.float32)
@@ -45,14 +45,14 @@ def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.T
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscale of all of it, of shape (1,)."""
     if _by_kernel(values):
-        return _kernels().cast(values, kind, _largest(values))
+        return _kernels().cast(values, kind)
     return _cast(values, kind)
 
 
 def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cast`, the codes transposed, with zeros up to a multiple of COLUMNS in each row."""
     if _by_kernel(values):
-        return _kernels().cast_transposed(values, kind, _largest(values))
+        return _kernels().cast_transposed(values, kind)
     codes, unscale = _cast(values, kind)
     return transpose(codes), unscale
 
@@ -60,7 +60,7 @@ def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tens
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (padded) and the unscale of both."""
     if _by_kernel(values):
-        return _kernels().cast_both(values, kind, _largest(values))
+        return _kernels().cast_both(values, kind)
     codes, unscale = _cast(values, kind)
     return codes, transpose(codes), unscale
 
@@ -77,8 +77,7 @@ def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cast_rows` of the transposed matrix, whose rows have zeros up to a multiple of COLUMNS."""
     if _by_kernel(values):
-        compiling = torch.compiler.is_compiling()
-        return _kernels().cast_columns(values, kind, values.abs().amax(dim=0).float() if compiling else None)
+        return _kernels().cast_columns(values, kind)
     wide = values.float()
     scale, unscale = scale_and_unscale(wide.abs().amax(dim=0), kind)
     return transpose(to_codes(wide, scale, kind)), unscale[:, None]
@@ -127,8 +126,3 @@ def _kernels() -> ModuleType:
     from zeroshard.fp8 import cast_kernels
 
     return cast_kernels
-
-
-def _largest(values: torch.Tensor) -> torch.Tensor | None:
-    """The largest magnitude where torch.compile finds it on the way; None where a kernel has to."""
-    return values.abs().amax().float() if torch.compiler.is_compiling() else None

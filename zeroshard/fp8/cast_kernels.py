@@ -3,9 +3,10 @@
     largest    each program leaves the largest magnitude of its part
     cast       each program reads those of all, makes the scale from them, and casts a tile, transposed in registers
 
-Without atomics and without zeros to write first: two launches for a cast; one inside of torch.compile, which finds the
-largest magnitude itself, and launches these as its own. Rejected: the scale made by operations of torch, which are
-eight launches more; operations that torch.compile does not see into, each of which takes the host 100 us.
+Without atomics and without zeros to write first: two launches for a cast, which torch.compile makes its own. Rejected:
+the scale made by operations of torch, which are eight launches more; the largest magnitude found by torch.compile on the
+way, whose reductions took longer (docs/decisions/0034-products-in-fp8.md); operations that it does not see into, each of
+which takes the host 100 us.
 """
 
 from __future__ import annotations
@@ -27,27 +28,21 @@ _ROWS_WARPS = 8
 _E5M2 = {torch.float8_e4m3fn: False, torch.float8_e5m2: True}
 
 
-def cast(
-    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See cast.cast. `largest`: the largest magnitude, float32, where it is known."""
-    codes, _, unscale = _cast(values, kind, largest, straight=True, transposed=False)
+def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See cast.cast."""
+    codes, _, unscale = _cast(values, kind, straight=True, transposed=False)
     return codes, unscale
 
 
-def cast_transposed(
-    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """See cast.cast_transposed."""
-    _, turned, unscale = _cast(values, kind, largest, straight=False, transposed=True)
+    _, turned, unscale = _cast(values, kind, straight=False, transposed=True)
     return turned, unscale
 
 
-def cast_both(
-    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See cast.cast_both."""
-    return _cast(values, kind, largest, straight=True, transposed=True)
+    return _cast(values, kind, straight=True, transposed=True)
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,19 +55,16 @@ def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
     return codes, unscale
 
 
-def cast_columns(
-    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See cast.cast_columns. `largest`: of each column, float32, where it is known."""
+def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See cast.cast_columns."""
     values = values.contiguous()
     rows, columns = values.shape
     padded = padded_rows(rows)
-    if largest is None:
-        largest = torch.zeros(columns, dtype=torch.float32, device=values.device)
-        grid = (-(-columns // _TILE), -(-rows // _COLUMN_ROWS))
-        KERNELS.largest_of_columns[grid](
-            values, largest.view(torch.int32), rows, columns, TILE=_TILE, ROWS=_COLUMN_ROWS, num_warps=4
-        )
+    largest = torch.zeros(columns, dtype=torch.float32, device=values.device)
+    grid = (-(-columns // _TILE), -(-rows // _COLUMN_ROWS))
+    KERNELS.largest_of_columns[grid](
+        values, largest.view(torch.int32), rows, columns, TILE=_TILE, ROWS=_COLUMN_ROWS, num_warps=4
+    )
     turned = torch.empty((columns, padded), dtype=kind, device=values.device)
     unscale = torch.empty((columns, 1), dtype=torch.float32, device=values.device)
     grid = (-(-padded // _TILE), -(-columns // _TILE))
@@ -105,7 +97,7 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(
-    values: torch.Tensor, kind: torch.dtype, largest: torch.Tensor | None, *, straight: bool, transposed: bool
+    values: torch.Tensor, kind: torch.dtype, *, straight: bool, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (each of no elements where it is not asked for), and the unscale of a matrix."""
     values = values.contiguous()
@@ -114,7 +106,7 @@ def _cast(
     unscale = torch.empty(1, dtype=torch.float32, device=values.device)
     codes = torch.empty((rows, columns) if straight else (0,), dtype=kind, device=values.device)
     turned = torch.empty((columns, padded) if transposed else (0,), dtype=kind, device=values.device)
-    partial = _partial(values) if largest is None else largest.view(torch.int32).view(1)
+    partial = _partial(values)
     grid = (-(-padded // _TILE), -(-columns // _TILE))
     KERNELS.cast_tile[grid](
         values,

@@ -16,6 +16,7 @@ def magnitude_bits(values):
 def shift_of(bits, E5M2: tl.constexpr):
     """The exponent of the scale for a largest magnitude."""
     exponent = 15 if E5M2 else 8
+    bits = tl.minimum(bits, 0x7F800000)
     shift = exponent + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.minimum(tl.maximum(shift, -126), 126)
 
