@@ -4,9 +4,9 @@
     cast       each program reads those of all, makes the scale from them, and casts a tile, transposed in registers
 
 Without atomics and without zeros to write first: two launches for a cast, which torch.compile makes its own. Rejected:
-the scale made by operations of torch, which are eight launches more; the largest magnitude found by torch.compile on the
-way, whose reductions took longer (docs/decisions/0034-products-in-fp8.md); operations that it does not see into, each of
-which takes the host 100 us.
+the scale made by operations of torch, which are eight launches more; the largest magnitude found by torch.compile on
+the way, whose reductions took longer (docs/decisions/0034-products-in-fp8.md); operations that it does not see into,
+each of which takes the host 100 us.
 """
 
 from __future__ import annotations
@@ -60,17 +60,15 @@ def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor,
     values = values.contiguous()
     rows, columns = values.shape
     padded = padded_rows(rows)
-    largest = torch.zeros(columns, dtype=torch.float32, device=values.device)
+    largest = torch.zeros(columns, dtype=torch.int32, device=values.device)
     grid = (-(-columns // _TILE), -(-rows // _COLUMN_ROWS))
-    KERNELS.largest_of_columns[grid](
-        values, largest.view(torch.int32), rows, columns, TILE=_TILE, ROWS=_COLUMN_ROWS, num_warps=4
-    )
+    KERNELS.largest_of_columns[grid](values, largest, rows, columns, TILE=_TILE, ROWS=_COLUMN_ROWS, num_warps=4)
     turned = torch.empty((columns, padded), dtype=kind, device=values.device)
     unscale = torch.empty((columns, 1), dtype=torch.float32, device=values.device)
     grid = (-(-padded // _TILE), -(-columns // _TILE))
     KERNELS.cast_columns_tile[grid](
         values,
-        largest.view(torch.int32),
+        largest,
         turned,
         unscale,
         rows,
