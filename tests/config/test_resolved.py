@@ -297,5 +297,6 @@ def test_the_config_imports_neither_torch_nor_the_rest_of_zeroshard() -> None:
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module or "")
     ours = {name for name in imported if name.startswith("zeroshard") and not name.startswith("zeroshard.config")}
-    assert ours <= {"zeroshard.errors", "zeroshard.bounded"}  # which import nothing themselves
+    # Which import nothing themselves but the first.
+    assert ours <= {"zeroshard.errors", "zeroshard.bounded", "zeroshard.fp8.recipe"}
     assert not {name for name in imported if name.split(".")[0] in ("torch", "numpy", "transformers")}

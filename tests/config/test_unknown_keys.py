@@ -40,7 +40,7 @@ BATCH = {"train_micro_batch_size_per_gpu": 2}
         ({"xyzzy": 1}, "xyzzy", "the nearest known key is"),
         ({"zero": {"stage": 3}}, "zero", "zero_optimization?"),
         ({"flops": {"enabled": True}}, "flops", "did you mean flops_profiler?"),
-        ({"fp8": {"enabled": True}}, "fp8", "the nearest known key is fp16;"),
+        ({"fp32": {"enabled": True}}, "fp32", "the nearest known key is fp8;"),
         ({"bf16": {"enable": True}}, "bf16.enable", "did you mean bf16.enabled?"),
         ({"optimizer": {"typ": "Adam"}}, "optimizer.typ", "did you mean optimizer.type?"),
         ({"zero_optimization.stage": 3}, '["zero_optimization.stage"]', '"zero_optimization": {"stage": ...}'),
