@@ -38,9 +38,10 @@ from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, close
 from zeroshard.engine.observing import Observer
 from zeroshard.engine.planning import make_plan
+from zeroshard.engine.saving.how import Saving
 from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
-from zeroshard.engine.training_engine import EngineOptions, Saving
+from zeroshard.engine.training_engine import EngineOptions
 from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardWarning
 from zeroshard.experts.divide import divide_as_stacked, divide_experts, divide_over_neighbours
 from zeroshard.mesh import EXPERT, REPLICATE, SHARD, TENSOR, Mesh, MeshAxis

@@ -125,7 +125,6 @@ class GraphedStep:
             raise PlanError(f"GraphedStep: {optimizer.name} decides on the host; use Adam or AdamW")
         self._streams, self._stepper, self._update = streams, stepper, stepper.update_method
         self._stream = torch.cuda.Stream(handle.device)
-        self._pool = torch.cuda.graph_pool_handle()
         self._event = torch.cuda.Event()
         launched, graphs = self._launched, self._graphs
         handle.comm.watchdog.watch(lambda: launched[0] if launched else None)
@@ -195,6 +194,9 @@ class GraphedStep:
         rest = iter(inputs)
         args = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         streams.meet()
+        if not self._graphs:
+            # The allocator forgets a pool with its last graph, and refuses its number then (expandable segments).
+            self._pool = torch.cuda.graph_pool_handle()
         resting, graph, whole = runtime.resting(), torch.cuda.CUDAGraph(), False
         try:
             # Other threads of this process (watchdogs, loaders) may go on calling CUDA meanwhile.

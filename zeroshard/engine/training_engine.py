@@ -26,7 +26,7 @@ from zeroshard.engine.observing import Monitor, Observer, SilentMonitor, StepFac
 from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.outside_step.unused import refuse_unused
-from zeroshard.engine.saving.tags import TagValidation
+from zeroshard.engine.saving.how import Saving
 from zeroshard.engine.settings import AsksSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
@@ -38,25 +38,6 @@ from zeroshard.plan.plan import Plan
 
 _UNSEEN = nullcontext()
 _NOWHERE = SilentMonitor()
-
-
-@dataclass(frozen=True)
-class Saving:
-    """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
-
-    `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
-    is (None: they are in the clear), and `audit` begins a log of what is done with them. `raises` says whether a
-    save that fails is an error, or a warning. `remote` is a URL to which they are copied.
-    """
-
-    background: bool = False
-    keep: int | None = None
-    directory: str | None = None
-    tag_validation: TagValidation = "Warn"
-    encryption_key: str | None = None
-    audit: bool = False
-    raises: bool = True
-    remote: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class EngineOptions:
     accumulate_dtype: str | None = None
     autocast: torch.dtype | None = None
     loader: LoaderOptions = field(default_factory=LoaderOptions)
-    saving: Saving = Saving()
+    saving: Saving = field(default_factory=Saving)
     steps_per_print: int | None = None
     clip_value: float = 0.0
     ignore_unused: bool = True
