@@ -157,7 +157,7 @@ def test_a_filter_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
         (["--hostfile", "good", "--node_rank", "1"], "--node-rank goes with --no-ssh"),
         (
             ["--hostfile", "good", "--max-restarts", "1"],
-            "--max-restarts and --elastic with several hosts are not built yet",
+            "--max-restarts, --elastic and --nodes MIN:MAX with hosts that the launcher starts are not built",
         ),
         (["--hostfile", "good", "--rendezvous", "slurm"], "--rendezvous slurm is for nodes started one by one"),
         (["--nproc", "2", "--num_gpus", "2"], "--nproc and --num-gpus both say how many ranks; give one"),

@@ -449,8 +449,9 @@ def _group_plan(
     needs_slot = row.grad or kept != wire
     low = dtype in LOW_PRECISION
     themselves = low and precision.master == NO_MASTER
-    kept_as = "float32" if scaled else _master_dtype(dtype, precision)
-    master = Placement(state_axes, kept_as) if low and not themselves else None
+    master = Placement(state_axes, _master_dtype(dtype, precision)) if low and not themselves else None
+    if scaled:
+        master = Placement(state_axes, "float32")
     kind = dtype_name(precision.moments) if themselves and precision.moments else state_dtype(dtype)
     moments = Placement(state_axes, kind, copies=copies, blocks=blocks) if copies else None
     return GroupPlan(
