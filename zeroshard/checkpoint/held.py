@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.checkpoint import jsonfile
-from zeroshard.checkpoint.manifest import BLOCK, Manifest, Part, TensorInfo, TensorKind, info_in, info_out
-from zeroshard.checkpoint.reader import SavedTensor
+from zeroshard.checkpoint.manifest import BLOCK, Manifest, Part, TensorInfo, info_in, info_out
+from zeroshard.checkpoint.reader import StateReader
 from zeroshard.checkpoint.staging import place_pieces
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.errors import CheckpointError
@@ -92,7 +92,7 @@ def describe(pieces: Sequence[Piece], values: torch.Tensor, rest: Mapping[str, A
     return jsonfile.canonical({**rest, "tensors": tensors})
 
 
-class HeldReader:
+class HeldReader(StateReader):
     """All that nodes hold of one step, with the reading part of a `CheckpointReader`.
 
     Args:
@@ -144,30 +144,6 @@ class HeldReader:
                 raise CheckpointError(f"{self.folder}: elements from {at} on of {name!r} are in no image that is left")
             found[name] = tuple(parts)
         return found
-
-    # What a load asks of a checkpoint.
-
-    def names(self, kind: TensorKind | None = None) -> list[str]:
-        """Names of all tensors, or of those of one kind."""
-        return [name for name, info in self.manifest.tensors.items() if kind is None or info.kind is kind]
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Other names of tied parameters -> the name of the tensor."""
-        return self.manifest.aliases
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """All state that is no tensor."""
-        return self.manifest.state
-
-    def tensor(self, name: str) -> SavedTensor:
-        """A tensor by its name or another name of it. Raises CheckpointError where there is none."""
-        name = self.manifest.aliases.get(name, name)
-        info = self.manifest.tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
-        return SavedTensor(self, info, self.manifest.parts[name])
 
     def close(self) -> None:
         """Nothing is open here; the sources are whoever's made them."""

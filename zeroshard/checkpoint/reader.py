@@ -18,10 +18,11 @@ import math
 import mmap
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,7 +36,44 @@ from zeroshard.errors import CheckpointError, UsageError
 _ROWS_NBYTES = 16 << 20
 
 
-class CheckpointReader:
+class StateReader(ABC):
+    """What a load goes on from: a checkpoint, or what nodes hold in memory."""
+
+    folder: Path
+    manifest: Manifest
+
+    def names(self, kind: TensorKind | None = None) -> list[str]:
+        """Names of all tensors, or of those of one kind. Other names of tied parameters are in `aliases`."""
+        return [name for name, info in self.manifest.tensors.items() if kind is None or info.kind is kind]
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other names of tied parameters -> the name of the tensor."""
+        return self.manifest.aliases
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """All state that is no tensor."""
+        return self.manifest.state
+
+    def tensor(self, name: str) -> SavedTensor:
+        """A tensor by its name or another name of it. Raises CheckpointError where there is none."""
+        name = self.manifest.aliases.get(name, name)
+        info = self.manifest.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        return SavedTensor(self, info, self.manifest.parts[name])
+
+    @abstractmethod
+    def read_part(self, info: TensorInfo, part: Part, start: int, stop: int, out: memoryview) -> None:
+        """Fill `out` with bytes [start, stop) of a part. Raises CheckpointError naming the tensor."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what reading has opened."""
+
+
+class CheckpointReader(StateReader):
     """A checkpoint of zeroshard, open for reading.
 
     Args:
@@ -81,28 +119,6 @@ class CheckpointReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def names(self, kind: TensorKind | None = None) -> list[str]:
-        """Names of all tensors, or of those of one kind. Other names of tied parameters are in `aliases`."""
-        return [name for name, info in self.manifest.tensors.items() if kind is None or info.kind is kind]
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Other names of tied parameters -> the name of the tensor."""
-        return self.manifest.aliases
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """All state that is no tensor."""
-        return self.manifest.state
-
-    def tensor(self, name: str) -> SavedTensor:
-        """A tensor by its name or another name of it. Raises CheckpointError where there is none."""
-        name = self.manifest.aliases.get(name, name)
-        info = self.manifest.tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
-        return SavedTensor(self, info, self.manifest.parts[name])
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
         """Read everything; one line for each thing that is wrong. `progress` is given the bytes read since last."""
@@ -194,37 +210,10 @@ class CheckpointReader:
         return ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class ReadsParts(Protocol):
-    """Where the parts of a tensor are."""
-
-    def read_part(self, info: TensorInfo, part: Part, start: int, stop: int, out: memoryview) -> None:
-        """Fill `out` with bytes [start, stop) of a part. Raises CheckpointError naming file and tensor."""
-        ...
-
-
-class StateReader(Protocol):
-    """What a load goes on from: a checkpoint, or what nodes hold in memory."""
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
-
-    @property
-    def state(self) -> Mapping[str, Any]: ...
-
-    def names(self, kind: TensorKind | None = None) -> list[str]: ...
-
-    def tensor(self, name: str) -> SavedTensor: ...
-
-    def close(self) -> None: ...
-
-
 class SavedTensor:
     """A tensor of a checkpoint whose content is read on request. `info` has its name, kind and more."""
 
-    def __init__(self, reader: ReadsParts, info: TensorInfo, parts: Sequence[Part]) -> None:
+    def __init__(self, reader: StateReader, info: TensorInfo, parts: Sequence[Part]) -> None:
         self._reader = reader
         self._parts = parts
         self.info = info
