@@ -165,3 +165,13 @@ def test_recipes_that_are_not_built_are_refused_by_name() -> None:
             scaling_of(name)
     with pytest.raises(PlanError, match="no fp8 recipe 'fp9'"):
         scaling_of("fp9")
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("scaling", Scaling)
+def test_evaluation_without_gradients_gives_what_training_computes(scaling: Scaling, without: type) -> None:
+    model = build().bfloat16()
+    convert(model, Products(scaling, LAYERS))
+    trained = model(batch(0, 0, 0))
+    with without():
+        assert torch.equal(model(batch(0, 0, 0)), trained)

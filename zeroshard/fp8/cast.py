@@ -49,14 +49,6 @@ def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.T
     return _cast(values, kind)
 
 
-def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cast`, the codes transposed, with zeros up to a multiple of COLUMNS in each row."""
-    if _by_kernel(values):
-        return _kernels().cast_transposed(values, kind)
-    codes, unscale = _cast(values, kind)
-    return transpose(codes), unscale
-
-
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (padded) and the unscale of both."""
     if _by_kernel(values):
@@ -114,11 +106,12 @@ def _cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def _by_kernel(values: torch.Tensor) -> bool:
-    return values.is_cuda and values.numel() > 0 and _has_kernels()
+    return values.is_cuda and values.numel() > 0 and has_kernels()
 
 
 @cache
-def _has_kernels() -> bool:
+def has_kernels() -> bool:
+    """Whether there is Triton, for tensors on a GPU."""
     return find_spec("triton") is not None
 
 

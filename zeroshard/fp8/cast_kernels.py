@@ -30,19 +30,13 @@ _E5M2 = {torch.float8_e4m3fn: False, torch.float8_e5m2: True}
 
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """See cast.cast."""
-    codes, _, unscale = _cast(values, kind, straight=True, transposed=False)
+    codes, _, unscale = _cast(values, kind, transposed=False)
     return codes, unscale
-
-
-def cast_transposed(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """See cast.cast_transposed."""
-    _, turned, unscale = _cast(values, kind, straight=False, transposed=True)
-    return turned, unscale
 
 
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See cast.cast_both."""
-    return _cast(values, kind, straight=True, transposed=True)
+    return _cast(values, kind, transposed=True)
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,14 +89,14 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(
-    values: torch.Tensor, kind: torch.dtype, *, straight: bool, transposed: bool
+    values: torch.Tensor, kind: torch.dtype, *, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, transposed codes (each of no elements where it is not asked for), and the unscale of a matrix."""
+    """Codes, transposed codes (of no elements where they are not asked for), and the unscale of a matrix."""
     values = values.contiguous()
     rows, columns = values.shape
     padded = padded_rows(rows)
     unscale = torch.empty(1, dtype=torch.float32, device=values.device)
-    codes = torch.empty((rows, columns) if straight else (0,), dtype=kind, device=values.device)
+    codes = torch.empty((rows, columns), dtype=kind, device=values.device)
     turned = torch.empty((columns, padded) if transposed else (0,), dtype=kind, device=values.device)
     partial = _partial(values)
     grid = (-(-padded // _TILE), -(-columns // _TILE))
@@ -118,7 +112,6 @@ def _cast(
         PROGRAMS=partial.numel(),
         TILE=_TILE,
         E5M2=_E5M2[kind],
-        STRAIGHT=straight,
         TRANSPOSED=transposed,
         num_warps=4,
     )

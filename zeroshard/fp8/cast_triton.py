@@ -58,7 +58,6 @@ def cast_tile(
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     E5M2: tl.constexpr,
-    STRAIGHT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
     shift = shift_of(tl.max(tl.load(partial + tl.arange(0, PROGRAMS)), axis=0), E5M2)
@@ -69,8 +68,7 @@ def cast_tile(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
     found = to_codes(tl.load(values + place, mask=inside, other=0.0), power_of_two(shift), E5M2)
-    if STRAIGHT:
-        tl.store(codes + place, found, mask=inside)
+    tl.store(codes + place, found, mask=inside)
     if TRANSPOSED:
         wanted = (column < columns)[:, None] & (row < padded)[None, :]
         tl.store(turned + column[:, None] * padded + row[None, :], tl.trans(found), mask=wanted)

@@ -36,17 +36,21 @@ class LastInput:
 
     def cast(self, values: torch.Tensor, *, both: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Codes of a matrix, its transposed codes where they are wanted, and the unscale."""
+        flat = values.reshape(-1, values.shape[-1])
+        if values.is_inference():  # which has no version: nobody could tell whether it has changed
+            return _input_codes(flat, both=both)
         found = self._cast
         same = self._of is not None and self._of() is values and self._version == values._version
         if same and found is not None and (found[1] is not None or not both):
             return found
-        flat = values.reshape(-1, values.shape[-1])
-        made = cast_both(flat, VALUES) if both else _without_transpose(flat)
+        made = _input_codes(flat, both=both)
         self._of, self._version, self._cast = weakref.ref(values), values._version, made
         return made
 
 
-def _without_transpose(flat: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+def _input_codes(flat: torch.Tensor, *, both: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    if both:
+        return cast_both(flat, VALUES)
     codes, unscale = cast(flat, VALUES)
     return codes, None, unscale
 
@@ -90,7 +94,8 @@ def _tensorwise(
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _tensor(_Traced.apply(input, weight, codes, unscale))
-    return _tensor(_Tensorwise.apply(input, weight, codes, unscale, last))
+    keeps = weight.requires_grad and torch.is_grad_enabled()
+    return _tensor(_Tensorwise.apply(input, weight, codes, unscale, last, keeps))
 
 
 def _rowwise(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -111,8 +116,9 @@ class _Tensorwise(torch.autograd.Function):
         codes: torch.Tensor,
         unscale: torch.Tensor,
         last: LastInput,
+        keeps: bool,
     ) -> torch.Tensor:
-        of_input, turned, input_unscale = last.cast(input, both=weight.requires_grad)
+        of_input, turned, input_unscale = last.cast(input, both=keeps)
         # Not saved as a tensor: a checkpoint or an offload of activations would take a copy of the weight along.
         ctx.weight = codes, unscale
         ctx.shape, ctx.dtype = input.shape, input.dtype
@@ -123,9 +129,7 @@ class _Tensorwise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (
             *_backward(gradients[0], ctx.weight, ctx.saved_tensors, ctx.needs_input_grad, ctx.shape, ctx.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 

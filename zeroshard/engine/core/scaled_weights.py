@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -23,7 +22,7 @@ from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.memory.scaled_group import ScaledGroup
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_param, update_range
-from zeroshard.fp8.cast import VALUES, scale_and_unscale, to_codes
+from zeroshard.fp8.cast import VALUES, has_kernels, scale_and_unscale, to_codes
 from zeroshard.plan.groups import UNSCALE_STRIDE
 from zeroshard.tiers import in_place
 
@@ -61,7 +60,7 @@ class ScaledWeights:
         for group in self._groups:
             end = first + len(group.plan.layout.segments)
             group.adopt_scales(self._unscales[first:end, :1], readable)
-            self._parts.append(_Part(group, self._largest[first:end]))
+            self._parts.append(_Part(group, self._largest[first:end], first))
             first = end
 
     @torch.no_grad()
@@ -73,10 +72,10 @@ class ScaledWeights:
         if self._everyone.size > 1:
             self._log.record("all-reduce", LABEL, self._largest.nbytes)
             self._everyone.wait(self._everyone.all_reduce(self._largest, LABEL, op=dist.ReduceOp.MAX))
-        _, unscales = scale_and_unscale(self._largest, VALUES)
+        scales, unscales = scale_and_unscale(self._largest, VALUES)
         self._unscales.copy_(unscales[:, None])
         for part in self._parts:
-            part.write_codes()
+            part.write_codes(scales)
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,12 +91,12 @@ class ScaledWeights:
 class _Part:
     """What one rank updates of a group, and the largest magnitudes of its parameters."""
 
-    def __init__(self, group: ScaledGroup, largest: torch.Tensor) -> None:
+    def __init__(self, group: ScaledGroup, largest: torch.Tensor, first: int) -> None:
         assert group.master is not None
         self._master = in_place(group.master)
-        self._group, self._largest = group, largest
+        self._group, self._largest, self._first = group, largest, first
         self._pieces = group.plan.layout.pieces(*update_range(group))
-        self._tiles = _tiles(group, self._pieces) if group.device.type == "cuda" and _has_kernels() else None
+        self._tiles = _tiles(group, self._pieces) if group.device.type == "cuda" and has_kernels() else None
 
     def find_largest(self) -> None:
         """Write the largest magnitudes of what is here; 0 for a parameter of which nothing is."""
@@ -107,15 +106,14 @@ class _Part:
         for index, low, high in self._pieces:
             self._largest[index] = self._master[low:high].abs().amax()
 
-    def write_codes(self) -> None:
-        """Write the codes of what is here, with scales that belong to the largest magnitudes."""
+    def write_codes(self, scales: torch.Tensor) -> None:
+        """Write the codes of what is here; `scales`, those of all parameters, belong to the largest magnitudes."""
         codes = update_param(self._group)  # looked up now: state that was away comes back to another place
         if self._tiles is not None:
             _kernels().write_codes(self._master, self._tiles, self._largest, codes)
             return
-        scales, _ = scale_and_unscale(self._largest, VALUES)
         for index, low, high in self._pieces:
-            codes[low:high].copy_(to_codes(self._master[low:high], scales[index], VALUES))
+            codes[low:high].copy_(to_codes(self._master[low:high], scales[self._first + index], VALUES))
 
 
 def _tiles(group: ScaledGroup, pieces: Sequence[tuple[int, int, int]]) -> torch.Tensor:
@@ -127,11 +125,6 @@ def _tiles(group: ScaledGroup, pieces: Sequence[tuple[int, int, int]]) -> torch.
         assert low % size == 0, "parameters and shards begin at multiples of 256 bytes"
         tiles[low // size : -(-high // size)] = index
     return tiles.to(group.device)
-
-
-@cache
-def _has_kernels() -> bool:
-    return find_spec("triton") is not None
 
 
 @cache
