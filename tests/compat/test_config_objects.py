@@ -111,3 +111,13 @@ def test_the_config_is_found_under_its_oldest_name_and_says_how_gradients_are_re
     engine, *_ = deepspeed.initialize(args=argparse.Namespace(deepscale_config=config), model=nn.Linear(2, 2))
     assert engine.train_batch_size() == 1
     engine.destroy()
+
+
+def test_deepspeeds_names_for_what_is_not_supported_stand_in_the_error() -> None:
+    named = {
+        "ZenFlow": {"zero_optimization": {"stage": 2, "zenflow": {}}},
+        "DeepCompile": {"compile": {"deepcompile": True}},
+    }
+    for name, section in named.items():
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=f"not built yet; .*not supported with {name}"):
+            deepspeed.DeepSpeedConfig({"train_batch_size": 1, **section})

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.tiling import TiledLinear
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from tests.support.distributed import run_ranks
@@ -134,6 +135,27 @@ def test_the_parameters_of_an_engine_can_be_released_amid_an_accumulation(tmp_pa
     engine.backward(loss)
     engine.step()
     assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_in_a_coalesced_reduction_a_gradient_is_the_ranks_own() -> None:
+    run_ranks(2, _coalesced)
+
+
+def _coalesced(rank: int, world: int) -> None:
+    zero = {"stage": 2}
+    model = nn.Linear(2, 1)
+    engine, *_ = _start(model, optimizer={"type": "SGD"}, zero_optimization=zero, train_batch_size=2)
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(torch.full((1, 2), 1.0 + rank)).sum())
+        own = safe_get_full_grad(model.weight)
+        assert own is not None
+        assert torch.equal(own, model.weight.grad)
+        assert own.tolist() == [[1.0 + rank] * 2]
+    whole = safe_get_full_grad(model.weight)
+    assert whole is not None
+    assert whole.tolist() == [[1.5, 1.5]]
+    engine.step()
     engine.destroy()
 
 

@@ -231,6 +231,45 @@ def test_several_backwards_before_one_step_are_summed_however_the_script_says_so
     run_ranks(2, _counts)
 
 
+def _own_gradients(rank: int, world: int) -> None:
+    """Under no_sync: what a script reads of `parameter.grad` and changes of it, as plain torch on this rank has it."""
+    for stage, precision in ((stage, precision) for stage in range(4) for precision in ("fp32", "bf16")):
+        engine = _start(stage, bf16={"enabled": precision == "bf16"})
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        torch.manual_seed(0)
+        alone = Net().to(dtype)
+        with engine.no_sync():
+            for micro in range(2):
+                x = _batch(0, micro, rank).to(dtype)
+                engine.backward(engine(x), scale_wrt_gas=False)
+                alone(x).backward()
+                for here, there in zip(engine.module.parameters(), alone.parameters(), strict=True):
+                    close = torch.allclose(
+                        here.grad.float(), there.grad.float(), atol=1e-6 if precision == "fp32" else 2e-3
+                    )
+                    assert close, (stage, precision, micro)
+            weight = engine.module.layers[0].weight
+            norm, gradient = float(weight.grad.norm()), weight.grad
+            gradient *= 4
+            gradient.data.mul_(0.5)
+            assert gradient is weight.grad
+            assert float(weight.grad.detach().norm()) == pytest.approx(2 * norm), (stage, precision)
+            nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+            norms = torch.stack([parameter.grad.norm() for parameter in engine.module.parameters()])
+            assert float(norms.norm()) == pytest.approx(1e-3, rel=1e-2), (stage, precision)
+        with pytest.raises(UsageError, match="the gradients of this model are sharded"):
+            weight.grad.norm()
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        assert norm < 1e-3 * 1.1, (stage, precision)
+        engine.destroy()
+
+
+def test_under_no_sync_a_gradient_is_read_and_changed_as_torch_has_it_on_the_rank() -> None:
+    run_ranks(2, _own_gradients)
+
+
 def _unmanaged(rank: int, world: int) -> None:
     engine = _start(2, 4, managed_gradient_accumulation=False)
     assert not engine.is_gradient_accumulation_boundary()

@@ -11,7 +11,8 @@ local, reduced or both is the unit's own state (memory.unit).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,7 @@ class Gradients:
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the reduce slots are, where ranks copy to each other instead.
         updates: updates that are under way beside compute, and read gradients there.
+        shows_local: whether code may read this rank's own gradients just now.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Gradients:
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,
+        shows_local: Callable[[], bool] = lambda: False,
     ) -> None:
         self._updates = PendingUpdates() if updates is None else updates
+        self._shows_local = shows_local
         self._peers = None if peers is None else PeerReduce(peers, streams, log)
         self._storage = storage
         self._log = log
@@ -100,12 +104,36 @@ class Gradients:
             self._storage.exchange,
         )
         self._bind()
+        self._let_show()
         self.clear()
         if self._peers is not None:
             self._peers.adopt()
 
     def _bind(self) -> None:
         self._lists = [[self._lists_of(unit, group) for group in unit.trainable] for unit in self._storage.units]
+
+    def _let_show(self) -> None:
+        """Let stand-ins find this rank's own gradients; a stand-in that is kept keeps nothing of the engine alive."""
+        reference = weakref.ref(self)
+        for unit in self._storage.units:
+            for number, group in enumerate(unit.trainable):
+
+                def show(index: int, unit: int = unit.index, number: int = number) -> torch.Tensor | None:
+                    gradients = reference()
+                    return None if gradients is None else gradients._shown(unit, number, index)
+
+                group.show_local = show
+
+    def _shown(self, unit: int, number: int, index: int) -> torch.Tensor | None:
+        """One parameter's whole gradient on this rank, while all of it is in the local buffer and may be read."""
+        if not self._shows_local() or self._storage.units[unit].gradients is not GradientState.LOCAL:
+            return None
+        group = self._storage.units[unit].trainable[number]
+        if group.plan.grad_away:
+            self._streams.drain()
+            self._streams.settle_host()
+        segment = group.plan.layout.segments[index]
+        return self.local(group)[segment.offset : segment.end].view(segment.shape)
 
     def _lists_of(self, unit: Unit, group: Group) -> _Lists:
         legs, bind = self._legs(unit, group), self._actions.bind

@@ -49,6 +49,11 @@ class Reducing:
         """Whether gradients stay each rank's own, in the step too."""
         return self._keeps_local()
 
+    @property
+    def only_accumulates(self) -> bool:
+        """Whether `no_sync` is open."""
+        return self._no_sync
+
     def keep_local_while(self, condition: Callable[[], bool]) -> None:
         """Reduce no gradients while `condition()`, which is equal on all ranks: the optimizer averages by itself."""
         self._keeps_local = condition

@@ -78,7 +78,10 @@ class Runtime:
         self.updates = PendingUpdates()
         self.parking = Parking()
         self.parameters = Parameters(plan, storage, streams, gathers, log, peers, self.updates, tell)
-        self.gradients = Gradients(plan, storage, streams, reduces, log, peers, self.updates)
+        self.reducing = reducing = Reducing()
+        self.gradients = Gradients(
+            plan, storage, streams, reduces, log, peers, self.updates, lambda: reducing.only_accumulates
+        )
         self.inspection = Inspection(storage.units)
         self._whole_changes = WholeChanges(storage.units, storage.device)
         self._kept_views = KeptViews(model, storage.gather_slots)
@@ -86,7 +89,6 @@ class Runtime:
         """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
         self.tied: TiedCopies | None = None
         """Units that other pipeline stages hold copies of; None where there are none."""
-        self.reducing = Reducing()
         self._tracker = tracker = CallTracker()
         self._root = root = next(unit.index for unit in storage.units if unit.plan.name == "")
         units, parameters = storage.units, self.parameters

@@ -11,13 +11,14 @@ slot for good. They would show another unit's values as soon as the slot goes to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
-from zeroshard.engine.memory.guard import sharded_gradient
+from zeroshard.engine.memory.guard import ShardedGradient, sharded_gradient
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.placement import Residency
@@ -60,6 +61,8 @@ class Group:
     """By hop of sums in codes, what this rank's codes have left out and is to be added; None where it is dropped."""
     in_shard: frozenset[int] = frozenset()
     """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
+    show_local: Callable[[int], torch.Tensor | None] | None = None
+    """Gives a parameter's whole gradient on this rank while it may be read, for its stand-in; see memory.guard."""
     opened: set[int] = field(default_factory=set)
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _apart: list[torch.Tensor] | None = None
@@ -161,6 +164,10 @@ class Group:
             # On the slot, not on the shard: what autograd adds to a stand-in is refused, and must harm nothing.
             with unguarded():
                 self._stand_ins = [self._stand_in(index) for index in range(len(self.parameters))]
+            for index, stand_in in enumerate(self._stand_ins):
+                plain = self.holders[index] is self.parameters[index]  # a DTensor's gradient is in parts
+                if plain and self.show_local is not None and isinstance(stand_in, ShardedGradient):
+                    stand_in.local = partial(self.show_local, index)
         return self._stand_ins
 
     def _stand_in(self, index: int) -> torch.Tensor:

@@ -3,6 +3,10 @@
 Sharded gradients live in the engine's buffers. Code that reads `parameter.grad` between a backward and the step
 (torch.nn.utils.clip_grad_norm_ first of all) would otherwise find nothing, return a norm of 0 and clip nothing.
 Rejected: leaving None, which is silent. Where `state_dict()` names sharded parameters, saving it would write nothing.
+
+Under no_sync this rank's whole gradient is in one of the buffers, as torch's DistributedDataParallel leaves it on the
+parameter; there the stand-in is computed with as that part of the buffer, in the buffer's dtype. Rejected: a copy in
+the parameter's dtype, for a change of it in place would be lost without a word.
 """
 
 from __future__ import annotations
@@ -25,11 +29,24 @@ _METHODS = frozenset(
     # torch.compile describes the gradient of each parameter, also where it compiles anew amid an accumulation.
     | {"_is_view", "is_conj", "is_neg", "is_inference", "storage_offset", "stride", "is_complex", "is_floating_point"}
 )
+_Local = Callable[[], "torch.Tensor | None"]
+"""This rank's whole gradient as a view of the buffer that it is in; None where there is none to show."""
+_CHANGES = frozenset(
+    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__"}
+    | {"__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+)
+"""Operators that change their first argument."""
 _SAVES = frozenset({"__reduce_ex__", "numpy", "__array__", "tolist", "item"})
 
 
 class ShardedGradient(torch.Tensor):
-    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError."""
+    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError.
+
+    Attributes:
+        local: gives what everything else is done with instead, while there is something to give.
+    """
+
+    local: _Local | None = None
 
     @classmethod
     def __torch_function__(
@@ -40,8 +57,16 @@ class ShardedGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         called, sets = name_of_call(func)
-        if not sets and (called in _METHODS or called in _READABLE):
-            return super().__torch_function__(func, types, args, dict(kwargs or {}))
+        options = dict(kwargs or {})
+        described = called in _METHODS or called in _READABLE
+        if not sets and (called != "detach" and described):
+            return super().__torch_function__(func, types, args, options)
+        values = None if sets else _with_local((args, options))
+        if values is not None:
+            result = func(*values[0], **values[1])
+            return args[0] if _changes_first(called) and isinstance(args[0], cls) else result
+        if not sets and described:
+            return super().__torch_function__(func, types, args, options)
         raise UsageError(
             f"torch's {called}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
             "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
@@ -51,6 +76,32 @@ class ShardedGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         return "ShardedGradient(held by zeroshard)"
+
+
+def _changes_first(called: str) -> bool:
+    """Whether a function of torch returns its first argument, changed in place."""
+    return called in _CHANGES or (called.endswith("_") and not called.endswith("__"))
+
+
+def _with_local(value: Any) -> Any:
+    """Arguments with this rank's gradients in place of their stand-ins; None where one has nothing to show."""
+    if isinstance(value, ShardedGradient):
+        return own_gradient(value)
+    if isinstance(value, Mapping):
+        items = {key: _with_local(item) for key, item in value.items()}
+        return None if any(items[key] is None and value[key] is not None for key in items) else items
+    if isinstance(value, (tuple, list)):
+        values = [_with_local(item) for item in value]
+        missing = any(new is None and old is not None for new, old in zip(values, value, strict=True))
+        return None if missing else values if isinstance(value, list) else tuple(values)
+    return value
+
+
+def own_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's whole gradient that a stand-in can be computed with just now, as a view; None where it can't."""
+    if not isinstance(gradient, ShardedGradient) or gradient.local is None:
+        return None
+    return gradient.local()
 
 
 class ShardedValue(torch.Tensor):

@@ -38,10 +38,9 @@ def find_adapters(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """As `zeroshard.safe_get_full_grad`; for an adapter of AdaLoRA also after the step, clipped as the step did it."""
-    gradient = zeroshard.safe_get_full_grad(param)
-    return vars(param).get(_KEPT) if gradient is None else gradient
+def kept_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of an adapter after its step, clipped as the step did it."""
+    return vars(param).get(_KEPT)
 
 
 class AdaptersBetweenSteps:

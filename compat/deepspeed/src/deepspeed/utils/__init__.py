@@ -18,7 +18,7 @@ __getattr__, __dir__ = lazy(
         "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
         "OnDevice": "zeroshard:OnDevice",
         "safe_get_full_fp32_param": "deepspeed._access:safe_get_full_fp32_param",
-        "safe_get_full_grad": "deepspeed._adalora:safe_get_full_grad",
+        "safe_get_full_grad": "deepspeed._access:safe_get_full_grad",
         "safe_get_full_optimizer_state": "zeroshard:safe_get_full_optimizer_state",
         "safe_get_local_fp32_param": "deepspeed._access:safe_get_local_fp32_param",
         "safe_get_local_grad": "zeroshard:safe_get_local_grad",
