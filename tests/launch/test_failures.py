@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 from tests.launch.launcher import environment, script, zeroshard
+from zeroshard.launch.failures import RankProcess, RankWatch
+from zeroshard.launch.runner import STARTED_FILE
 
 
 def _failing(directory: Path, text: str, *options: str) -> tuple[int, list[str]]:
@@ -68,6 +71,26 @@ def test_a_killed_rank_is_named_with_its_signal_before_the_peers_that_lost_it(tm
     assert re.match(r"zeroshard: rank 1 \(.*\) failed first: killed by signal SIGKILL \(", said[0])
     # The agent may end the peer before it has raised.
     assert said[1:] in (["zeroshard: then rank 0: ConnectionError: lost a peer"], ["zeroshard: ended 1 other rank"])
+
+
+def test_a_rank_whose_status_the_agent_took_before_the_news_goes_before_those_that_it_ended(tmp_path: Path) -> None:
+    for taken, status, number in ((0, 1, signal.SIGTERM), (1, -9, signal.SIGTERM), (0, 1, signal.SIGKILL)):
+        directory = tmp_path / f"{taken} {status} {number.value}"
+        directory.mkdir()
+        first = subprocess.Popen(["sh", "-c", "exit 1" if status == 1 else "kill -KILL $$"])
+        other = subprocess.Popen(["sleep", "100"])
+        for rank, process in ((taken, first), (1 - taken, other)):
+            start = RankProcess(rank, rank, process.pid, 0, str(directory / f"error{rank}.json"))
+            (directory / f"{process.pid}.{STARTED_FILE}").write_text(json.dumps(start._asdict()))
+        first.wait()
+        with RankWatch(directory, 2, lambda: None) as watch:
+            watch._hear_ends(signal.SIGCHLD, None)
+            assert not watch.failed.is_set()
+            other.send_signal(number)
+            assert watch.failed.wait(20), "of the one that was ended, the news comes in time"
+            found = watch.first_failure({first.pid: first.returncode, other.pid: other.wait()})
+        assert found is not None
+        assert (found[0].rank, found[1]) == (taken, status)
 
 
 def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:

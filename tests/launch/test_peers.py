@@ -30,9 +30,10 @@ from zeroshard.launch.peers import Ending, How, Peers
 rank, count, port, how, seconds, ssh = json.loads(sys.argv[1])
 peers._SILENT_SECONDS, peers._SILENT_IN_TROUBLE_SECONDS, peers._BEAT_SECONDS = 4.0, 3.0, 0.2
 watch = SimpleNamespace(failed=threading.Event(), stopped_by=None, ended_by_peer=False, all_ended_well=False)
+watch.hears_stops = how != "starting"
 class Ended(Exception): pass
 def ended(number, frame): raise Ended
-signal.signal(signal.SIGTERM, ended)
+if watch.hears_stops: signal.signal(signal.SIGTERM, ended)
 place = dict(node_rank=rank, node_name=f"h{rank}", master_addr="localhost", master_port=port)
 job = Job("t", nnodes=count, over_ssh=ssh, **place)
 us = Peers(job, watch)
@@ -52,7 +53,7 @@ print("status", us.conclude(ending))
 @dataclass
 class _Told:
     lines: list[str]
-    status: int | None
+    status: int
 
 
 def _job(directory: Path, *parts: tuple[str, float], over_ssh: bool = False) -> list[_Told]:
@@ -70,7 +71,7 @@ def _job(directory: Path, *parts: tuple[str, float], over_ssh: bool = False) -> 
     for node in nodes:
         out, err = node.communicate(timeout=120)
         lines = [line for line in err.split("\n") if "zeroshard" in line and "c10d" not in line]
-        told.append(_Told(lines, int(out.split()[1]) if out else None))
+        told.append(_Told(lines, int(out.split()[1]) if out else node.returncode))
     return told
 
 
@@ -105,6 +106,13 @@ def test_a_silent_node_ends_those_that_would_wait_for_it(tmp_path: Path) -> None
         "zeroshard: node 1 (host h1) was lost first: it fell silent",
         "zeroshard: ended the ranks of this node",
     ]
+
+
+def test_a_node_that_has_started_no_ranks_yet_ends_with_an_error_and_not_as_if_it_was_killed(tmp_path: Path) -> None:
+    first, second = _job(tmp_path, ("starting", 100.0), ("failed", 0.1))
+    assert first.status == 1
+    assert first.lines[0] == "zeroshard: rank 1 failed"
+    assert second.status == 7
 
 
 def test_nodes_that_end_well_at_different_times_have_nothing_to_tell(tmp_path: Path) -> None:

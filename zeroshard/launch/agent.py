@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -143,7 +144,8 @@ def _failure(error: ChildFailedError, watch: RankWatch, host: str) -> tuple[Endi
     if known is not None and known[0].rank in failures:
         process, status = known
     else:  # it died before it could say that it had started
-        rank, failure = error.get_first_failure()
+        by_itself = {rank: failure for rank, failure in failures.items() if -failure.exitcode != signal.SIGTERM}
+        rank, failure = ChildFailedError("", by_itself or failures).get_first_failure()
         process = RankProcess(rank, failure.local_rank, failure.pid, 0, failure.error_file)
         status = failure.exitcode
     del failures[process.rank]

@@ -4,7 +4,8 @@
     rank 1: started.json .. killed (exit -9)                       <- first
 
 torch's agent looks at its ranks ten times a second and blames the lowest of those that have ended by then. So ends are
-heard of by SIGCHLD, before the agent takes the statuses. At the first failure, or when the agent is told to stop, the
+heard of by SIGCHLD, nearly always before the agent takes the statuses; of a rank of which it has, the agent's status
+counts, at the time of the news. At the first failure, or when the agent is told to stop, the
 ranks that have ended or are about to are the suspects: all others end because the agent ends them. Of the suspects one
 that was killed outright goes before errors, which may follow from its death; among errors the time decides.
 """
@@ -12,6 +13,7 @@ that was killed outright goes before errors, which may follow from its death; am
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -60,6 +62,7 @@ class RankWatch:
     Attributes:
         failed: set when the first rank fails.
         stopped_by: the signal from outside that has stopped the agent, or has come when its ranks had ended.
+        hears_stops: whether a signal that stops is handled; before ranks are about to start it ends the process.
         ended_by_peer: set before the process sends itself SIGTERM, because another node is in trouble.
     """
 
@@ -67,8 +70,9 @@ class RankWatch:
         self._directory, self._count, self._saving = directory, count, saving
         self.failed = threading.Event()
         self.stopped_by: signal.Signals | None = None
-        self.ended_by_peer = False
+        self.hears_stops = self.ended_by_peer = False
         self._ends: dict[int, _End] = {}
+        self._taken: dict[int, float] = {}
         self._suspects: set[int] | None = None
         self._asked = self._stopping = False
 
@@ -85,6 +89,7 @@ class RankWatch:
         """Called when ranks are about to start; before, a signal may end the process, which could not hear it."""
         for number in STOPS:
             self._former.setdefault(number, signal.signal(number, self._stop))
+        self.hears_stops = True
 
     def note_stops(self) -> None:
         """The ranks have ended: a signal that comes from now on is noted alone."""
@@ -117,16 +122,19 @@ class RankWatch:
     def first_failure(self, statuses: Mapping[int, int]) -> tuple[RankProcess, int] | None:
         """The rank that failed first and its status, negative for a signal; `statuses`, by pid, are the agent's."""
         suspects: list[tuple[bool, float, RankProcess, int]] = []
+        agent_knew_at = min((at for pid, at in self._taken.items() if statuses.get(pid, 0)), default=math.inf)
         for process in self.processes():
             end = self._ends.get(process.pid)
             status = end.status if end is not None else statuses.get(process.pid, 0)
             suspected = self._suspects is not None and process.pid in self._suspects
+            suspected = suspected and (end is None or end.seen_at <= agent_knew_at)  # the agent ends the others then
             recorded_at = _written_at(process.error_file)
             if status == 0 or not (suspected or (recorded_at is not None and not self._stopping)):
                 continue
             failed_at = recorded_at
             if failed_at is None:
-                failed_at = (end.seen_at if end is not None else time.time()) - (_NEWS_SECONDS if status > 0 else 0)
+                seen_at = end.seen_at if end is not None else self._taken.get(process.pid, time.time())
+                failed_at = seen_at - (_NEWS_SECONDS if status > 0 else 0)
             suspects.append((not (suspected and -status in KILLERS), failed_at, process, status))
         if not suspects:
             return None
@@ -161,11 +169,14 @@ class RankWatch:
         for pid in self._pids():
             if pid in self._ends:
                 continue
-            with suppress(ChildProcessError):
+            try:
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None:
-                    killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                    self._ends[pid] = _End(-ended.si_status if killed else ended.si_status, time.time())
+            except ChildProcessError:
+                self._taken.setdefault(pid, time.time())
+                continue
+            if ended is not None:
+                killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                self._ends[pid] = _End(-ended.si_status if killed else ended.si_status, time.time())
 
     def _suspect(self) -> None:
         if self._suspects is None:
@@ -173,7 +184,10 @@ class RankWatch:
             self._suspects = {
                 process.pid
                 for process in self.processes()
-                if process.pid in self._ends or _is_exiting(process.pid) or _written_at(process.error_file) is not None
+                if process.pid in self._ends
+                or process.pid in self._taken
+                or _is_exiting(process.pid)
+                or _written_at(process.error_file) is not None
             }
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

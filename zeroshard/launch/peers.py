@@ -174,7 +174,8 @@ class Peers:
         if self._over.is_set() or self._order or self._ending or watch.ended_by_peer or watch.stopped_by:
             return
         watch.ended_by_peer = True
-        if watch.all_ended_well:  # the agent waits for the others in C code, where no handler runs
+        # After the ranks the agent waits for other nodes in C code, where no handler runs; before them there is none.
+        if watch.all_ended_well or not watch.hears_stops:
             os._exit(self.conclude(Ending(How.ENDED, 1)))
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -243,7 +244,7 @@ class Peers:
                 headline = ending.text.partition("\n")[0].removeprefix("zeroshard: ")
                 lines.append(f"zeroshard: then {headline.replace(' failed first: ', ' failed: ', 1)}")
         lines += ending.others
-        if self._watch.ended_by_peer:
+        if self._watch.ended_by_peer and self._watch.hears_stops:
             lines.append("zeroshard: ended the ranks of this node")
         if lines:
             say("\n".join(lines))
