@@ -378,7 +378,7 @@ def _warned(task: Task, stage: int, rank: int, *, trains: bool) -> list[str]:
     model, optimizer = shard_task(task, Setting(plan=stage, optimizer=sgd))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(4):
+        for step in range(5):
             if trains:
                 _step(model, optimizer, Batch(step, 0, rank))
             else:
@@ -401,3 +401,27 @@ def _keeps_views(rank: int, world: int) -> None:
 
 def test_a_view_of_a_gathered_weight_that_a_module_keeps_is_warned_of_by_name() -> None:
     run_ranks(2, _keeps_views)
+
+
+def _scripts_views(rank: int, world: int) -> None:
+    lists: dict[str, Callable[[list[object], torch.Tensor], None]] = {
+        "list": lambda kept, weight: kept.append(weight.detach()),
+        "tuples": lambda kept, weight: kept.append((weight.detach().view(-1)[2:], "name")),
+        "copies": lambda kept, weight: kept.append(weight.detach().clone()),
+        "parameters": lambda kept, weight: kept.append(weight),
+        "losses": lambda kept, weight: kept.append(weight.detach().sum()),
+    }
+    for name, keep in lists.items():
+        for trains in (True, False):
+            kept: list[object] = []
+
+            def note(module: nn.Linear) -> None:
+                keep(kept, module.weight)  # noqa: B023
+
+            found = _warned(_keeping(note), 3, rank, trains=trains)
+            assert len(found) == (name in ("list", "tuples")), (name, trains, found)
+            assert all("a list or the like of the script has views" in told for told in found)
+
+
+def test_views_of_gathered_weights_that_a_script_collects_are_warned_of_once() -> None:
+    run_ranks(2, _scripts_views)

@@ -137,7 +137,7 @@ class Runtime:
             self._recover()
         self.backward.order.forward_begins()
         self.parameters.changes.begin_pass()
-        if self.parameters.changes.active:
+        if self.parameters.changes.active or self._kept_views.suspects:
             self._kept_views.look()
         self.inspection.before_pass()
         if torch.is_autocast_enabled(self.storage.device.type):
