@@ -107,6 +107,14 @@ def _follows(rank: int, world: int) -> None:
         optimizer.step()
         for name, value in zeroshard.iterate_full_parameters(model):
             assert bool(((value - 1.0).abs() < 0.1).all()), (stage, name)
+        optimizer.zero_grad()
+        _backward(model, rank)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(3.0)
+        optimizer.step()
+        for name, value in zeroshard.iterate_full_parameters(model):
+            assert bool(((value - 3.0).abs() < 0.1).all()), (stage, name)
 
 
 def _backward(model: nn.Module, rank: int) -> None:
@@ -134,6 +142,16 @@ def _change(model: nn.Module, _: ShardedOptimizer) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
+
+
+def _penalize(model: nn.Module, _: ShardedOptimizer) -> None:
+    sum(parameter.abs().sum() for parameter in model.parameters()).backward()  # pyright: ignore
+
+
+def _penalize_inside(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Autograd would add the gradient to the parameter itself."""
+    with zeroshard.GatheredParameters(model, modifier_rank=0):
+        _penalize(model, optimizer)
 
 
 def _replace_data(model: nn.Module, _: ShardedOptimizer) -> None:
@@ -167,7 +185,9 @@ def _hyper(key: str, value: object) -> Callable[[nn.Module, ShardedOptimizer], N
 
 
 BREAKS = {
-    "in place, between backward and step": Break(_change, "was changed|values of parameter"),
+    "in place, where it is sharded": Break(_change, "values of parameter", (3,)),
+    "a backward of a penalty by itself": Break(_penalize, "of a loss that did not come through|values of parameter"),
+    "a backward of a penalty in a block": Break(_penalize_inside, "'.*' got a gradient of a loss that did not"),
     "other data": Break(_replace_data, "was given other data|values of parameter"),
     "another shape": Break(_resize, "has another shape than|values of parameter"),
     "another dtype": Break(_double, "is torch.float64 now|values of parameter"),

@@ -1,7 +1,7 @@
 """Looks at what was done to a model's parameters from outside between two steps, and refuses what would be lost.
 
     in place (p.mul_, load_state_dict)          kept where the parameter rests whole, and master weights follow;
-                                                refused where it is sharded, and between backward and step
+                                                refused where it is sharded
     other data (p.data = ..., model.to(dtype))  refused: the step writes elsewhere
     p.grad set to None or to another tensor     refused, unless it is None everywhere (zero_grad)
     requires_grad switched on                   refused in a pass with gradients: the plan has none for it
@@ -35,10 +35,6 @@ _LOST = (
     "was changed in place while it was sharded or gathered for a forward alone (as nn.Embedding does with max_norm), "
     f"so the change is lost or known to this rank alone; {_CHANGE}. What a forward changes needs a plan where it "
     "rests whole: stages 0 to 2, or Recipe(overrides={unit: zeroshard.STAGES[2]})"
-)
-_BETWEEN = (
-    "was changed between backward and step: in place, or by a gradient that did not come through any output of the "
-    f"model's forward. Use parameters in modules only; {_CHANGE}"
 )
 _ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
 _HELD = (
@@ -111,9 +107,6 @@ class Inspection:
         self._accept(holder)
         if sharded:
             _refuse(group, index, _LOST)
-        if type(parameter.grad) is ShardedGradient:
-            # Autograd adds to the stand-in, which is the parameter's own memory, where it gets there before us.
-            _refuse(group, index, _BETWEEN)
         if group.master is not None and holder.shape == group.views[index].shape:
             with torch.no_grad():
                 follow(group, index, holder.detach())

@@ -161,10 +161,12 @@ class Group:
     def stand_ins(self) -> list[torch.Tensor]:
         """What each parameter's `grad` is while its gradients are in the engine's buffers."""
         if not self._stand_ins:
-            # On the slot, not on the shard: what autograd adds to a stand-in is refused, and must harm nothing.
+            # On the slot, not on the shard: whatever writes past the guard must harm nothing.
             with unguarded():
                 self._stand_ins = [self._stand_in(index) for index in range(len(self.parameters))]
             for index, stand_in in enumerate(self._stand_ins):
+                if isinstance(stand_in, ShardedGradient):
+                    stand_in.of = self.plan.layout.segments[index].name
                 plain = self.holders[index] is self.parameters[index]  # a DTensor's gradient is in parts
                 if plain and self.show_local is not None and isinstance(stand_in, ShardedGradient):
                     stand_in.local = partial(self.show_local, index)

@@ -37,16 +37,23 @@ _CHANGES = frozenset(
 )
 """Operators that change their first argument."""
 _SAVES = frozenset({"__reduce_ex__", "numpy", "__array__", "tolist", "item"})
+_ALIASES = frozenset({"detach", "alias", "view", "as_strided"})
+"""Operations that leave the memory alone, by their names in aten."""
 
 
 class ShardedGradient(torch.Tensor):
     """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError.
 
+    That goes for autograd too, which asks nobody in Python before it adds: of a loss that has not come through the
+    model (a penalty over parameters by itself) it would add the gradient to what the stand-in stands on.
+
     Attributes:
         local: gives what everything else is done with instead, while there is something to give.
+        of: the name of the parameter.
     """
 
     local: _Local | None = None
+    of: str = ""
 
     @classmethod
     def __torch_function__(
@@ -72,6 +79,26 @@ class ShardedGradient(torch.Tensor):
             "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
             "zeroshard.clip_grad_norm_(model, max_norm), by value gradient_clip_value or "
             "zeroshard.clip_grad_value_(model, clip_value); to read the norm, zeroshard.get_global_grad_norm(model)"
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Raises UsageError for what autograd does in C++."""
+        if name_of_call(func)[0] in _ALIASES:
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+        name = next((arg.of for arg in args if isinstance(arg, cls)), "")
+        raise UsageError(
+            f"{f'parameter {name!r}' if name else 'a parameter'} got a gradient of a loss that did not come through the"
+            " model's forward, after a backward of the model and before its step: the gradients are in the engine's "
+            "buffers, where it would be missing. Add this loss to that of the model and call one backward, inside of "
+            "GatheredParameters if it reads sharded parameters there; or compute it in the model's forward"
         )
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
@@ -141,7 +168,7 @@ def sharded_gradient(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Ten
     Args:
         memory: what it stands on, for it refuses to be computed with; of the parameter's shape.
     """
-    stand_in = parameter.detach()  # has the parameter's version counter: what autograd adds to it is seen there
+    stand_in = parameter.detach()
     stand_in.data = memory
     return sharded_gradient_of(stand_in)
 
