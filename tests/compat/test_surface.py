@@ -101,6 +101,7 @@ PLACEHOLDERS = {
     "deepspeed.checkpoint.DeepSpeedCheckpoint": "load at any number of ranks",
     "deepspeed.runtime.zero.MiCS_Init": "no counterpart",
     "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles": "the plan gathers",
+    "deepspeed.runtime.zero.partition_parameters.zero3_linear_wrap": "the plan gathers",
 }
 # What they ask for only with features that are not built.
 REFUSED = {

@@ -47,6 +47,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...]] = {
         "MultipleAllGatherHandles",
         "get_allgather_dtype",
         "partitioned_param_data_shape",
+        "zero3_linear_wrap",
     ),
 }
 """Module -> the names of it that are such classes."""
