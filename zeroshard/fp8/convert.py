@@ -103,14 +103,14 @@ def convert(model: nn.Module, products: Products) -> None:
         if not isinstance(linear, Fp8Linear):
             linear.__class__ = _in_fp8(type(linear))
         assert isinstance(linear, Fp8Linear)
-        linear.scaling, linear.last_input = products.scaling, last
+        linear.scaling, linear.last_input, linear.kept = products.scaling, last, None
 
 
 def restore(model: nn.Module) -> None:
     """Make plain linear layers of those that compute in fp8."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):
-            del module.scaling, module.last_input
+            del module.scaling, module.last_input, module.kept
             module.__class__ = type(module).before  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from zeroshard.fp8.cast import GRADIENTS, VALUES, cast, cast_both, cast_columns, cast_rows, transpose
-from zeroshard.fp8.parameter import codes_at
+from zeroshard.fp8.parameter import CodedGuard, Codes, kept_codes
 from zeroshard.fp8.products import product
 from zeroshard.fp8.recipe import Scaling
 
@@ -63,13 +63,15 @@ class Fp8Linear(nn.Linear):
 
     scaling: Scaling
     last_input: LastInput
+    kept: Codes | None
+    """What the engine keeps of the weight; here because torch.compile can't read it from the parameter."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Of shape (..., out_features), in the dtype of the weight or of autocast."""
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight if codes_at(weight) is not None else weight.to(dtype)
+            input, weight = input.to(dtype), weight if isinstance(weight, CodedGuard) else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         if input.dtype != weight.dtype or input.dtype not in (torch.bfloat16, torch.float16) or not input.numel():
             return functional.linear(input, weight, bias)
@@ -80,13 +82,21 @@ class Fp8Linear(nn.Linear):
             result = _tensorwise(input, weight, codes, unscale, self.last_input)
         return result if bias is None else result + bias
 
-    @staticmethod
-    def _codes_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = codes_at(weight)
-        return cast(weight.detach(), VALUES) if kept is None else (kept.codes, kept.unscale)
+    def _codes_of(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = self.kept
+        if kept is None or not isinstance(weight, CodedGuard):  # it shows its values
+            return cast(weight.detach(), VALUES)
+        return kept.codes, kept.unscale
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.scaling.value}"
+
+
+def adopt_codes(model: nn.Module) -> None:
+    """Let the layers of a model find the codes that the engine keeps of their weights, or none where it keeps none."""
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.kept = kept_codes(module.weight)
 
 
 def _tensorwise(

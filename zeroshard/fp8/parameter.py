@@ -108,9 +108,9 @@ def record_of(parameter: torch.Tensor) -> Codes:
     return found
 
 
-def codes_at(parameter: torch.Tensor) -> Codes | None:
-    """Its codes if the parameter shows none of its values; None where it shows them."""
-    return record_of(parameter) if isinstance(parameter, CodedGuard) else None
+def kept_codes(parameter: torch.Tensor) -> Codes | None:
+    """The codes of a parameter, whatever it shows now; None if it has none."""
+    return vars(parameter).get(_RECORD)
 
 
 def keep_codes(parameter: torch.Tensor, record: Codes) -> None:

@@ -40,6 +40,7 @@ from zeroshard.engine.memory.parking import Parkable, Parking
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import SpillError, UsageError
+from zeroshard.fp8.linear import adopt_codes
 from zeroshard.mesh import Axes
 from zeroshard.plan.accumulation import with_accumulation
 from zeroshard.plan.builder import reordered, with_kept
@@ -174,6 +175,7 @@ class Runtime:
         """Make the codes of weights that rest in fp8, if there are some; `everyone` reaches all ranks of the plan."""
         if any(group.scaled for _, group in self.plan.groups()):
             made = ScaledWeights(self.units, self.storage.device, everyone, self._log, self._inside_or_backward)
+            adopt_codes(self.model)
             self.parameters.scaled = made
             self.parameters.written(())
 
