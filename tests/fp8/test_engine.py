@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.fp8_model import FP8, LAYERS, adamw, batch, build, loss_of, recipe, train
+from tests.support.fp8_model import FP8, LAYERS, adamw, batch, build, graphs_of_blocks, loss_of, recipe, train
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.fp8.linear import Fp8Linear
@@ -143,6 +143,23 @@ def _stops_at_nan(rank: int, world: int) -> None:
 
 def test_an_input_that_is_not_finite_ends_in_a_step_that_is_not_taken() -> None:
     run_ranks(1, _stops_at_nan)
+
+
+def _compiled(rank: int, world: int, scaling: Scaling) -> None:
+    plain = train(rank, 3, 2, fp8=replace(FP8, scaling=scaling))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiled(model: nn.Module) -> None:
+        nonlocal graphs
+        graphs = graphs_of_blocks(model)
+
+    assert train(rank, 3, 2, fp8=replace(FP8, scaling=scaling), wrap=compiled)[0] == plain[0]
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_compiled_blocks_that_are_alike_share_one_graph(scaling: Scaling) -> None:
+    run_ranks(1, _compiled, scaling)
 
 
 def test_models_in_float32_and_edited_plans_are_refused() -> None:

@@ -45,6 +45,13 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(kind: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_the_sign_of_a_nan_does_not_matter(kind: torch.dtype) -> None:
+    negative = torch.tensor([-0x400000], dtype=torch.int32).view(torch.float32)  # a processor's sums make those
+    assert bool(negative.isnan())
+    assert torch.equal(scale_and_unscale(negative, kind)[0], scale_and_unscale(torch.tensor([math.nan]), kind)[0])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_value_is_rounded_to_its_neighbour_in_the_format(kind: torch.dtype) -> None:
     values = _matrix(9, 32)
     codes, unscale = cast(values, kind)

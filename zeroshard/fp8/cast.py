@@ -11,7 +11,7 @@ them as its own. All have the same bits.
 
 from __future__ import annotations
 
-from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -31,12 +31,16 @@ _MANTISSA_OF_LARGEST = 0x600000
 _MANTISSA = 0x7FFFFF
 _INFINITE = 0x7F800000
 _BIAS = 127
+_MAGNITUDE = 0x7FFFFFFF
 _LARGEST_SHIFT = 126
+
+# Found here: torch.compile can't trace an import, nor a function that keeps its result.
+_KERNELS: ModuleType | None = import_module("zeroshard.fp8.cast_kernels") if find_spec("triton") is not None else None
 
 
 def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales for tensors whose largest magnitudes (float32, any shape) are given, and their inverses."""
-    bits = largest.view(torch.int32).clamp(max=_INFINITE)  # a NaN has other bits on each machine
+    bits = (largest.view(torch.int32) & _MAGNITUDE).clamp(max=_INFINITE)  # a NaN has other bits on each machine
     shift = _EXPONENT[kind] + _BIAS - (bits >> 23) - ((bits & _MANTISSA) > _MANTISSA_OF_LARGEST).int()
     shift = shift.clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
     return ((shift + _BIAS) << 23).view(torch.float32), ((_BIAS - shift) << 23).view(torch.float32)
@@ -44,23 +48,23 @@ def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.T
 
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscale of all of it, of shape (1,)."""
-    if _by_kernel(values):
-        return _kernels().cast(values, kind)
+    if _KERNELS is not None and _by_kernel(values):
+        return _KERNELS.cast(values, kind)
     return _cast(values, kind)
 
 
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, transposed codes (padded) and the unscale of both."""
-    if _by_kernel(values):
-        return _kernels().cast_both(values, kind)
+    if _KERNELS is not None and _by_kernel(values):
+        return _KERNELS.cast_both(values, kind)
     codes, unscale = _cast(values, kind)
     return codes, transpose(codes), unscale
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix, and the unscales of its rows, of shape (rows, 1)."""
-    if _by_kernel(values):
-        return _kernels().cast_rows(values, kind)
+    if _KERNELS is not None and _by_kernel(values):
+        return _KERNELS.cast_rows(values, kind)
     wide = values.float()
     scale, unscale = scale_and_unscale(wide.abs().amax(dim=1, keepdim=True), kind)
     return to_codes(wide, scale, kind), unscale
@@ -68,9 +72,8 @@ def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 
 def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cast_rows` of the transposed matrix, whose rows have zeros up to a multiple of COLUMNS."""
-    # A kernel that raises zeros in place loses what it wrote where torch.compile (2.11) launches it.
-    if _by_kernel(values) and not torch.compiler.is_compiling():
-        return _kernels().cast_columns(values, kind)
+    if _KERNELS is not None and _by_kernel(values):
+        return _KERNELS.cast_columns(values, kind)
     wide = values.float()
     scale, unscale = scale_and_unscale(wide.abs().amax(dim=0), kind)
     return transpose(to_codes(wide, scale, kind)), unscale[:, None]
@@ -78,8 +81,8 @@ def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor,
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """Codes of a matrix transposed, with zeros up to a multiple of COLUMNS in each row."""
-    if _by_kernel(codes):
-        return _kernels().transpose(codes)
+    if _KERNELS is not None and _by_kernel(codes):
+        return _KERNELS.transpose(codes)
     missing = -codes.shape[0] % COLUMNS
     turned = codes.view(torch.uint8).t()
     if missing:
@@ -106,17 +109,9 @@ def _cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def _by_kernel(values: torch.Tensor) -> bool:
-    return values.is_cuda and values.numel() > 0 and has_kernels()
+    return values.is_cuda and values.numel() > 0
 
 
-@cache
 def has_kernels() -> bool:
     """Whether there is Triton, for tensors on a GPU."""
-    return find_spec("triton") is not None
-
-
-@cache
-def _kernels() -> ModuleType:
-    from zeroshard.fp8 import cast_kernels
-
-    return cast_kernels
+    return _KERNELS is not None
