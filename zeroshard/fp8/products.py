@@ -10,7 +10,6 @@ is there for some formats and sizes only.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from zeroshard.errors import PlanError
 
@@ -49,6 +48,6 @@ def product(
         return torch.mm(a, b.t()).to(dtype)
     if not a.is_cuda:
         return (a.float() @ b.float().t() * unscale_a * (unscale_b.view(1, -1) if by_row else unscale_b)).to(dtype)
-    scaling = functional.ScalingType.RowWise if by_row else functional.ScalingType.TensorWise
+    # Not functional.scaled_mm, in which torch.compile of torch 2.11 breaks its graph.
     right = unscale_b.view(1, -1) if by_row else unscale_b
-    return functional.scaled_mm(a, b.t(), unscale_a, scaling, right, scaling, output_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a, b.t(), unscale_a, right, out_dtype=dtype, use_fast_accum=fast)
