@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.graphed_engine import Counts, EngineBesideGraph
 from zeroshard.errors import UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 
@@ -98,3 +102,83 @@ def test_a_repeated_recording_is_what_issuing_the_same_again_would_be() -> None:
     assert (issued.digest(), issued.count, issued.totals()) == (repeated.digest(), repeated.count, repeated.totals())
     assert at_step == digests[1]
     assert repeated.repeat(recording, "lr 3") != at_step
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_type": "linear"}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def _engine() -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    engine, *_ = zeroshard.initialize(model=model, config=CONFIG)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros(())
+        for _ in range(2):
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+        return loss.detach()
+
+    return engine, train
+
+
+def _counters(engine: Any) -> tuple[Any, ...]:
+    return engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr()
+
+
+def _as_it_is(rank: int, world: int) -> None:
+    (plain, train), x = _engine(), torch.ones(2, 8)
+    expected = [float(train(x)) for _ in range(6)]
+    engine, other = _engine()
+    step = zeroshard.GraphedStep(engine, other)
+    assert [float(step(x)) for _ in range(6)] == expected
+    assert _counters(engine) == _counters(plain)
+
+
+def test_an_engine_makes_its_steps_in_a_graphed_step() -> None:
+    run_ranks(2, _as_it_is)
+
+
+def _beside_a_graph(rank: int, world: int) -> None:
+    (plain, train), x = _engine(), torch.ones(2, 8)
+    engine, other = _engine()
+    for _ in range(2):
+        train(x)
+    beside = EngineBesideGraph(engine)
+    beside.before()
+    with beside.captured() as found:
+        other(x)
+    beside.after()
+    assert found == [Counts(micro_batches=2, samples=4 * world)]
+    beside.before()
+    beside.replayed(found[0])
+    assert _counters(engine) == _counters(plain)
+
+    def capture(*functions: Callable[[], object]) -> None:
+        with beside.captured():
+            for function in functions:
+                function()
+
+    with pytest.raises(UsageError, match=r"made 2 steps .* it makes one"):
+        capture(lambda: other(x), lambda: other(x))
+    with pytest.raises(UsageError, match="made 0 steps"):
+        capture(lambda: engine.backward(engine(x).square().mean()), engine.step)
+    assert _counters(engine) == _counters(plain)
+
+
+def test_what_an_engine_counted_at_the_capture_it_counts_at_each_replay() -> None:
+    run_ranks(2, _beside_a_graph)
+
+
+def test_an_engine_that_reports_its_passes_is_refused_by_name() -> None:
+    model = nn.Linear(8, 4)
+    engine, *_ = zeroshard.initialize(model=model, config={**CONFIG, "wall_clock_breakdown": True})
+    with pytest.raises(UsageError, match=r"GraphedStep: the engine times .* wall_clock_breakdown"):
+        zeroshard.GraphedStep(engine, lambda: None)

@@ -16,7 +16,7 @@ import zeroshard
 from benchmarks.llama import Llama
 from tests.gpu.test_training import BACKEND, BATCH, GPUS, LENGTH, SHAPE, on_gpu
 from tests.support.distributed import run_ranks
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardWarning
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 STEPS = 12
@@ -112,6 +112,61 @@ def test_a_replayed_step_gives_the_same_bits(world: int) -> None:
     run_ranks(world, _all, backend=BACKEND, timeout=240)
 
 
+def _engine(rank: int, graphed: bool, micro: int, half: str) -> tuple[list[float], torch.Tensor, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    device = torch.device("cuda", rank)
+    with zeroshard.Init(device=device):
+        model = Llama(SHAPE)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3},
+        half: {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": STEPS, "warmup_type": "linear"}},
+    }
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+
+    def train(batches: list[torch.Tensor]) -> torch.Tensor:
+        loss = torch.zeros(())
+        for ids in batches:
+            loss = engine(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+            engine.backward(loss)
+            engine.step()
+        return loss.detach()
+
+    step: Any = zeroshard.GraphedStep(engine, train, required=True) if graphed else train
+    generator = torch.Generator().manual_seed(rank)
+    losses: list[torch.Tensor] = []
+    for index in range(STEPS):
+        batches = [torch.randint(SHAPE.vocabulary, (BATCH, LENGTH + 1), generator=generator) for _ in range(micro)]
+        losses.append(step([ids.to(device) for ids in batches]))
+        if index == 7:
+            engine.eval()
+            with torch.no_grad():
+                engine(*(batches[0][:, :-1].contiguous().to(device),) * 2)
+            engine.train()
+    whole = [value.detach().float().flatten().cpu() for _, value in zeroshard.iterate_full_parameters(engine.module)]
+    counters = (engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps, engine.get_lr())
+    assert not graphed or step.graphs == 1
+    engine.destroy()
+    return [float(loss) for loss in losses], torch.cat(whole), counters
+
+
+def _engines(rank: int, world: int) -> None:
+    on_gpu(rank)
+    for micro, half in ((1, "bf16"), (2, "bf16"), (1, "fp16")):
+        losses, parameters, counters = _engine(rank, True, micro, half)
+        expected, wanted, counted = _engine(rank, False, micro, half)
+        assert (losses, counters) == (expected, counted)
+        assert torch.equal(parameters, wanted)
+
+
+def test_an_engine_in_a_replayed_step_has_the_same_bits_counters_and_rates() -> None:
+    run_ranks(GPUS, _engines, backend=BACKEND, timeout=240)
+
+
 def _refusals(rank: int, world: int) -> None:
     on_gpu(rank)
     device = torch.device("cuda", rank)
@@ -125,13 +180,19 @@ def _refusals(rank: int, world: int) -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    step, x = zeroshard.GraphedStep(model, train), torch.ones(4, 8, device=device)
+    step, x = zeroshard.GraphedStep(model, train, required=True), torch.ones(4, 8, device=device)
     before = [step(x) for _ in range(3)]
     with pytest.raises(UsageError, match=r"can't be captured.*item"):
         step(x)
-    assert train(x) < before[-1]  # nothing is lost, training goes on
+    goes_on = zeroshard.GraphedStep(model, train)
+    after = [goes_on(x) for _ in range(3)]
+    with pytest.warns(ZeroShardWarning, match=r"can't be captured.*goes on without a graph"):
+        after.append(goes_on(x))
+    after += [goes_on(x) for _ in range(3)]
+    assert sorted(before + after, reverse=True) == before + after
+    assert len(set(after)) == len(after)
     zeroshard.close(model)
 
 
-def test_a_step_that_waits_for_the_device_is_refused_and_nothing_is_lost() -> None:
+def test_a_step_that_waits_for_the_device_goes_on_ungraphed_or_is_refused_and_nothing_is_lost() -> None:
     run_ranks(GPUS, _refusals, backend=BACKEND, timeout=60)

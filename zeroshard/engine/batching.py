@@ -100,6 +100,29 @@ class Batching:
         return replace(self.sizes, train=train, accumulation=accumulation)
 
 
+class AsksSizes:
+    """Answers what DeepSpeed's scripts ask an engine about its batch."""
+
+    _batching: Batching
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._batching.sizes.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self._batching.sizes.micro
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self._batching.sizes.train
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
+        sizes = self._batching.sizes
+        return sizes.train, sizes.micro, sizes.accumulation
+
+
 def _count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -54,13 +54,12 @@ class Engine(TrainingEngine):
     _session: Session | None = None
     _client_state: checkpoints.ClientState = None
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `TrainingEngine.step`; a run that was told to stop saves and ends after the update."""
-        before = self.global_steps
-        super().step(lr_kwargs)
-        if self.global_steps > before and self._on_sigterm is not None and self._on_sigterm.preemption.due():
+    def end_step(self) -> None:
+        """As `TrainingEngine.end_step`; a run that was told to stop saves and ends."""
+        super().end_step()
+        if self._on_sigterm is not None and self._on_sigterm.preemption.due():
             self._save_and_end(self._on_sigterm)
-        if self.global_steps > before and self._leaving is not None:
+        if self._leaving is not None:
             self._after_step(self._leaving)
 
     def join(self, session: Session, every: int) -> None:
@@ -345,7 +344,8 @@ class Engine(TrainingEngine):
 
     def _settle(self, call: str) -> None:
         if self.optimizer is not None:
-            self._close_outcome(self._stepper(call))
+            self._stepper(call)
+            self.count_outcome()
 
     def destroy(self) -> None:
         """Take the hooks off the model and stop the watchdog; SIGTERM does again what it did before."""
@@ -366,5 +366,5 @@ class Engine(TrainingEngine):
         """Let the observer hear of the last step where its outcome is here; an error of it has no step to end."""
         with suppress(ZeroShardError):
             if self.optimizer is not None and stepper_of(self.module).settled:
-                self._close_outcome(stepper_of(self.module))
+                self.count_outcome()
         observer.close()

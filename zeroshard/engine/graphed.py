@@ -17,8 +17,10 @@ one would have to be joined before the other begins, and overlap would end there
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +34,11 @@ from zeroshard.comm.oplog import Recording
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.core.state_at_rest import StateAtRest
 from zeroshard.engine.core.streams import CudaStreams
+from zeroshard.engine.graphed_engine import Counts, EngineBesideGraph
 from zeroshard.engine.step.attached import find_optimizer, stepper_of
 from zeroshard.engine.step.device_stepper import DeviceStepper
-from zeroshard.errors import PlanError, UsageError, ZeroShardError
+from zeroshard.engine.training_engine import TrainingEngine
+from zeroshard.errors import PlanError, UsageError, ZeroShardError, ZeroShardWarning
 from zeroshard.optim.adam.device_adam import DeviceAdam
 
 _LOGGER = logging.getLogger("zeroshard")
@@ -59,6 +63,7 @@ class _Graph:
         resting: the engine's state before and after it.
         trainable: which parameters required gradients.
         kept: what it reads besides, and others may drop; and the plan, so that no other one is taken for it.
+        counts: what the engine counts of it, where the step is an engine's.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -69,6 +74,7 @@ class _Graph:
     resting: StateAtRest
     trainable: tuple[bool, ...]
     kept: object
+    counts: Counts | None
 
 
 class GraphedStep:
@@ -91,15 +97,24 @@ class GraphedStep:
     argument that is no tensor, gets a graph of its own. Without a GPU the function is simply called. Close the model
     before `torch.distributed.destroy_process_group`: NCCL waits there for graphs that hold its communicators.
 
+    An engine of `initialize` trains so with its own calls: `GraphedStep(engine, function)`, whose function calls the
+    engine, `engine.backward` and `engine.step` for all micro-batches of one step. The engine counts, steps its
+    scheduler and saves on SIGTERM as ever.
+
     Args:
-        model: a model that `zeroshard.shard` sharded with an Adam or AdamW whose state is on the GPU.
+        model: a model that `zeroshard.shard` sharded with an Adam or AdamW whose state is on the GPU, or an engine.
         function: forward and backward of all micro-batches, step and zero_grad. Tensors in what it returns are copied.
+        required: a step that can't be captured is an error; else it goes on without a graph, with a warning.
 
     Raises:
         PlanError: state in host memory, or an optimizer whose steps need the host.
+        UsageError: an engine that times or reports its passes.
     """
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, function: Callable[..., Any], *, required: bool = False) -> None:
+        self._beside: EngineBesideGraph | None = None
+        if isinstance(model, TrainingEngine):
+            self._beside, model = EngineBesideGraph(model), model.module
         handle, stepper, optimizer = handle_of(model), stepper_of(model), find_optimizer(model)
         assert optimizer is not None
         need_function(function, "GraphedStep", "a function that makes a whole training step")
@@ -109,6 +124,7 @@ class GraphedStep:
         self._graphs: dict[Hashable, _Graph] = {}
         self._calls: Counter[Hashable] = Counter()
         self._restless = 0
+        self._required, self._failed = required, False
         self._launched: deque[Pending] = deque(maxlen=1)
         if handle.device.type != "cuda":
             return
@@ -155,6 +171,8 @@ class GraphedStep:
     def _step(self, streams: CudaStreams, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((tuple(args), kwargs))
         _refuse_gradients(leaves)
+        if self._failed:
+            return self._call(leaves, spec)
         leaves = [self._moved(leaf) for leaf in leaves]
         key = (str(spec), self._model.training, tuple(map(_kind, leaves)))
         graph = self._graphs.get(key)
@@ -167,7 +185,7 @@ class GraphedStep:
         self._calls[key] += 1
         ready = self._calls[key] > (1 if self._graphs else FIRST_EAGER)
         if graph is None and ready and len(self._graphs) < MAX_GRAPHS and self._restless < MAX_RESTLESS:
-            return self._capture(streams, key, leaves, spec)
+            return self._capture_if_possible(streams, key, leaves, spec)
         return self._call(leaves, spec)
 
     def _call(self, leaves: Sequence[Any], spec: TreeSpec) -> Any:
@@ -184,9 +202,21 @@ class GraphedStep:
         groups = [group for unit in self._handle.runtime.units for group in unit.groups]
         return tuple(parameter.requires_grad for group in groups for parameter in group.parameters)
 
+    def _capture_if_possible(self, streams: CudaStreams, key: Hashable, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+        try:
+            return self._capture(streams, key, leaves, spec)
+        except _NotCapturedError as error:
+            if self._required:
+                raise
+            self._failed = True
+            warnings.warn(f"{error}. Training goes on without a graph", ZeroShardWarning, stacklevel=4)
+        return self._call(leaves, spec)
+
     def _capture(self, streams: CudaStreams, key: Hashable, leaves: Sequence[Any], spec: TreeSpec) -> Any:
         """Capture the step, keep the graph if the engine rests after it as before, and launch it."""
-        runtime, comm = self._handle.runtime, self._handle.comm
+        runtime, comm, beside = self._handle.runtime, self._handle.comm, self._beside
+        if beside is not None:
+            beside.before()
         self._stepper.settle()
         runtime.parameters.changes.report()  # no pass of a replay comes to it
         self._update.refresh(self._optimizer.param_groups)
@@ -198,11 +228,13 @@ class GraphedStep:
             # The allocator forgets a pool with its last graph, and refuses its number then (expandable segments).
             self._pool = torch.cuda.graph_pool_handle()
         resting, graph, whole = runtime.resting(), torch.cuda.CUDAGraph(), False
+        counted: list[Counts] = []
         try:
             # Other threads of this process (watchdogs, loaders) may go on calling CUDA meanwhile.
             with (
                 comm.log.recording() as issued,
                 comm.sent.recording() as sent,
+                nullcontext(counted) if beside is None else beside.captured() as counted,
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 streams.follow_caller()
@@ -220,7 +252,7 @@ class GraphedStep:
                 runtime.abandon()
                 self._stepper.zero_grad()
         kept = (self._stepper.read_by_graphs, runtime.plan)
-        made = _Graph(graph, inputs, outputs, issued, sent, resting, self._trainable(), kept)
+        made = _Graph(graph, inputs, outputs, issued, sent, resting, self._trainable(), kept, *(counted or [None]))
         self._stepper.prepare_replay(self._stepper.captured_digest)
         self._launch(streams, made)
         if rested == resting:
@@ -229,10 +261,15 @@ class GraphedStep:
         else:
             self._restless += 1
             _LOGGER.warning("GraphedStep: the engine did not come to rest as it was before the step; no graph is kept")
-        return self._results(made)
+        results = self._results(made)
+        if beside is not None:
+            beside.after()
+        return results
 
     def _replay(self, streams: CudaStreams, graph: _Graph, inputs: Sequence[torch.Tensor]) -> Any:
         runtime, comm = self._handle.runtime, self._handle.comm
+        if self._beside is not None:
+            self._beside.before()
         self._optimizer.check_groups()
         runtime.parking.refuse("a step")
         streams.meet()
@@ -245,7 +282,10 @@ class GraphedStep:
             static.copy_(given)
         self._launch(streams, graph)
         self._stepper.settle_but(1)  # of the step before; the GPU has this one to work on meanwhile
-        return self._results(graph)
+        results = self._results(graph)
+        if self._beside is not None and graph.counts is not None:
+            self._beside.replayed(graph.counts)
+        return results
 
     def _launch(self, streams: CudaStreams, graph: _Graph) -> None:
         graph.graph.replay()
@@ -275,7 +315,11 @@ def _explained(error: RuntimeError) -> Exception:
     if isinstance(first, ZeroShardError):
         return first
     text = str(first).splitlines()[0] if str(first) else type(first).__name__
-    return UsageError(f"GraphedStep: the step can't be captured ({text}); {_CAPTURED}")
+    return _NotCapturedError(f"GraphedStep: the step can't be captured ({text}); {_CAPTURED}")
+
+
+class _NotCapturedError(UsageError):
+    """The step did what a graph can't hold."""
 
 
 def _refuse_gradients(leaves: Sequence[Any]) -> None:

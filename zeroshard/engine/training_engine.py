@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zeroshard.engine.backwards import Backwards
-from zeroshard.engine.batching import Batching, BatchSizes
+from zeroshard.engine.batching import AsksSizes, Batching, BatchSizes
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.loader import Collate, DataPositions, LoaderOptions, make_loader
 from zeroshard.engine.observing import Monitor, Observer, SilentMonitor, StepFacts, Throughput
@@ -71,7 +71,7 @@ class EngineOptions:
     settings: Settings = field(default_factory=Settings)
 
 
-class TrainingEngine(nn.Module, AsksSettings):
+class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
     """Trains a sharded model with DeepSpeed's calls. Attributes it lacks are looked up on the model.
 
     Attributes:
@@ -80,6 +80,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         lr_scheduler: stepped after each applied update, None when there is none.
         micro_steps, global_steps, skipped_steps: micro-batches, optimizer steps, and steps not applied.
         global_samples: samples of all steps over all ranks.
+        in_capture: whether a step is captured as a CUDA graph: what the host decides is done before and after it.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         if self._options.look_always:
             handle_of(model).runtime.look_always()
         self._inside_no_sync = self._coalesces = False
+        self.in_capture = False
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
         self._observer = self._options.observer
@@ -145,7 +147,7 @@ class TrainingEngine(nn.Module, AsksSettings):
         Returns:
             The loss as it was divided, without the loss scale.
         """
-        self._stepper("backward")
+        self._stepper("backward", graphed=self.in_capture)
         self._handle.check_open()
         assert self._backwards is not None
         divided, scaled = self._backwards.prepared(loss, divide=scale_wrt_gas)
@@ -159,7 +161,7 @@ class TrainingEngine(nn.Module, AsksSettings):
 
         Without a loss scale (fp32, bf16) it is the loss; the division by the accumulation steps is in its backward.
         """
-        self._stepper("scale")
+        self._stepper("scale", graphed=self.in_capture)
         self._handle.check_open()
         assert self._backwards is not None
         return self._backwards.scaled(loss)
@@ -169,28 +171,46 @@ class TrainingEngine(nn.Module, AsksSettings):
 
         `lr_kwargs` are for the scheduler's step then (`{"metrics": loss}` for ReduceLROnPlateau), equal on all ranks.
         """
-        stepper = self._stepper("step")
+        stepper = self._stepper("step", graphed=self.in_capture)
         assert self.optimizer is not None
         if self._inside_no_sync:
             raise UsageError("step() inside no_sync() or coalesce_grad_reduction(): leave the context first")
+        if lr_kwargs and self.in_capture:
+            raise UsageError("step(lr_kwargs) in a GraphedStep: they would stay what they were at its capture")
         arguments = step_arguments(self.lr_scheduler, lr_kwargs) if self._batching.step_updates else {}
-        self.micro_steps += 1
         if not self._batching.count():
+            self.micro_steps += 1
             return
-        self._close_outcome(stepper)
-        self.global_steps += 1
+        if not self.in_capture:
+            self.count_outcome()
         micro_batches, batch = self._size_of_step()
-        self.global_samples += batch
-        self._data.mark()
-        self._uncounted = arguments
+        self.count_step(1, batch, arguments)
         with _UNSEEN if self._observer is None else self._seen_update(self._observer, stepper, batch, micro_batches):
             self._update(self.optimizer)
         if self._batching.manual:
             self._take_accumulators()
-        every = self._options.steps_per_print
+        if not self.in_capture:
+            self.end_step()
+
+    def count_step(self, micro_batches: int, samples: int, arguments: Mapping[str, Any] | None = None) -> None:
+        """Count an update whose outcome is not known yet.
+
+        Args:
+            micro_batches: those that are not counted yet.
+            arguments: of the scheduler's step, if the update is applied.
+        """
+        self.micro_steps += micro_batches
+        self.global_steps += 1
+        self.global_samples += samples
+        self._data.mark()
+        self._uncounted = dict(arguments or {})
+
+    def end_step(self) -> None:
+        """After an update: look at its outcome if it is here, and print what is due."""
+        stepper, every = stepper_of(self.module), self._options.steps_per_print
         due = every is not None and self.global_steps % every == 0
         if stepper.settled or due:
-            self._close_outcome(stepper)
+            self.count_outcome()
         if due:
             self._print_progress(stepper)
         if self._observer is not None:
@@ -234,11 +254,12 @@ class TrainingEngine(nn.Module, AsksSettings):
         told += [f"{self.skipped_steps} skipped", *(() if self._observer is None else self._observer.progress())]
         print(f"step {self.global_steps}: {', '.join(told)}", flush=True)
 
-    def _close_outcome(self, stepper: StepperBase) -> None:
+    def count_outcome(self) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
         arguments, self._uncounted = self._uncounted, None
         if arguments is None:
             return
+        stepper = stepper_of(self.module)
         if not stepper.report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -324,7 +345,7 @@ class TrainingEngine(nn.Module, AsksSettings):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step."""
-        self._stepper("zero_grad").zero_grad()
+        self._stepper("zero_grad", graphed=self.in_capture).zero_grad()
 
     def offload_states(self, include: Iterable[str] | None = None, device: str = "cpu", **options: bool) -> None:
         """See `zeroshard.offload_states`."""
@@ -368,32 +389,17 @@ class TrainingEngine(nn.Module, AsksSettings):
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each parameter group, 0.0 where it has none. Waits for the last step's outcome."""
-        self._close_outcome(self._stepper("get_mom"))
+        self._stepper("get_mom")
+        self.count_outcome()
         assert self.optimizer is not None
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group. Waits for the outcome of the last step."""
-        self._close_outcome(self._stepper("get_lr"))
+        self._stepper("get_lr")
+        self.count_outcome()
         assert self.optimizer is not None
         return self.optimizer.rates()
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._batching.sizes.accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch on one rank."""
-        return self._batching.sizes.micro
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self._batching.sizes.train
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
-        sizes = self._batching.sizes
-        return sizes.train, sizes.micro, sizes.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """From the next step on make updates of so many samples, by more or fewer micro-batches; called by all ranks.
@@ -472,12 +478,13 @@ class TrainingEngine(nn.Module, AsksSettings):
     def _handle(self) -> Handle:
         return handle_of(self.module)
 
-    def _stepper(self, call: str) -> StepperBase:
+    def _stepper(self, call: str, *, graphed: bool = False) -> StepperBase:
         if self.optimizer is None:
             raise UsageError(
                 f"engine.{call}: there is no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}) "
                 "or pass one to initialize(optimizer=...)"
             )
         stepper = stepper_of(self.module)
-        stepper.refuse_capture(f"engine.{call}")
+        if not graphed:
+            stepper.refuse_capture(f"engine.{call}")
         return stepper

@@ -106,8 +106,8 @@ class StepperBase(ABC):
         """Raises UsageError while a step is captured: `call` counts on the host, and no replay would."""
         if self.capturing:
             raise UsageError(
-                f"{call} in a GraphedStep: its counters and schedules would stand still in a replay; train with "
-                "loss.backward() and the optimizer of zeroshard.shard() there"
+                f"{call} in a GraphedStep: what it counts and decides would stay what it was at the capture. Make the "
+                "step with zeroshard.GraphedStep(engine, ...), and call only forward, backward and step in it"
             )
 
     @property
