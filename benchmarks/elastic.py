@@ -88,6 +88,8 @@ def report(lines: Sequence[Line], kinds: Counter[str], hung: int, pauses: dict[s
         own = [b.when - a.when for a, b in pairwise(ordered) if a.round == b.round and b.ranks == ranks]
         pace[ranks] = statistics.median(own) if own else statistics.median(gaps)
     useful = sum(pace[line.ranks] for line in ordered[1:])
+    within = sum(gaps)
+    stalls = [b.when - a.when for a, b in pairwise(ordered) if a.round != b.round]
     return {
         "kills": dict(kinds),
         "rounds": 1 + max(line.round for line in steps),
@@ -96,6 +98,12 @@ def report(lines: Sequence[Line], kinds: Counter[str], hung: int, pauses: dict[s
         "hangs": hung,
         "steps with other samples": len(wrong) + len(missing),
         "useful": round(useful / total, 4),
+        "seconds": {
+            "all": round(total, 1),
+            "in steps of a round": round(within, 1),
+            "of these above the median": round(within - useful, 1),
+            "from round to round": [round(stall, 1) for stall in stalls],
+        },
         "seconds until the next step (median, worst)": {
             kind: [round(statistics.median(values), 1), round(max(values), 1)] for kind, values in pauses.items()
         },

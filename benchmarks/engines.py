@@ -6,6 +6,7 @@
     fsdp2-z2            the same, parameters kept after the forward (reshard_after_forward=False)
     deepspeed1..3       ZeRO stage 1, 2 or 3
     zeroshard1..3       ZeRO stage 1, 2 or 3
+    initialize1..3      the same by `zeroshard.initialize` with DeepSpeed's JSON and loop
 
 `tuned` is what a user who reads the manual adds. FSDP2: the norm is taken on local tensors, blocks are prefetched by
 explicit lists, embedding and head are units of their own, and on torch 2.13 and newer reductions get a communicator of
@@ -51,7 +52,11 @@ DEEPSPEED_BUCKET = 200_000_000
 OPTIMIZER = "optimizer"
 """Annotation around clipping and update, by which a trace's kernels are told apart."""
 
-PACKAGES = {"deepspeed": ("deepspeed",), "zeroshard": ("zeroshard.engine.native", "zeroshard.sharding.deferred.init")}
+PACKAGES = {
+    "deepspeed": ("deepspeed",),
+    "zeroshard": ("zeroshard.engine.native", "zeroshard.sharding.deferred.init"),
+    "initialize": ("zeroshard.from_config", "zeroshard.sharding.deferred.init"),
+}
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Ids and targets, int64 (batch, length)."""
@@ -456,6 +461,41 @@ def build_zeroshard(setting: Setting) -> Trainer:
     return Trainer(taken, numel, outside, lambda: zeroshard.close(sharded), lambda: zeroshard.plan_of(sharded))
 
 
+def build_initialize(setting: Setting) -> Trainer:
+    """The engine of a JSON, without offload."""
+    import zeroshard
+
+    assert setting.offload == "none", "offload is measured on the native interface"
+    with zeroshard.Init(device=setting.device):
+        model = _model(setting)
+    if setting.compiled:
+        model.compile_blocks()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "gradient_accumulation_steps": setting.accumulation,
+        "gradient_clipping": setting.clip,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": setting.stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if setting.fp8 != "none":
+        config["fp8"] = {"enabled": True, "recipe": setting.fp8, "tokens": setting.batch * setting.length}
+    optimizer = _adamw(model.parameters(), setting, fused=False)
+    engine = zeroshard.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        loss = torch.zeros(())
+        for ids, targets in micro_batches:
+            loss = engine(ids, targets)
+            engine.backward(loss)
+            engine.step()
+        return loss.detach()
+
+    taken = zeroshard.GraphedStep(engine, step) if setting.graph else step
+    outside = zeroshard.peer_memory_nbytes(engine.module)
+    return Trainer(taken, setting.shape.numel, outside, engine.destroy, lambda: zeroshard.plan_of(engine.module))
+
+
 def _zeroshard_fp8(setting: Setting) -> Any:
     import zeroshard
 
@@ -492,4 +532,5 @@ ENGINES: dict[str, Callable[[Setting], Trainer]] = {
     "fsdp2-z2": build_fsdp2,
     **{f"deepspeed{stage}": build_deepspeed for stage in (1, 2, 3)},
     **{f"zeroshard{stage}": build_zeroshard for stage in (1, 2, 3)},
+    **{f"initialize{stage}": build_initialize for stage in (1, 2, 3)},
 }

@@ -57,7 +57,7 @@ def _losses(rank: int, world_size: int, engines: tuple[tuple[str, bool], ...]) -
 
 @only_with_all_cases
 def test_engines_start_from_the_same_weights_and_train_alike() -> None:
-    engines = (("ddp", False), ("fsdp2", True), ("zeroshard3", False))
+    engines = (("ddp", False), ("fsdp2", True), ("zeroshard3", False), ("initialize3", False))
     reference, *others = run_ranks(2, _losses, engines)[0]
     assert reference[-1] < reference[0]
     for (engine, tuned), curve in zip(engines[1:], others, strict=True):

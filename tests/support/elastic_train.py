@@ -50,6 +50,8 @@ def train(
 ) -> None:
     """Train to `steps` steps, each `seconds` long at least, with a checkpoint at the end and after `every` steps."""
     torch.manual_seed(3)
+    if torch.cuda.is_available():
+        zeroshard.init_distributed("cpu:gloo,cuda:gloo")  # all ranks may share a GPU, which NCCL refuses
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     config: dict[str, Any] = {
         "elasticity": {"enabled": True, "max_train_batch_size": BATCH, "micro_batch_sizes": [1], "version": 0.1},
@@ -74,7 +76,7 @@ def train(
     while engine.global_steps < steps:
         for (numbers,) in loader or ():
             read += numbers.tolist()
-            values = (numbers[:, None] * torch.arange(1, 17) % 11).float() / 11
+            values = ((numbers[:, None] * torch.arange(1, 17) % 11).float() / 11).to(engine.device)
             before = engine.global_steps
             engine.backward((engine(values) - values.sum(1, keepdim=True)).square().mean())
             if engine._batching.at_boundary:
@@ -90,7 +92,7 @@ def train(
             if engine.global_steps == steps:
                 break
     state = zeroshard.full_state_dict(engine.module)
-    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in sorted(state.items()))).hexdigest()
+    digest = hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for _, value in sorted(state.items()))).hexdigest()
     write("end", more=digest)
     if checkpoints is not None:
         engine.save_checkpoint(checkpoints)
