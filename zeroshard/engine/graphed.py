@@ -268,18 +268,18 @@ class GraphedStep:
 
     def _replay(self, streams: CudaStreams, graph: _Graph, inputs: Sequence[torch.Tensor]) -> Any:
         runtime, comm = self._handle.runtime, self._handle.comm
-        if self._beside is not None:
-            self._beside.before()
         self._optimizer.check_groups()
         runtime.parking.refuse("a step")
         streams.meet()
         runtime.inspection.before_pass()
         runtime.inspection.take_over()
+        for static, given in zip(graph.inputs, inputs, strict=True):
+            static.copy_(given)
+        if self._beside is not None:
+            self._beside.before()  # as late as possible: it may wait until the GPU has nothing to do
         self._update.refresh(self._optimizer.param_groups)
         comm.sent.repeat(graph.sent, "")
         self._stepper.prepare_replay(comm.log.repeat(graph.issued, self._stepper.group_table()))
-        for static, given in zip(graph.inputs, inputs, strict=True):
-            static.copy_(given)
         self._launch(streams, graph)
         self._stepper.settle_but(1)  # of the step before; the GPU has this one to work on meanwhile
         results = self._results(graph)

@@ -1,6 +1,6 @@
 """What an engine does on the host around a step that is replayed as a CUDA graph.
 
-    before          the outcome of the last step is counted, and the scheduler sets the next learning rate
+    before          a scheduler sets the next learning rate, for which the outcome of the last step has to be known
     capture         the engine's calls run as they are, and what they counted is kept with the graph
     after           what follows an update: a line of progress, saving on SIGTERM, changes of an elastic job
     each replay     before, the same counts once more, after
@@ -46,8 +46,11 @@ class EngineBesideGraph:
         self._engine = engine
 
     def before(self) -> None:
-        """Before a step: count the last one's outcome, for which this waits."""
-        self._engine.count_outcome()
+        """Before a step: let the scheduler set its rate, which waits for the last one's outcome."""
+        if self._engine.lr_scheduler is not None:
+            self._engine.count_outcome()
+        else:
+            self._engine.count_skipped()
 
     @contextmanager
     def captured(self) -> Iterator[list[Counts]]:

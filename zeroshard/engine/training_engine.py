@@ -108,6 +108,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
             handle_of(model).runtime.look_always()
         self._inside_no_sync = self._coalesces = False
         self.in_capture = False
+        self._unapplied = 0
         self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
         self._data = DataPositions()
         self._observer = self._options.observer
@@ -260,13 +261,18 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         if arguments is None:
             return
         stepper = stepper_of(self.module)
-        if not stepper.report.applied:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        report = stepper.report
+        self.count_skipped()
+        if report.applied and self.lr_scheduler is not None:
             advance(self.lr_scheduler, arguments)
         if self._observer is not None:
-            report = stepper.report
             self._observer.concluded(applied=report.applied, norm=report.norm, skipped=self.skipped_steps)
+
+    def count_skipped(self) -> None:
+        """Count the steps that were not applied, of those whose outcome is here."""
+        unapplied = stepper_of(self.module).unapplied
+        self.skipped_steps += unapplied - self._unapplied
+        self._unapplied = unapplied
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming (or running) micro-batch is the last before the update."""

@@ -65,12 +65,14 @@ class StepperBase(ABC):
 
     Attributes:
         groups: the optimizer's live groups.
+        unapplied: steps that updated nothing, of those whose outcome is known.
     """
 
     def __init__(self, handle: Handle, update: StatefulUpdate, scaler: LossScaler | None) -> None:
         self.handle = handle
         self.update = update
         self.scaler = scaler
+        self.unapplied = 0
         self._report = StepReport(applied=False)
         self._skipped_in_a_row = 0
         self._clip_once: tuple[float, int] | None = None  # the norm, and which gradients it is for
@@ -219,10 +221,12 @@ class StepperBase(ABC):
     def _nothing_done(self) -> None:
         """There were no gradients."""
         self._clip_once = None
+        self.unapplied += 1
         self._report = StepReport(applied=False)
 
     def _skipped(self, norm: float, name: str, scales: tuple[float, float] | None) -> None:
         """The gradients were not finite and nothing was updated: raise or log, as the plan says."""
+        self.unapplied += 1
         self._report = StepReport(applied=False, norm=norm, nonfinite=name)
         self._skipped_in_a_row += 1
         where = f"first in {name}"
