@@ -34,6 +34,7 @@ class Stopping:
         store: through which the ranks met, None for one rank.
         wait: returns after so many seconds, or earlier when this rank was asked to stop; then True.
         give_up: called in the thread when the ranks can't agree any more, with the reason. It may end the process.
+        wake: makes `wait` return at once.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Stopping:
         watchdog: Watchdog,
         wait: Callable[[float], bool],
         give_up: Callable[[str], None],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._size, self._watchdog = rank, world_size, watchdog
-        self._wait, self._give_up = wait, give_up
+        self._wait, self._give_up, self._wake = wait, give_up, wake
+        self._tells_at_end = True
         self._lock = threading.Lock()
         self._steps = 0
         self._told: int | None = None
@@ -79,14 +82,17 @@ class Stopping:
             patient: False where other ranks are gone, and the store in which they would be told perhaps too.
         """
         if not self._closing.is_set():
+            self._tells_at_end = patient
             self._closing.set()
+            self._wake()
             self._thread.join(None if patient else _POLL_S)
 
     def _run(self) -> None:
         try:
             self._await_request()
             if self._told is None and self._closing.is_set():
-                self._tell()
+                if self._tells_at_end:
+                    self._tell()
                 return
             self._agree()
         except RuntimeError as error:  # the store is gone with the process that held it
@@ -121,6 +127,8 @@ class Stopping:
         deadline = time.monotonic() + _PATIENCE_S
         missing = list(range(self._size))
         while missing:
+            if self._closing.is_set() and not self._tells_at_end:
+                return
             missing = [rank for rank in missing if not self._store.check([f"at/{rank}"])]
             if not missing:
                 break

@@ -70,7 +70,9 @@ class Preemption:
         signal.signal(signal.SIGTERM, self._handle)
         self._outer = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         _leave_out_children(self)
-        self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, self._asked, self._end_without_saving)
+        self._stopping = Stopping(
+            store, comm.rank, comm.ranks, watchdog, self._asked, self._end_without_saving, self._wake
+        )
         atexit.register(self.close)
         _tell_launcher()
 
@@ -94,12 +96,17 @@ class Preemption:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Everything is done where the wake-up is read; that there is a handler keeps the process alive."""
 
+    def _wake(self) -> None:
+        """End a wait for SIGTERM that runs in the thread; no signal has number 0."""
+        with suppress(OSError):  # full: then it wakes without this
+            self._written.send(bytes(1))
+
     def _asked(self, seconds: float) -> bool:
         """In the thread: whether SIGTERM came within the time."""
         if not select.select([self._heard], [], [], seconds)[0]:
             return False
-        numbers = self._heard.recv(64)
-        if self._outer != -1:
+        numbers = self._heard.recv(64).replace(bytes(1), b"")
+        if self._outer != -1 and numbers:
             with suppress(OSError):
                 os.write(self._outer, numbers)
         asked = signal.SIGTERM in numbers

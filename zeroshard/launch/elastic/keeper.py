@@ -72,6 +72,9 @@ class Keeper:
         keeper = self
 
         class Handler(socketserver.StreamRequestHandler):
+            # An answer is a line and bytes behind it; these would wait for the other end to acknowledge the line.
+            disable_nagle_algorithm = True
+
             def handle(self) -> None:
                 keeper._serve(self)
 
