@@ -46,6 +46,9 @@ def run_elastic(train: Callable[[], T]) -> T:
     place = place_in(os.environ)
     if place is None:
         return train()
+    # What was imported stays for good; looking through all of it at the end of each round takes half a second.
+    gc.collect()
+    gc.freeze()
     best, fruitless = 0, 0
     while True:
         session = Session(place, stays=True, best=best)
