@@ -173,6 +173,43 @@ def test_what_rests_whole_is_not_gathered_after_all_ranks_have_written_it() -> N
     run_ranks(2, _modify_whole)
 
 
+def _give_data(rank: int, world: int) -> None:
+    """What assigns data, as torch.nn.utils.vector_to_parameters does, changes values; a shape is not changed so."""
+    for stage in STAGES:
+        model, optimizer = shard_task(TASK, Setting(plan=stage))
+        names = dict(model.named_parameters())
+        _train(model, optimizer, rank)
+        before = full_parameters(model)
+        with zeroshard.GatheredParameters(model, modifier_rank=0):
+            values = nn.utils.parameters_to_vector(model.parameters()) * (2.0 + rank)
+            nn.utils.vector_to_parameters(values, model.parameters())
+        assert_same(full_parameters(model), {name: value * 2.0 for name, value in before.items()}, f"stage {stage}")
+        _train(model, optimizer, rank)  # the step updates what was given
+        after = full_parameters(model)
+        with pytest.raises(UsageError, match=r"'outer\.bias' was given data of another shape"):
+            _give(names["outer.bias"], torch.zeros(WIDTH + 1))
+        with pytest.raises(UsageError, match=r"'outer\.bias' was changed inside GatheredParameters"):
+            _give(names["outer.bias"], torch.zeros(WIDTH), modifier=None)
+        assert_same(full_parameters(model), after, f"stage {stage}: and nothing was kept")
+        _train(model, optimizer, rank)
+    with ShardedInit():
+        loose = Stack()
+    _give(loose.outer.bias, torch.ones(WIDTH))
+    with pytest.raises(UsageError, match="was given data of another shape"):
+        _give(loose.outer.bias, torch.zeros(WIDTH + 1))
+    with zeroshard.GatheredParameters(loose.outer.bias):
+        assert torch.equal(loose.outer.bias, torch.ones(WIDTH))
+
+
+def _give(parameter: torch.Tensor, value: torch.Tensor, modifier: int | None = 0) -> None:
+    with zeroshard.GatheredParameters(parameter, modifier_rank=modifier):
+        parameter.data = value
+
+
+def test_data_that_is_assigned_inside_is_a_change_of_the_values() -> None:
+    run_ranks(2, _give_data)
+
+
 def _modify_bf16(rank: int, world: int) -> None:
     """A master keeps its precision where nothing was changed."""
     task = Task(lambda: Stack().bfloat16(), lambda m, b: m(b.normal(3, WIDTH).bfloat16()).float().square().mean())

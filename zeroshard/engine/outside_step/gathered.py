@@ -28,7 +28,7 @@ from zeroshard.sharding.fingerprint import Fingerprints
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.marks import PARAMETER_OF
 from zeroshard.sharding.resting import is_resting, name_at_rest, wake
-from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of
+from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of, whole_shape
 from zeroshard.sharding.unowned_values import gather_unowned
 
 _HELD = "_zeroshard_gathered"
@@ -177,8 +177,14 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        resized = [member for member in self._held if not self._take_home(member)]
         changed = self._changed() if self._modifier is None else []
         try:
+            if kind is None and resized:
+                raise UsageError(
+                    f"{_called(resized[0])} was given data of another shape inside GatheredParameters, which is not "
+                    "kept; resize a parameter before shard() or initialize()"
+                )
             if kind is None and self._modifier is not None:
                 self._keep_changes(self._modifier)
             elif changed:
@@ -201,6 +207,22 @@ class GatheredParameters:
                 del vars(member)[_HELD]
             self._before.clear()
             self._fingerprints.clear()
+
+    def _take_home(self, member: torch.Tensor) -> bool:
+        """Where code gave a whole parameter other data, write that to where the step and the plan have it; whether the
+        shape is the parameter's still."""
+        holder, place = holder_of(member), place_of(member)
+        if place is None:
+            return tuple(holder.shape) == whole_shape(member)
+        _, _, group, index = place
+        shape = group.views[index].shape
+        given = holder.detach()
+        if index not in group.opened and given.data_ptr() != group.views[index].data_ptr():
+            group.show_one(index)
+            if given.shape == shape:
+                with torch.no_grad():
+                    holder.copy_(given)
+        return given.shape == shape
 
     def _stays(self, member: torch.Tensor) -> bool:
         """Whether a change stays, as outside of the block, though nobody asked to keep it."""
