@@ -19,6 +19,7 @@ from tests.support.training import (
     assert_same,
     build,
     full_parameters,
+    sgd,
     shard_task,
     shared_reference,
     train_sharded,
@@ -343,6 +344,46 @@ def test_gradients_taken_outside_of_a_forward_train_as_unsharded(
 def _flows(rank: int, world: int, flow: Callable[[nn.Module, Batch], torch.Tensor], stages: tuple[int, ...]) -> None:
     for stage in stages:
         _trains_with(rank, world, Task(Energy, flow), Setting(steps=2, plan=stage))
+
+
+def _by_inputs(model: nn.Module, batch: Batch) -> None:
+    """Leaves gradients on some parameters alone."""
+    chosen = [value for name, value in model.named_parameters() if "blocks.0" not in name]
+    loss(model, batch).backward(inputs=chosen)
+
+
+def _by_nodes(model: nn.Module, batch: Batch) -> None:
+    edges = [torch.autograd.graph.get_gradient_edge(value) for value in model.parameters()]
+    torch.autograd.backward(loss(model, batch), inputs=edges)
+
+
+def _with_graph(model: nn.Module, batch: Batch) -> None:
+    loss(model, batch).backward(create_graph=True)
+
+
+BACKWARDS = {"inputs": (_by_inputs, STAGES), "nodes": (_by_nodes, STAGES), "a graph": (_with_graph, STAGES[:3])}
+
+
+def _other_backwards(rank: int, world: int) -> None:
+    for name, (backward, stages) in BACKWARDS.items():
+        task = Task(Energy, loss)
+        plain = build(task)
+        reference = sgd(plain)
+        for step in range(2):
+            backward(plain, Batch(step, 0, 0))
+            reference.step()
+            reference.zero_grad()
+        for stage in stages:
+            model, optimizer = shard_task(task, Setting(plan=stage, optimizer=sgd))
+            for step in range(2):
+                backward(model, Batch(step, 0, 0))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(full_parameters(model), dict(plain.named_parameters()), f"{name}, stage {stage}")
+
+
+def test_a_backward_by_inputs_or_with_a_graph_trains_as_unsharded() -> None:
+    run_ranks(2, _other_backwards)
 
 
 class Evaluated(Energy):

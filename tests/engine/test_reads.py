@@ -422,6 +422,11 @@ def _answers(rank: int, world: int) -> None:
     assert parameter in {parameter}
     assert parameter.register_hook(lambda gradient: gradient) is not None
     assert parameter.requires_grad_(True) is parameter
+    view = parameter.expand_as(parameter)
+    assert view.grad_fn is not None
+    assert view.grad_fn.next_functions[0][0] is torch.autograd.graph.get_gradient_edge(parameter).node
+    with pytest.raises(UsageError, match=r"'head\.weight'"):
+        view.sum()
     assert [name for name, value in model.named_parameters() if value is parameter] == ["head.weight"]
     assert model.to("cpu") is model
     with zeroshard.GatheredParameters([parameter]):

@@ -139,6 +139,8 @@ elements, `vmap` wraps the memory, `jacfwd` makes a derivative for each element.
 would be."""
 _COUNTS = frozenset({("transformers.modeling_utils", "num_parameters"), ("transformers.trainer_pt_utils", "numel")})
 """Functions that add up `numel()` where it means nothing else: they are told the elements of the whole parameter."""
+_SELF_VIEWS = frozenset({"view_as", "expand_as"})
+"""`p.view_as(p).grad_fn.next_functions[0][0]` is how code finds the node at which gradients of a parameter arrive."""
 _PICKLES = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
 _HANDLES = frozenset({"detach", "detach_", "data"})
 """What hands the memory on without reading it: outside of a forward, a tensor that is guarded as the parameter is."""
@@ -222,6 +224,11 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if name == "_make_dual":
         raise _dual(args)
     first = args[0] if args else None
+    if name == "backward" and kwargs.get("inputs") is not None and not isinstance(first, Guard):
+        return func(*args, **{**kwargs, "inputs": _edges_of(kwargs["inputs"])})
+    if name in _SELF_VIEWS and len(args) > 1 and args[1] is first:
+        _fetch_all(args)
+        return _view_of_itself(func, first) if isinstance(first, Guard) else func(*args)
     if sets and name == "data" and len(args) > 1 and args[1] is first:
         return None  # as module.to(device) does where there is nothing to move
     alone = isinstance(first, Guard) and not sets
@@ -251,6 +258,24 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if alone and name in _HANDLES:
         return _guarded(still, type(still) if name == "detach" else GuardedValue)
     raise _refusal(still, name)
+
+
+def _edges_of(inputs: Any) -> list[Any]:
+    """What a backward is to leave gradients on: of resting parameters where their gradients arrive."""
+    several = (
+        inputs.values() if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    )
+    edge_of = torch.autograd.graph.get_gradient_edge
+    return [edge_of(cast("torch.Tensor", one)) if isinstance(one, Guard) else one for one in several]
+
+
+def _view_of_itself(func: Callable[..., Any], parameter: Guard) -> torch.Tensor:
+    """As guarded as the parameter, with the way to it in its `grad_fn`."""
+    assert isinstance(parameter, torch.Tensor)
+    view: torch.Tensor = _plain(func, parameter, parameter)
+    view.__class__ = GuardedValue
+    vars(view)[_RECORD] = replace(_record(parameter), fetch=None)
+    return view
 
 
 def _dual(arguments: Sequence[Any]) -> UsageError:

@@ -234,6 +234,10 @@ class Backward:
 
     def _finish_complete(self, run: _Run) -> None:
         """Collect and reduce pending units, in the order of the list, as long as their gradients are complete."""
+        if run.pending and torch.is_grad_enabled():  # create_graph: gradients have a graph, their sums need none
+            with torch.no_grad():
+                self._finish_complete(run)
+            return
         while run.pending and (run.end < 0 or self._tracker.complete(run.pending[0], run.end)):
             unit = self._units[run.pending.popleft()]
             if run.collects:
@@ -244,6 +248,7 @@ class Backward:
             else:
                 self._parameters.release(unit.index)
 
+    @torch.no_grad()
     def _end(self) -> None:
         run = self._run
         assert run is not None

@@ -78,7 +78,8 @@ class ShardedGradient(torch.Tensor):
             f"torch's {called}: the gradients of this model are sharded, parameter.grad holds nothing to compute with. "
             "To clip, set clip_norm in the plan (gradient_clipping in the config) or call "
             "zeroshard.clip_grad_norm_(model, max_norm), by value gradient_clip_value or "
-            "zeroshard.clip_grad_value_(model, clip_value); to read the norm, zeroshard.get_global_grad_norm(model)"
+            "zeroshard.clip_grad_value_(model, clip_value); to read the norm, zeroshard.get_global_grad_norm(model); "
+            "to drop them all, zero_grad() with set_to_none=True, the default"
         )
 
     @classmethod
