@@ -492,7 +492,7 @@ def _engine_options(config: Config, observer: Observer | None) -> EngineOptions:
         steps_per_print=config.steps_per_print,
         clip_value=config.gradient_clip_value,
         ignore_unused=config.zero.ignore_unused,
-        look_always=config.zero.look_always,
+        check_every_pass=config.zero.check_every_pass,
         observer=observer,
         counts_micro_batches=config.batch.managed,
         settings=Settings(0 if config.zero.stage == "auto" else config.zero.stage, config.precision.compute),

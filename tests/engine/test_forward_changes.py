@@ -16,7 +16,7 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.models import WIDTH, Batch, Task
 from tests.support.training import Setting, assert_same, build, full_parameters, sgd, shard_task, train_sharded
-from zeroshard.engine.core.changes import LOOKED_AT
+from zeroshard.engine.core.changes import FIRST_NUMBERS
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -164,7 +164,7 @@ def _compiles(model: nn.Module, batch: Batch) -> None:
 PLACES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], None]]] = {
     "by a sibling": (_of_a_sibling, _trains),
     "by the parent": (lambda: _Parent(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), _trains),
-    "in the third pass": (lambda: _in_blocks(_at_call(LOOKED_AT)), _trains),
+    "in the third pass": (lambda: _in_blocks(_at_call(FIRST_NUMBERS)), _trains),
     "in a recomputation": (lambda: _in_blocks(_at_call(2), reentrant=False), _trains),
     "in a reentrant recomputation": (lambda: _in_blocks(_at_call(2), reentrant=True), _trains),
     "in evaluation": (lambda: _in_blocks(lambda block: not block.training), _evaluates),
@@ -174,13 +174,13 @@ PLACES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], No
 
 
 def _repeat(use: Callable[[nn.Module, Batch], None], model: nn.Module, rank: int) -> None:
-    for step in range(LOOKED_AT):
+    for step in range(FIRST_NUMBERS):
         use(model, Batch(step, 0, rank))
 
 
 def _refuses_everywhere(rank: int, world: int) -> None:
     for name, (make, use) in PLACES.items():
-        model, _ = shard_task(Task(make, _loss), Setting(plan=3, micro=LOOKED_AT, optimizer=sgd))
+        model, _ = shard_task(Task(make, _loss), Setting(plan=3, micro=FIRST_NUMBERS, optimizer=sgd))
         with pytest.raises(UsageError) as caught:
             _repeat(use, model, rank)
         assert ".weight' was changed in place" in str(caught.value), name
@@ -193,9 +193,9 @@ def test_it_is_refused_wherever_it_is_written() -> None:
 def _looks(rank: int, world: int) -> None:
     model, optimizer = shard_task(_writing(lambda _: None), Setting(plan=3, optimizer=sgd))
     changes = handle_of(model).runtime.parameters.changes
-    for step in range(LOOKED_AT + 1):
+    for step in range(FIRST_NUMBERS + 1):
         loss = _loss(model, Batch(step, 0, rank))
-        assert changes.active is (step < LOOKED_AT)
+        assert changes.active is (step < FIRST_NUMBERS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -316,7 +316,7 @@ def _clipped_between_steps(write: Write, plan: zeroshard.Recipe, rank: int) -> d
     """As critics are trained: their weights are clipped behind each step."""
     task = _writing(lambda _: None)
     model, optimizer = shard_task(task, Setting(plan=plan, optimizer=sgd))
-    for step in range(LOOKED_AT + 2):
+    for step in range(FIRST_NUMBERS + 2):
         _loss(model, Batch(step, 0, rank)).float().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -338,7 +338,7 @@ def _with_masters(rank: int, world: int, name: str) -> None:
 
 def _in_the_forward(write: Write, plan: zeroshard.Recipe, rank: int) -> dict[str, torch.Tensor]:
     task = Task(_writing(write).build, lambda model, batch: _loss(model, batch).float())
-    return train_sharded(task, Setting(plan=plan, steps=LOOKED_AT + 2, optimizer=sgd), rank).parameters
+    return train_sharded(task, Setting(plan=plan, steps=FIRST_NUMBERS + 2, optimizer=sgd), rank).parameters
 
 
 NOTED: dict[str, Write] = {"clamp": lambda weight: weight.clamp_(-0.05, 0.05), "scale": lambda weight: weight.mul_(0.5)}

@@ -11,7 +11,7 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.engine.core.changes import LOOKED_AT
-from zeroshard.engine.core.late_answers import LATE
+from zeroshard.engine.core.delayed_reads import LATE
 from zeroshard.errors import UsageError
 from zeroshard.plan.builder import Precision
 from zeroshard.plan.placement import STAGES

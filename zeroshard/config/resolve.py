@@ -293,7 +293,7 @@ class _Resolver:
             leaf_modules=LeafModules(**dict(zero.leaf_module)),
             offload=rules.offload(),
             ignore_unused=zero.ignore_unused_parameters,
-            look_always=zero.enable_sanity_checks,
+            check_every_pass=zero.enable_sanity_checks,
             automatic_memory=zero.automatic.device_memory,
             automatic_length=zero.automatic.sequence_length,
         )

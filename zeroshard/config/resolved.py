@@ -83,7 +83,7 @@ class ZeroConfig:
         quantized_gradients: whether gradients are summed in codes.
         error_beta, error_reset: how what these codes leave out comes back; None where the config does not say.
         ignore_unused: whether parameters may stay without a gradient.
-        look_always: whether every pass looks for what its code writes on parameters.
+        check_every_pass: whether every pass looks for what its code writes on parameters.
         automatic_memory, automatic_length: for that choice: bytes of each device, tokens of a sequence.
     """
 
@@ -105,7 +105,7 @@ class ZeroConfig:
     error_beta: float | None = None
     error_reset: int | None = None
     ignore_unused: bool = True
-    look_always: bool = False
+    check_every_pass: bool = False
     automatic_memory: int | None = None
     automatic_length: int | None = None
 

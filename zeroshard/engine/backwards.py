@@ -45,7 +45,7 @@ class Backwards:
         self._batching = batching
         self._runtime = runtime
         self._inside = False
-        runtime.reducing.before_each_backward(self._begins)
+        runtime.reduce_policy.before_each_backward(self._begins)
 
     def _begins(self) -> float:
         """What the gradients of the backward that begins are multiplied by. Raises UnscaledLossError."""
@@ -57,7 +57,7 @@ class Backwards:
             )
         self.since_step += 1
         last = self._batching.at_boundary if self.per_step is None else self.since_step == self.per_step
-        self._runtime.reducing.set_boundary(last)
+        self._runtime.reduce_policy.set_boundary(last)
         return 1.0 if self._inside or divided_by is not None or not self.divides else 1.0 / self._steps
 
     @property

@@ -266,7 +266,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     runtime = handle_of(model).runtime
     if not runtime.plan.policy.accumulate:
         raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
-    with runtime.reducing.no_sync():
+    with runtime.reduce_policy.no_sync():
         yield
 
 

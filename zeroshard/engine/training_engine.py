@@ -52,7 +52,7 @@ class EngineOptions:
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
         clip_value: what each element of the gradients is held within; 0 is no limit.
         ignore_unused: whether parameters may stay without a gradient in a step; else that is an error.
-        look_always: every pass and step looks for what was written past version counters, not only the first ones.
+        check_every_pass: every pass and step looks for what was written past version counters, not only the first ones.
         observer: what watches the steps, if anything does.
         counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
         settings: what is answered to those who ask for it.
@@ -65,7 +65,7 @@ class EngineOptions:
     steps_per_print: int | None = None
     clip_value: float = 0.0
     ignore_unused: bool = True
-    look_always: bool = False
+    check_every_pass: bool = False
     observer: Observer | None = None
     counts_micro_batches: bool = True
     settings: Settings = field(default_factory=Settings)
@@ -104,8 +104,8 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         self._backwards = None
         if optimizer is not None:
             self._backwards = Backwards(handle_of(model).runtime, stepper_of(model).scaler, self._batching)
-        if self._options.look_always:
-            handle_of(model).runtime.look_always()
+        if self._options.check_every_pass:
+            handle_of(model).runtime.check_every_pass()
         self._inside_no_sync = self._coalesces = False
         self.in_capture = False
         self._unapplied = 0
@@ -303,7 +303,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         if self._coalesces:
             raise UsageError("no_sync() inside of coalesce_grad_reduction(), which reduces at its end: leave it first")
         self._take_accumulators()
-        with self._handle.runtime.reducing.no_sync():
+        with self._handle.runtime.reduce_policy.no_sync():
             before, self._inside_no_sync = self._inside_no_sync, True
             try:
                 yield

@@ -1,6 +1,6 @@
 """A number that may lie on the device, read by the host when it has arrived and never waited for.
 
-On a GPU it is copied into pinned memory behind whatever computes it, and an event says when it is there. `LateAnswers`
+On a GPU it is copied into pinned memory behind whatever computes it, and an event says when it is there. `DelayedReads`
 of the engine reads at a fixed pass instead, for decisions that all ranks take alike; nobody decides by a value here.
 """
 

@@ -36,23 +36,23 @@ class NodeOrder:
     """
 
     def __init__(self) -> None:
-        self._home = get_ident()
-        self._left: tuple[int, int] | None = None
+        self._forward_thread = get_ident()
+        self._after_backward: tuple[int, int] | None = None
 
     def forward_begins(self) -> None:
         """This thread makes the nodes of the forward."""
-        self._home = get_ident()
+        self._forward_thread = get_ident()
 
     def kept(self) -> bool:
         """When a backward begins, on its thread: whether all nodes since the last one come from the forward's."""
         here, made = get_ident(), torch.autograd._get_sequence_nr()
-        if here == self._home:
+        if here == self._forward_thread:
             return True
-        return not torch.is_grad_enabled() and (made == 0 or self._left == (here, made))
+        return not torch.is_grad_enabled() and (made == 0 or self._after_backward == (here, made))
 
     def backward_ends(self) -> None:
         """What this thread has made by now was made by the backward for itself, in recomputations."""
-        self._left = get_ident(), torch.autograd._get_sequence_nr()
+        self._after_backward = get_ident(), torch.autograd._get_sequence_nr()
 
 
 def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
@@ -77,7 +77,7 @@ def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def carrier(tensor: torch.Tensor, since: int) -> torch.Tensor:
+def tensor_to_hook(tensor: torch.Tensor, since: int) -> torch.Tensor:
     """The tensor to hook for the gradient of `tensor`: of a view its base, if that was made at number `since` or later.
 
     What changes a view in place (`out[..., :2] += x`) makes it a view of the changed base, and autograd never comes

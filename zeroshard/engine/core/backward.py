@@ -18,12 +18,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeroshard.engine.core.autograd import NodeOrder, accumulates, carrier, graph_task, node_number
+from zeroshard.engine.core.autograd import NodeOrder, accumulates, graph_task, node_number, tensor_to_hook
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.gradients import Gradients
 from zeroshard.engine.core.inner_backward import (
     InnerBackward,
-    handed_over,
+    backward_ends_at,
     refuse_backward_in_forward,
     refuse_sharded,
 )
@@ -33,7 +33,7 @@ from zeroshard.engine.core.outputs import tensors_in
 from zeroshard.engine.core.outside_reads import OutsideReads
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker, ForwardPass
-from zeroshard.engine.core.reducing import Reducing
+from zeroshard.engine.core.reduce_policy import ReducePolicy
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.unit import Unit
 
@@ -61,8 +61,8 @@ class Backward:
     """Where a backward is, and what its hooks do.
 
     Args:
-        begins: what else happens before the backward of a pass.
-        inside: whether a forward is running.
+        on_begin: what else happens before the backward of a pass.
+        forward_running: whether a forward is running.
     """
 
     def __init__(
@@ -74,19 +74,21 @@ class Backward:
         streams: Streams,
         tracker: CallTracker,
         reads: OutsideReads,
-        reducing: Reducing,
-        begins: Callable[[], None],
-        inside: Callable[[], bool],
+        reduce_policy: ReducePolicy,
+        on_begin: Callable[[], None],
+        forward_running: Callable[[], bool],
     ) -> None:
         self._units, self._root = units, root
         self._parameters, self._gradients, self._streams = parameters, gradients, streams
-        self._tracker, self._reads, self._reducing = tracker, reads, reducing
-        self._begins, self._inside = begins, inside
+        self._tracker, self._reads, self._reduce_policy = tracker, reads, reduce_policy
+        self._on_begin, self._forward_running = on_begin, forward_running
         self._inner = InnerBackward(units, parameters)
         self.order = NodeOrder()
         self._run: _Run | None = None
         self._collects = True  # the last one that ran, or the one that runs
-        self._begun: dict[int, int] = {}  # by unit, where autograd's count of nodes was when its last call began
+        self._call_began_at: dict[
+            int, int
+        ] = {}  # by unit, where autograd's count of nodes was when its last call began
 
     def adopt(self, cursor: Cursor, *, accumulate: bool) -> None:
         """Walk another list from the next backward on."""
@@ -108,7 +110,7 @@ class Backward:
 
     def note_call(self, index: int) -> None:
         """A unit's module is about to run."""
-        self._begun[index] = torch.autograd._get_sequence_nr()
+        self._call_began_at[index] = torch.autograd._get_sequence_nr()
 
     def watch(self, index: int, output: object, graph: ForwardPass | None, end: int) -> None:
         """Move the list when the gradient of any of the output's tensors is ready.
@@ -117,12 +119,12 @@ class Backward:
         is ready when its maker is due, and gathering this unit then would take the maker's slot.
         """
         seen_task = -1
-        begun = -1 if index == self._root else self._begun[index]
+        begun = -1 if index == self._root else self._call_began_at[index]
 
         def ready(origin: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
             nonlocal seen_task
             task = graph_task()
-            if task == seen_task or (not self._leading() and handed_over(origin)):
+            if task == seen_task or (not self._in_pass_backward() and backward_ends_at(origin)):
                 return
             seen_task = task
             if torch.is_grad_enabled():  # create_graph
@@ -132,8 +134,8 @@ class Backward:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and node_number(tensor) >= begun:
-                carried = carrier(tensor, begun)
-                carried.register_hook(partial(ready, weakref.ref(carried)))
+                hooked = tensor_to_hook(tensor, begun)
+                hooked.register_hook(partial(ready, weakref.ref(hooked)))
 
     def _watch_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """A backward that builds a graph comes to a unit: the backward of that graph may come to no other output."""
@@ -141,14 +143,14 @@ class Backward:
             refuse_sharded(self._units[index])
 
         def ready(origin: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
-            if not self._leading() and not handed_over(origin):
-                self._lead()
+            if not self._in_pass_backward() and not backward_ends_at(origin):
+                self._enter_pass_backward()
 
         if gradient.requires_grad:
             gradient.register_hook(partial(ready, weakref.ref(gradient)))
 
     def _pre_backward(self, index: int, end: int, graph: ForwardPass | None) -> None:
-        run = self._run if self._leading() else self._lead()
+        run = self._run if self._in_pass_backward() else self._enter_pass_backward()
         if run is None:
             self._inner.use(index)
             return
@@ -159,11 +161,11 @@ class Backward:
         if not self._list.run_to_use(index):
             self._parameters.use(index)
 
-    def _leading(self) -> bool:
+    def _in_pass_backward(self) -> bool:
         """Whether the graph that is running is known to be the backward of a pass."""
         return self._run is not None and graph_task() == self._run.task
 
-    def _lead(self) -> _Run | None:
+    def _enter_pass_backward(self) -> _Run | None:
         """Begin the backward of a pass; None for an inner one.
 
         The part of a pass's backward that a reentrant checkpoint runs in a graph of its own is that backward.
@@ -175,7 +177,7 @@ class Backward:
         collects = accumulates(
             parameter for unit in self._units for group in unit.trainable for parameter in group.parameters
         )
-        if self._inside():
+        if self._forward_running():
             if collects:
                 refuse_backward_in_forward()
             return None
@@ -184,8 +186,8 @@ class Backward:
         return self._begin(collects)
 
     def _begin(self, collects: bool) -> _Run:
-        self._begins()
-        self._reducing.begin_backward(collects)
+        self._on_begin()
+        self._reduce_policy.begin_backward(collects)
         self._collects, end = collects, EndOfBackward(self._end)
         self._run = run = _Run(graph_task(), collects, weakref.ref(end))
         self._streams.follow_caller()
@@ -209,12 +211,12 @@ class Backward:
         self._gradients.discard_leftovers()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        whole, sharded = self._reducing.reduces(self._accumulate)
+        whole, sharded = self._reduce_policy.decide(self._accumulate)
         given = {id(parameter) for parameter, _ in gradients}
         for unit in reversed(self._units):
             if any(id(parameter) in given for group in unit.trainable for parameter in group.parameters):
                 self._gradients.finish_unit(unit, 1.0, reduce_whole=whole, reduce_sharded=sharded)
-        self._gradients.show_collected()
+        self._gradients.set_placeholders()
 
     def await_gradients(self, index: int) -> None:
         """The list has come to the reduce of a unit."""
@@ -241,8 +243,10 @@ class Backward:
         while run.pending and (run.end < 0 or self._tracker.complete(run.pending[0], run.end)):
             unit = self._units[run.pending.popleft()]
             if run.collects:
-                whole, sharded = self._reducing.reduces(self._accumulate)
-                self._gradients.finish_unit(unit, self._reducing.factor, reduce_whole=whole, reduce_sharded=sharded)
+                whole, sharded = self._reduce_policy.decide(self._accumulate)
+                self._gradients.finish_unit(
+                    unit, self._reduce_policy.factor, reduce_whole=whole, reduce_sharded=sharded
+                )
             if unit.index == self._root:
                 self._parameters.keep_in_use(unit.index)
             else:
@@ -260,6 +264,6 @@ class Backward:
         self._tracker.end_backward()
         self._parameters.let_go()
         if run.collects:
-            for index in add_late_gradients(self._units, self._gradients, self._streams, self._reducing.factor):
-                self._reads.expect(index)
-            self._gradients.show_collected()
+            for index in add_late_gradients(self._units, self._gradients, self._streams, self._reduce_policy.factor):
+                self._reads.keep_gathered(index)
+            self._gradients.set_placeholders()

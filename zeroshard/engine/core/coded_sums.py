@@ -15,7 +15,7 @@ import torch
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
-from zeroshard.engine.core.places import Action, Place, Turn
+from zeroshard.engine.core.leg_context import Action, BackwardArgs, LegContext
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.block_codes import decode_sum, encode
 from zeroshard.engine.memory.group import Group
@@ -49,12 +49,12 @@ class CodedSums:
         start = 0 if buffer is Buffer.CODES else most
         return self._memory[start : start + sizes[hop].nbytes]
 
-    def encode(self, leg: Leg, place: Place) -> Action:
+    def encode(self, leg: Leg, context: LegContext) -> Action:
         """Write a record of the source for each rank of the hop."""
-        group, hop = place.group, place.group.plan.hops[leg.hop]
+        group, hop = context.group, context.group.plan.hops[leg.hop]
         ranks, error = group.plan.hop_sizes[leg.hop].ranks, group.errors[leg.hop]
         records = self.tensor(group, Buffer.CODES, leg.hop)
-        buffers = place.names(leg.source), place.names(leg.target)
+        buffers = context.names(leg.source), context.names(leg.target)
         sums = 0
 
         def renew() -> None:
@@ -65,25 +65,25 @@ class CodedSums:
                     sums = 0
                 sums += 1
 
-        def run(_: Turn) -> None:
-            source = place.tensor(leg.source)
+        def run(_: BackwardArgs) -> None:
+            source = context.tensor(leg.source)
 
             def work() -> None:
                 renew()
                 encode(source, records, hop.blocks, ranks=ranks, error=error, feedback=hop.feedback)
 
-            self._streams.follow(leg.stream, work, *buffers)
+            self._streams.enqueue(leg.stream, work, *buffers)
 
         return run
 
-    def exchange(self, leg: Leg, place: Place) -> Action:
+    def exchange(self, leg: Leg, context: LegContext) -> Action:
         """Each record goes to the rank that it is for."""
-        collectives, label, nbytes = self._reduces[leg.axes], place.unit.label, leg.nbytes
-        size, buffers = place.group.plan.hop_sizes[leg.hop], place.names(leg.source, leg.target)
-        out, codes = (self.tensor(place.group, buffer, leg.hop) for buffer in (leg.target, leg.source))
+        collectives, label, nbytes = self._reduces[leg.axes], context.unit.label, leg.nbytes
+        size, buffers = context.group.plan.hop_sizes[leg.hop], context.names(leg.source, leg.target)
+        out, codes = (self.tensor(context.group, buffer, leg.hop) for buffer in (leg.target, leg.source))
         split = [size.record] * size.ranks
 
-        def send(_: Turn) -> None:
+        def send(_: BackwardArgs) -> None:
             self._log.record("all-to-all", label, nbytes)
             self._streams.launch(
                 leg.stream, lambda: collectives.all_to_all(out, codes, split, split, label, nbytes), (), buffers
@@ -91,14 +91,14 @@ class CodedSums:
 
         return send
 
-    def sum(self, leg: Leg, place: Place) -> Action:
+    def sum(self, leg: Leg, context: LegContext) -> Action:
         """Sum what the records stand for, in the order of ranks."""
-        group, hop, ranks = place.group, place.group.plan.hops[leg.hop], place.group.plan.hop_sizes[leg.hop].ranks
+        group, hop, ranks = context.group, context.group.plan.hops[leg.hop], context.group.plan.hop_sizes[leg.hop].ranks
         records = self.tensor(group, Buffer.ARRIVED, leg.hop)
-        buffers = place.names(leg.source), place.names(leg.target, Buffer.GRAD)
+        buffers = context.names(leg.source), context.names(leg.target, Buffer.GRAD)
 
-        def run(turn: Turn) -> None:
-            target, add = place.tensor(leg.target), leg.adds and turn.add
-            self._streams.follow(leg.stream, lambda: decode_sum(records, ranks, target, hop.blocks, add=add), *buffers)
+        def run(args: BackwardArgs) -> None:
+            target, add = context.tensor(leg.target), leg.adds and args.add
+            self._streams.enqueue(leg.stream, lambda: decode_sum(records, ranks, target, hop.blocks, add=add), *buffers)
 
         return run

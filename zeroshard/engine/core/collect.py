@@ -51,7 +51,7 @@ class Collector:
             group.local = torch.zeros(plan.layout.numel, dtype=dtype, device=group.device)
         return group.local
 
-    def collect(self, group: Group, fired: list[bool], target: torch.Tensor, *, fresh: bool, factor: float) -> None:
+    def collect(self, group: Group, received: list[bool], target: torch.Tensor, *, fresh: bool, factor: float) -> None:
         """Move the gradients of a group, times `factor`, into `target`: over what is there when fresh, else added."""
         cuts = self._cuts_of(group, target)
         views, grads, empty = [], [], []
@@ -63,7 +63,7 @@ class Collector:
             views.append(view)
             grads.append(_dense(grad, group, index))
             parameter.grad = None
-            fired[index] = True
+            received[index] = True
         if fresh:
             empty += cuts.gaps
             if empty:
@@ -75,7 +75,7 @@ class Collector:
         elif grads:
             torch._foreach_add_(views, grads, alpha=factor)
 
-    def take(self, group: Group, fired: list[bool], factor: float) -> list[torch.Tensor | None]:
+    def take(self, group: Group, received: list[bool], factor: float) -> list[torch.Tensor | None]:
         """The gradients of a group times `factor`, taken off their parameters; None where there is none."""
         taken: list[torch.Tensor | None] = []
         for index, (parameter, grad) in enumerate(zip(group.parameters, group.gradients(), strict=True)):
@@ -83,7 +83,7 @@ class Collector:
                 grad = _dense(grad, group, index).contiguous()
                 grad = grad if factor == 1.0 else grad * factor
                 parameter.grad = None
-                fired[index] = True
+                received[index] = True
             taken.append(grad)
         return taken
 

@@ -29,8 +29,8 @@ class Forward:
     """Where a forward is, and what its hooks do.
 
     Args:
-        begins, ends: what else happens at both ends of a pass.
-        recovers: drops what a backward that an exception ended has left.
+        on_begin, on_end: called when a pass begins and when it ends.
+        on_recover: drops what was left by a backward that ended in an exception.
 
     Attributes:
         inside: the module at which the running forward came in; None between forwards.
@@ -46,19 +46,19 @@ class Forward:
         tracker: CallTracker,
         reads: OutsideReads,
         backward: Backward,
-        begins: Callable[[], None],
-        ends: Callable[[], None],
-        recovers: Callable[[], None],
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        on_recover: Callable[[], None],
     ) -> None:
         self._units, self._root = units, root
         self._parameters, self._streams = parameters, streams
         self._tracker, self._reads, self._backward = tracker, reads, backward
-        self._begins, self._ends, self._recovers = begins, ends, recovers
+        self._on_begin, self._on_end, self._on_recover = on_begin, on_end, on_recover
         self.inside: int | None = None
         self._part: int | None = None
         self._nested = 0  # forwards of the same module that began within the running one and have not ended
         self.seen_order: list[int] | None = []
-        self._saw_whole = False
+        self._saw_whole_model = False
 
     def adopt(self, cursor: Cursor) -> None:
         """Walk another list from the next pass on."""
@@ -72,7 +72,7 @@ class Forward:
     def recover(self) -> None:
         """A forward or backward was ended by an exception: the next one starts anew."""
         self._list.rewind()
-        if self.seen_order and not self._saw_whole:
+        if self.seen_order and not self._saw_whole_model:
             self.seen_order.clear()
 
     def pre_forward(self, index: int) -> None:
@@ -82,16 +82,16 @@ class Forward:
             self._parameters.use(index)
             return
         if index == self._root:
-            self._begins()
+            self._on_begin()
         elif self._tracker.current is None and torch.is_grad_enabled():
             refuse_transform(self._units)
             self._streams.follow_caller()
             if self._backward.running:
-                self._recovers()
+                self._on_recover()
             self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
         self._tracker.start_call(index)
         in_pass = self._tracker.current is not None and index != self._root and self._part is None
-        if self.seen_order is not None and in_pass and not self._saw_whole:
+        if self.seen_order is not None and in_pass and not self._saw_whole_model:
             self.seen_order.append(index)
         if not self._list.run_to_use(index):
             self._parameters.use(index)
@@ -127,7 +127,7 @@ class Forward:
         if in_backward():
             self._parameters.use(self._root)
         elif self.inside is None:
-            self._come_in(entry)
+            self._begin_at(entry)
         elif self.inside == entry:  # a hook of a module inside calls the model, say
             self._nested += 1
 
@@ -147,7 +147,7 @@ class Forward:
             return
         if self.inside is None:
             self._part = part
-            self._come_in(part)
+            self._begin_at(part)
         elif self._part == part:
             self._nested += 1
 
@@ -158,7 +158,7 @@ class Forward:
                 self.post_forward(self._root, output)
             self.inside = self._part = None
 
-    def _come_in(self, module: int) -> None:
+    def _begin_at(self, module: int) -> None:
         self.inside, self._nested = module, 0
         self.pre_forward(self._root)
 
@@ -173,10 +173,10 @@ class Forward:
         if self._part is None:
             self._list.run_to_end()  # of a part: the rest of the model is not gathered for its sake
         self._list.rewind()
-        self._ends()
+        self._on_end()
         if torch.is_grad_enabled():
             # The forwards of further micro-batches are the same again.
-            self._saw_whole = self._saw_whole or self._part is None
+            self._saw_whole_model = self._saw_whole_model or self._part is None
         else:
             self._reads.release()
         self._tracker.end_pass()

@@ -17,7 +17,7 @@ import torch
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.peers import Peers
 from zeroshard.engine.core.parameter_reads import ParameterReads
-from zeroshard.engine.core.streams import Buffers, Follow, Launch, Step
+from zeroshard.engine.core.streams import Buffers, Launch, Step, Work
 from zeroshard.engine.memory.block_codes import decode, encode
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.storage import Storage
@@ -72,16 +72,16 @@ class GatherSteps:
         make = makers.get(leg.kind, self._all_gather)
         return Step(make(unit, group, leg, whole), (part,), writes, sends=bool(leg.axes))
 
-    def _read(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
-        return partial(self._reads.arrive, unit.index)
+    def _read(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Work:
+        return partial(self._reads.wait_for, unit.index)
 
-    def _copy(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+    def _copy(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Work:
         target = _own_part(group, leg.target, whole)
         if leg.source is Buffer.WINDOW:
-            return lambda: target.copy_(self._reads.arrived(unit.index, group), non_blocking=True)
+            return lambda: target.copy_(self._reads.shard_in_window(unit.index, group), non_blocking=True)
         return lambda: target.copy_(group.shard, non_blocking=True)
 
-    def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+    def _encode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Work:
         source = group.shard if leg.source is Buffer.SHARD else _own_part(group, leg.source, whole)
         if leg.kind is LegKind.DIFFER:
             blocks, had = group.plan.differences, _own_part(group, Buffer.SECOND, whole)
@@ -93,7 +93,7 @@ class GatherSteps:
         record = self._own_record(group, group.plan.record_of(blocks) * group.plan.records)
         return lambda: encode(source, record, blocks)
 
-    def _decode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Follow:
+    def _decode(self, unit: Unit, group: Group, leg: Leg, whole: torch.Tensor) -> Work:
         target = whole if leg.target is Buffer.WHOLE else _second(group)
         adds = leg.kind is LegKind.ADD
         ranks, blocks = group.plan.records, group.plan.differences if adds else group.plan.codes

@@ -23,9 +23,9 @@ from zeroshard.comm.peers import Peers
 from zeroshard.engine.core.collect import Collector
 from zeroshard.engine.core.inspection import refuse_leftover
 from zeroshard.engine.core.leg_actions import LegActions
+from zeroshard.engine.core.leg_context import Action, BackwardArgs
 from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.pending_updates import PendingUpdates
-from zeroshard.engine.core.places import Action, Turn
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Group
@@ -58,7 +58,7 @@ class Gradients:
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the reduce slots are, where ranks copy to each other instead.
         updates: updates that are under way beside compute, and read gradients there.
-        shows_local: whether code may read this rank's own gradients just now.
+        may_read_local: whether code may read this rank's own gradients just now.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Gradients:
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,
-        shows_local: Callable[[], bool] = lambda: False,
+        may_read_local: Callable[[], bool] = lambda: False,
     ) -> None:
         self._updates = PendingUpdates() if updates is None else updates
-        self._shows_local = shows_local
+        self._may_read_local = may_read_local
         self._peers = None if peers is None else PeerReduce(peers, streams, log)
         self._storage = storage
         self._log = log
@@ -84,7 +84,7 @@ class Gradients:
         """Counts units whose gradients came: what was measured at another count is out of date."""
         self.cleared = 0
         """Counts how often all gradients went: what was asked of those before does not hold for those after."""
-        self._fired = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
+        self._received = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -104,7 +104,7 @@ class Gradients:
             self._storage.exchange,
         )
         self._bind()
-        self._let_show()
+        self._bind_placeholders()
         self.clear()
         if self._peers is not None:
             self._peers.adopt()
@@ -112,7 +112,7 @@ class Gradients:
     def _bind(self) -> None:
         self._lists = [[self._lists_of(unit, group) for group in unit.trainable] for unit in self._storage.units]
 
-    def _let_show(self) -> None:
+    def _bind_placeholders(self) -> None:
         """Let stand-ins find this rank's own gradients; a stand-in that is kept keeps nothing of the engine alive."""
         reference = weakref.ref(self)
         for unit in self._storage.units:
@@ -120,18 +120,18 @@ class Gradients:
 
                 def show(index: int, unit: int = unit.index, number: int = number) -> torch.Tensor | None:
                     gradients = reference()
-                    return None if gradients is None else gradients._shown(unit, number, index)
+                    return None if gradients is None else gradients._local_gradient(unit, number, index)
 
-                group.show_local = show
+                group.read_local = show
 
-    def _shown(self, unit: int, number: int, index: int) -> torch.Tensor | None:
+    def _local_gradient(self, unit: int, number: int, index: int) -> torch.Tensor | None:
         """One parameter's whole gradient on this rank, while all of it is in the local buffer and may be read."""
-        if not self._shows_local() or self._storage.units[unit].gradients is not GradientState.LOCAL:
+        if not self._may_read_local() or self._storage.units[unit].gradients is not GradientState.LOCAL:
             return None
         group = self._storage.units[unit].trainable[number]
         if group.plan.grad_away:
             self._streams.drain()
-            self._streams.settle_host()
+            self._streams.wait_on_host()
         segment = group.plan.layout.segments[index]
         return self.local(group)[segment.offset : segment.end].view(segment.shape)
 
@@ -149,10 +149,10 @@ class Gradients:
         # next backward collects into the same memory.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
         if self._peers is not None:
-            self._peers.let_go()
+            self._peers.release_sent()
         self.cleared += 1
         self.squares.clear()
-        for unit in self._fired:
+        for unit in self._received:
             for group in unit:
                 group[:] = [False] * len(group)
         for unit in self._storage.units:
@@ -168,7 +168,7 @@ class Gradients:
                     if error is not None:
                         error.zero_()
 
-    def moved(self) -> None:
+    def forget_addresses(self) -> None:
         """Buffers have other addresses than before."""
         self._collector.forget_addresses()
         self._bind()
@@ -187,14 +187,14 @@ class Gradients:
         """The whole local gradients of a group that are pending."""
         return self._collector.local(group)
 
-    def fired(self, unit: Unit) -> list[list[bool]]:
+    def received(self, unit: Unit) -> list[list[bool]]:
         """Per trainable group and parameter: whether it got a gradient on this rank."""
-        return self._fired[unit.index]
+        return self._received[unit.index]
 
-    def silent(self) -> list[int]:
+    def missing_counts(self) -> list[int]:
         """Per unit, how many parameters got no gradient on this rank; 0 throughout where there was no backward."""
         count = self.present
-        return [sum(flags.count(False) for flags in unit) if count else 0 for unit in self._fired]
+        return [sum(flags.count(False) for flags in unit) if count else 0 for unit in self._received]
 
     def notice_dropped(self) -> None:
         """Forget gradients that the user dropped through the model: model.zero_grad() removes all stand-ins."""
@@ -213,13 +213,13 @@ class Gradients:
                         refuse_leftover(group, index, parameter)
                         parameter.grad = None
 
-    def show_collected(self) -> None:
+    def set_placeholders(self) -> None:
         """After a backward: all gradients are in the engine's buffers, and parameters get stand-ins for them."""
         with unguarded():
             for unit in self._storage.units:
                 for group in unit.trainable:
                     for index, (parameter, stand_in) in enumerate(
-                        zip(group.parameters, group.stand_ins(), strict=True)
+                        zip(group.parameters, group.placeholders(), strict=True)
                     ):
                         assert parameter.grad is None, group.plan.layout.segments[index].name
                         parameter.grad = stand_in
@@ -230,19 +230,19 @@ class Gradients:
         Slow: compute waits for the reduce.
         """
         number = unit.trainable.index(group)
-        turn = Turn(self._fired[unit.index][number], factor, fresh=False, add=True)
+        args = BackwardArgs(self._received[unit.index][number], factor, fresh=False, add=True)
         if unit.gradients.local:
-            _run(self._lists[unit.index][number].keep, turn)
+            _run(self._lists[unit.index][number].keep, args)
             return
         layout, legs = group.plan.layout, self._legs(unit, group).late
         late = torch.empty(layout.numel, dtype=torch_dtype(group.plan.wire), device=group.device)
         memory = {Buffer.LATE: late, Buffer.LATE_PART: torch.empty_like(late[: layout.shard_numel])}
-        _run(self._actions.bind(unit, group, legs, memory), turn)
+        _run(self._actions.bind(unit, group, legs, memory), args)
         # Read after write: it belongs to the reduce until that has landed.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
         if group.plan.grad_away:
             self._streams.drain()
-            self._streams.settle_host()
+            self._streams.wait_on_host()
         target = update_grad(group)
         target.add_(memory[legs[-1].target].to(target.device, target.dtype))
         self._streams.touch(writes=(("grad", unit.index),))
@@ -254,17 +254,19 @@ class Gradients:
         self._wait_for_update(unit)
         self._refuse_unplanned(unit)
         local, add = unit.gradients.local, unit.gradients.reduced
-        for group, lists, fired in zip(unit.trainable, self._lists[unit.index], self._fired[unit.index], strict=True):
-            turn = Turn(fired, factor, not local, add)
+        for group, lists, received in zip(
+            unit.trainable, self._lists[unit.index], self._received[unit.index], strict=True
+        ):
+            args = BackwardArgs(received, factor, not local, add)
             reduce = reduce_sharded if lists.divided else reduce_whole
             if reduce and not local:
-                _run(lists.reduce, turn)
+                _run(lists.reduce, args)
                 if lists.divided:
                     self.squares.after_reduce(unit, group)
             else:
-                _run(lists.keep, turn)
+                _run(lists.keep, args)
                 if reduce:
-                    _run(lists.pending, turn)
+                    _run(lists.pending, args)
         divided = any(lists.divided for lists in self._lists[unit.index])
         if reduce_sharded if divided else reduce_whole:
             unit.gradients = GradientState.REDUCED
@@ -275,12 +277,12 @@ class Gradients:
         """Reduce whole local gradients that no backward reduced (no_sync, or accumulation without a boundary)."""
         if not unit.gradients.local:
             return
-        for lists, fired in zip(self._lists[unit.index], self._fired[unit.index], strict=True):
-            _run(lists.pending, Turn(fired, 1.0, fresh=False, add=unit.gradients.reduced))
+        for lists, received in zip(self._lists[unit.index], self._received[unit.index], strict=True):
+            _run(lists.pending, BackwardArgs(received, 1.0, fresh=False, add=unit.gradients.reduced))
         unit.gradients = GradientState.REDUCED
 
     def _wait_for_update(self, unit: Unit) -> None:
-        event = self._updates.read(unit.index)
+        event = self._updates.take_read_event(unit.index)
         if event is not None:
             # Write after read: gradients belong to the update that reads them beside compute until it has. The reduce
             # that writes them waits for compute.
@@ -299,6 +301,6 @@ class Gradients:
         )
 
 
-def _run(actions: list[Action], turn: Turn) -> None:
+def _run(actions: list[Action], args: BackwardArgs) -> None:
     for action in actions:
-        action(turn)
+        action(args)

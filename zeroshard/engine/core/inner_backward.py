@@ -63,7 +63,7 @@ class InnerBackward:
         self._before.clear()
 
 
-def handed_over(origin: weakref.ref[torch.Tensor]) -> bool:
+def backward_ends_at(origin: weakref.ref[torch.Tensor]) -> bool:
     """Whether the backward that is running ends at a tensor, which it was asked for, and goes no further from there.
 
     Asked in a hook of the tensor. A tensor that nobody has any more can't have been asked for.

@@ -20,7 +20,7 @@ from torch import nn
 
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import ShardedGradient
-from zeroshard.engine.memory.rank_values import follow
+from zeroshard.engine.memory.rank_values import update_master_weights
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 from zeroshard.plan.dtypes import is_packed
@@ -109,7 +109,7 @@ class Inspection:
             _refuse(group, index, _LOST)
         if group.master is not None and holder.shape == group.views[index].shape:
             with torch.no_grad():
-                follow(group, index, holder.detach())
+                update_master_weights(group, index, holder.detach())
 
     def before_pass(self) -> None:
         """Raises UsageError when parameters are not what was sharded."""

@@ -1,7 +1,7 @@
 """Turns the legs of a group's reduces into calls on streams, once for each plan.
 
 The lists stand in the plan (see plan.legs). Here each leg becomes a function of what differs from one backward to the
-next (`Turn`), and the waits that the hazards of the wire slot need come in between:
+next (`BackwardArgs`), and the waits that the hazards of the wire slot need come in between:
 
     write after read    before compute writes to the slot, it waits for the event after the slot's last reduce
     read after write    before the first leg beside compute, the reduce stream waits for what compute has written
@@ -21,8 +21,8 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.engine.core.coded_sums import CodedSums
 from zeroshard.engine.core.collect import Collector
+from zeroshard.engine.core.leg_context import IN_EXCHANGE, IN_SLOT, Action, BackwardArgs, LegContext
 from zeroshard.engine.core.peer_reduce import PeerReduce
-from zeroshard.engine.core.places import IN_EXCHANGE, IN_SLOT, Action, Place, Turn
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Buffers, Event, Streams
 from zeroshard.engine.memory.group import Group
@@ -61,7 +61,7 @@ class LegActions:
         self._peers, self._predivide = peers, predivide
         self._free: dict[int, Event] = {}
         self._sums = sums = CodedSums(streams, reduces, log, exchange)
-        self._makers: dict[LegKind, Callable[[Leg, Place], Action]] = {
+        self._makers: dict[LegKind, Callable[[Leg, LegContext], Action]] = {
             LegKind.COLLECT: self._collect,
             LegKind.CAST: self._cast,
             LegKind.DIVIDE: self._divide,
@@ -85,7 +85,7 @@ class LegActions:
             others: buffers that the group itself does not have.
         """
         slot = self._slots[unit.index]
-        place = Place(unit, group, legs, slot, partial(self._tensor, group, others or {}))
+        context = LegContext(unit, group, legs, slot, partial(self._tensor, group, others or {}))
         through_slot = any(leg.source in IN_SLOT and _leaves_slot(leg) for leg in legs)
         actions: list[Action] = []
         entered = beside = False
@@ -95,11 +95,11 @@ class LegActions:
                 entered = True
             if leg.stream is Stream.REDUCE and not beside:
                 if leg.route is Route.COLLECTIVE:  # who sends copies waits by itself
-                    actions.append(partial(self._wait_for_compute, place.names(leg.source)))
+                    actions.append(partial(self._wait_for_compute, context.names(leg.source)))
                 beside = True
-            actions.append(self._makers[leg.kind](leg, place))
+            actions.append(self._makers[leg.kind](leg, context))
         if through_slot:
-            actions.append(partial(self._leave_slot, place))
+            actions.append(partial(self._leave_slot, context))
         return actions
 
     def _tensor(self, group: Group, others: Mapping[Buffer, torch.Tensor], buffer: Buffer) -> torch.Tensor:
@@ -120,132 +120,132 @@ class LegActions:
 
     # Between legs.
 
-    def _wait_for_slot(self, slot: int, _: Turn) -> None:
+    def _wait_for_slot(self, slot: int, _: BackwardArgs) -> None:
         event = self._free.get(slot)
         if event is not None:
             # Write after read: the slot belongs to the reduce of its last unit until that has finished.
             self._streams.wait(Stream.COMPUTE, event)
 
-    def _wait_for_compute(self, written: Buffers, _: Turn) -> None:
+    def _wait_for_compute(self, written: Buffers, _: BackwardArgs) -> None:
         self._streams.touch(writes=written)
         # Read after write: what was collected belongs to compute until that has run.
         self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE, "collected"))
 
-    def _leave_slot(self, place: Place, _: Turn) -> None:
+    def _leave_slot(self, context: LegContext, _: BackwardArgs) -> None:
         if self._streams.poisons:
-            wire = place.tensor(Buffer.WIRE)
-            self._streams.follow(Stream.REDUCE, lambda: wire.fill_(math.nan), (), (("wire", place.slot),))
-        if place.slot is not None:
-            self._free[place.slot] = self._streams.record(Stream.REDUCE, ("wire", place.slot))
+            wire = context.tensor(Buffer.WIRE)
+            self._streams.enqueue(Stream.REDUCE, lambda: wire.fill_(math.nan), (), (("wire", context.slot),))
+        if context.slot is not None:
+            self._free[context.slot] = self._streams.record(Stream.REDUCE, ("wire", context.slot))
 
     # On compute.
 
-    def _collect(self, leg: Leg, place: Place) -> Action:
-        collect, group, peers = self._collector.collect, place.group, self._peers
+    def _collect(self, leg: Leg, context: LegContext) -> Action:
+        collect, group, peers = self._collector.collect, context.group, self._peers
         if leg.target is not Buffer.LOCAL:
-            target = place.tensor(leg.target)
-            return lambda turn: collect(group, turn.fired, target, fresh=True, factor=turn.factor)
+            target = context.tensor(leg.target)
+            return lambda args: collect(group, args.received, target, fresh=True, factor=args.factor)
 
-        def into_local(turn: Turn) -> None:
+        def into_local(args: BackwardArgs) -> None:
             if peers is not None:
                 # Write after read: whole local gradients may still be sent from where they are about to be written.
-                peers.let_go()
-            collect(group, turn.fired, self._collector.local(group), fresh=turn.fresh, factor=turn.factor)
+                peers.release_sent()
+            collect(group, args.received, self._collector.local(group), fresh=args.fresh, factor=args.factor)
 
         return into_local
 
-    def _cast(self, leg: Leg, place: Place) -> Action:
+    def _cast(self, leg: Leg, context: LegContext) -> Action:
         if leg.stream is Stream.COMPUTE:
-            return lambda _: place.tensor(leg.target).copy_(place.tensor(leg.source))
-        source, reads, writes = place.tensor(leg.source), place.names(leg.source), place.names(leg.target)
+            return lambda _: context.tensor(leg.target).copy_(context.tensor(leg.source))
+        source, reads, writes = context.tensor(leg.source), context.names(leg.source), context.names(leg.target)
 
-        def beside(_: Turn) -> None:
-            target = place.tensor(leg.target)
-            self._streams.follow(leg.stream, lambda: target.copy_(source), reads, writes)
+        def beside(_: BackwardArgs) -> None:
+            target = context.tensor(leg.target)
+            self._streams.enqueue(leg.stream, lambda: target.copy_(source), reads, writes)
 
         return beside
 
-    def _divide(self, leg: Leg, place: Place) -> Action:
-        return lambda _: place.tensor(leg.source).div_(self._predivide)
+    def _divide(self, leg: Leg, context: LegContext) -> Action:
+        return lambda _: context.tensor(leg.source).div_(self._predivide)
 
     # Beside compute.
 
-    def _reduce_scatter(self, leg: Leg, place: Place) -> Action:
+    def _reduce_scatter(self, leg: Leg, context: LegContext) -> Action:
         if leg.route is Route.COPIES:
-            return self._by_copies(leg, place)
-        collectives, label, nbytes = self._reduces[leg.axes], place.unit.label, leg.nbytes
-        reads, writes = place.names(leg.source), place.names(leg.source, leg.target, Buffer.GRAD)
+            return self._by_copies(leg, context)
+        collectives, label, nbytes = self._reduces[leg.axes], context.unit.label, leg.nbytes
+        reads, writes = context.names(leg.source), context.names(leg.source, leg.target, Buffer.GRAD)
 
-        def send(_: Turn) -> None:
+        def send(_: BackwardArgs) -> None:
             self._log.record("reduce-scatter", label, nbytes)
-            source, landing = place.tensor(leg.source), place.tensor(leg.target)
+            source, landing = context.tensor(leg.source), context.tensor(leg.target)
             self._streams.launch(leg.stream, lambda: collectives.reduce_scatter(landing, source, label), reads, writes)
 
         return send
 
-    def _by_copies(self, leg: Leg, place: Place) -> Action:
+    def _by_copies(self, leg: Leg, context: LegContext) -> Action:
         """Send to the peers; squares are made with the sums where these are the last ones."""
-        peers, unit, group, slot = self._peers, place.unit, place.group, place.slot
+        peers, unit, group, slot = self._peers, context.unit, context.group, context.slot
         assert peers is not None
-        last = leg.target is Buffer.GRAD and leg is place.legs[-1]
+        last = leg.target is Buffer.GRAD and leg is context.legs[-1]
 
-        def send(turn: Turn) -> None:
+        def send(args: BackwardArgs) -> None:
             if leg.source is Buffer.AUTOGRAD:
-                sources = self._collector.take(group, turn.fired, turn.factor)
+                sources = self._collector.take(group, args.received, args.factor)
             else:
-                sources = self._collector.views(group, place.tensor(leg.source))
-            landing = place.tensor(leg.target)
+                sources = self._collector.views(group, context.tensor(leg.source))
+            landing = context.tensor(leg.target)
             squares = self._squares.beside_sum(group) if last else None
-            peers.reduce(unit, group, slot, sources, landing, add=leg.adds and turn.add, squares=squares)
+            peers.reduce(unit, group, slot, sources, landing, add=leg.adds and args.add, squares=squares)
 
         return send
 
-    def _all_reduce(self, leg: Leg, place: Place) -> Action:
-        collectives, label, writes = self._reduces[leg.axes], place.unit.label, place.names(leg.target, Buffer.GRAD)
+    def _all_reduce(self, leg: Leg, context: LegContext) -> Action:
+        collectives, label, writes = self._reduces[leg.axes], context.unit.label, context.names(leg.target, Buffer.GRAD)
 
-        def send(_: Turn) -> None:
-            part = place.tensor(leg.target)
+        def send(_: BackwardArgs) -> None:
+            part = context.tensor(leg.target)
             self._streams.launch(leg.stream, lambda: collectives.all_reduce(part, label), (), writes)
 
         return send
 
-    def _all_gather(self, leg: Leg, place: Place) -> Action:
-        collectives, label = self._reduces[leg.axes], place.unit.label
-        reads, writes = place.names(leg.target), place.names(leg.target, leg.source, Buffer.GRAD)
+    def _all_gather(self, leg: Leg, context: LegContext) -> Action:
+        collectives, label = self._reduces[leg.axes], context.unit.label
+        reads, writes = context.names(leg.target), context.names(leg.target, leg.source, Buffer.GRAD)
 
-        def send(_: Turn) -> None:
-            whole, part = place.tensor(leg.target), place.tensor(leg.source)
+        def send(_: BackwardArgs) -> None:
+            whole, part = context.tensor(leg.target), context.tensor(leg.source)
             self._streams.launch(leg.stream, lambda: collectives.all_gather(whole, part, label), reads, writes)
 
         return send
 
-    def _square(self, leg: Leg, place: Place) -> Action:
-        squares, source = self._squares.of(place.group), place.tensor(leg.source)
-        buffers = place.names(leg.source), place.names(Buffer.GRAD)
+    def _square(self, leg: Leg, context: LegContext) -> Action:
+        squares, source = self._squares.of(context.group), context.tensor(leg.source)
+        buffers = context.names(leg.source), context.names(Buffer.GRAD)
 
         def square() -> None:
             squares.norm.square(0, source)
             squares.norm.into(squares.total)
 
-        return lambda _: self._streams.follow(leg.stream, square, *buffers)
+        return lambda _: self._streams.enqueue(leg.stream, square, *buffers)
 
-    def _land(self, leg: Leg, place: Place) -> Action:
-        source, buffers = place.tensor(leg.source), (place.names(leg.source), place.names(leg.target))
+    def _land(self, leg: Leg, context: LegContext) -> Action:
+        source, buffers = context.tensor(leg.source), (context.names(leg.source), context.names(leg.target))
 
-        def land(turn: Turn) -> None:
-            target = place.tensor(leg.target)
-            put = target.add_ if turn.add else target.copy_
-            self._streams.follow(leg.stream, lambda: put(source), *buffers)
+        def land(args: BackwardArgs) -> None:
+            target = context.tensor(leg.target)
+            put = target.add_ if args.add else target.copy_
+            self._streams.enqueue(leg.stream, lambda: put(source), *buffers)
 
         return land
 
-    def _copy(self, leg: Leg, place: Place) -> Action:
-        source, buffers = place.tensor(leg.source), (place.names(leg.source), place.names(leg.target))
+    def _copy(self, leg: Leg, context: LegContext) -> Action:
+        source, buffers = context.tensor(leg.source), (context.names(leg.source), context.names(leg.target))
 
-        def copy(_: Turn) -> None:
-            target = place.group.grad
+        def copy(_: BackwardArgs) -> None:
+            target = context.group.grad
             assert target is not None
-            self._streams.follow(leg.stream, lambda: target.copy_(source, non_blocking=True), *buffers)
+            self._streams.enqueue(leg.stream, lambda: target.copy_(source, non_blocking=True), *buffers)
 
         return copy
 

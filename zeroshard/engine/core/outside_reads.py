@@ -58,12 +58,12 @@ class OutsideReads:
         if index in self.kept:
             self._parameters.use(index)
             return
-        self.expect(index)
+        self.keep_gathered(index)
         if not in_backward():
             self._tracker.start_call(index)
         self._parameters.hold(index)
 
-    def expect(self, index: int) -> None:
+    def keep_gathered(self, index: int) -> None:
         """Have the unit whole from the beginning of each pass."""
         if index not in self._new and index not in self.kept:
             self._new.append(index)
@@ -92,7 +92,7 @@ class OutsideReads:
                 for record in group.records:
                     record.fetch = None
 
-    def take(self) -> tuple[int, ...]:
+    def take_new(self) -> tuple[int, ...]:
         """The units that the plan does not keep yet, which are forgotten: it will."""
         new, self._new = tuple(self._new), []
         return new

@@ -34,7 +34,7 @@ class ParameterReads:
     Args:
         windows: host memory, each part as large as the largest unit's shards in whole blocks.
         updates: updates that are under way beside compute.
-        tell: lets all ranks know of a disk that failed.
+        report_failure: lets all ranks know of a disk that failed.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class ParameterReads:
         windows: Sequence[torch.Tensor],
         streams: Streams,
         updates: PendingUpdates,
-        tell: Callable[[SpillError], None],
+        report_failure: Callable[[SpillError], None],
     ) -> None:
         self._units, self._windows, self._streams = units, windows, streams
-        self._updates, self._tell = updates, tell
+        self._updates, self._report_failure = updates, report_failure
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-read") if windows else None
-        self._turns = deque(range(len(windows)))
+        self._least_recent = deque(range(len(windows)))
         self._window: dict[int, int] = {}
         self._arriving: dict[int, Future[None]] = {}
         self._begun: set[int] = set()
-        """Units whose reads no gather has taken yet."""
+        """Units that have been read and that no gather has taken yet."""
         self._copied: dict[int, Event] = {}
         """The point after which a window may be written again."""
         self._last: Future[None] | None = None
@@ -62,7 +62,7 @@ class ParameterReads:
         if index in self._begun:
             return
         assert self._reader is not None
-        ready = [self._updates.ended(index)]
+        ready = [self._updates.wait_for_end_of(index)]
         before = self._window.get(index)
         window = self._next_window()
         # Write after read: a window belongs to its copy to the device until that has been made. And a copy of this unit
@@ -75,13 +75,13 @@ class ParameterReads:
         self._last = self._arriving[index] = self._reader.submit(self._read, index, window, ready)
 
     def _next_window(self) -> int:
-        """The window that was used longest ago; one whose unit no gather has taken only where all are so."""
+        """The least recently used window; a window whose unit no gather has taken only where all windows hold such units."""
         occupied = {self._window[index]: index for index in self._begun}
-        window = next((turn for turn in self._turns if turn not in occupied), self._turns[0])
+        window = next((turn for turn in self._least_recent if turn not in occupied), self._least_recent[0])
         if window in occupied:
             self._begun.discard(occupied[window])
-        self._turns.remove(window)
-        self._turns.append(window)
+        self._least_recent.remove(window)
+        self._least_recent.append(window)
         return window
 
     def _read(self, index: int, window: int, ready: Sequence[Callable[[], object] | None]) -> None:
@@ -90,9 +90,9 @@ class ParameterReads:
             finish(arrival)
         begun = [row.read(0, self._part(window, index, group)) for group, row in _on_disk(self._units[index])]
         failure: SpillError | None = None
-        for arrived in begun:
+        for shard_in_window in begun:
             try:
-                finish(arrived)
+                finish(shard_in_window)
             except SpillError as error:  # the window stays until all have ended
                 failure = failure or error
         if failure is not None:
@@ -108,19 +108,19 @@ class ParameterReads:
             used += in_blocks(nbytes)
         raise AssertionError("a group that does not rest on disk")
 
-    def arrive(self, index: int) -> None:
+    def wait_for(self, index: int) -> None:
         """Wait for a unit, on the way of its gather. Raises SpillError, which the other ranks are told."""
         try:
             self._arriving[index].result()
         except SpillError as error:
-            self._tell(error)
+            self._report_failure(error)
             raise
 
-    def arrived(self, index: int, group: Group) -> torch.Tensor:
-        """A group's shard in host memory, after `arrive` and until the copy has been made."""
+    def shard_in_window(self, index: int, group: Group) -> torch.Tensor:
+        """A group's shard in host memory, after `wait_for` and until the copy has been made."""
         return self._part(self._window[index], index, group)
 
-    def taken(self, index: int) -> None:
+    def mark_copied(self, index: int) -> None:
         """The gather that copies a unit to the device has been issued."""
         self._begun.discard(index)
         self._copied[self._window[index]] = self._streams.record(Stream.GATHER, ("window", self._window[index]))
@@ -128,9 +128,9 @@ class ParameterReads:
     def drop(self) -> None:
         """Parameters are about to be written: what was read ahead is out of date. Waits for the reader."""
         self._begun.clear()
-        self.settle()
+        self.wait_for_reader()
 
-    def settle(self) -> None:
+    def wait_for_reader(self) -> None:
         """Wait for the reader."""
         if self._last is not None:
             self._last.exception()  # of a read that nobody needs

@@ -42,10 +42,10 @@ class Parameters:
         log: what this rank issues, in the order of the lists (a queue may start it later).
         peers: the peer memory in which the shards are, where ranks copy from each other instead.
         updates: updates that are under way beside compute.
-        tell: lets all ranks know of a disk that failed.
+        report_failure: lets all ranks know of a disk that failed.
 
     Attributes:
-        each_by_itself: all gathers wait for their own unit alone, not only the first ones.
+        wait_per_unit: all gathers wait for their own unit alone, not only the first ones.
         changes: looks at what code of the model writes on gathered parameters.
     """
 
@@ -58,7 +58,7 @@ class Parameters:
         log: OperationLog,
         peers: Peers | None = None,
         updates: PendingUpdates | None = None,
-        tell: Callable[[SpillError], None] | None = None,
+        report_failure: Callable[[SpillError], None] | None = None,
     ) -> None:
         self._peers = peers
         self._updates = PendingUpdates() if updates is None else updates
@@ -66,12 +66,12 @@ class Parameters:
         self._log = log
         self._storage = storage
         self._gathers = gathers
-        self.each_by_itself = False
+        self.wait_per_unit = False
         self.changes = ForwardChanges(storage.device)
         self.scaled: ScaledWeights | None = None
         """The weights that rest in fp8; None where there are none."""
-        tell = _tell_nobody if tell is None else tell
-        self._reads = ParameterReads(storage.units, storage.read_windows, streams, self._updates, tell)
+        report_failure = _report_to_nobody if report_failure is None else report_failure
+        self._reads = ParameterReads(storage.units, storage.read_windows, streams, self._updates, report_failure)
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -83,12 +83,12 @@ class Parameters:
         self._written: dict[int, Event] = {}
         # Units whose updates run beside compute are never all written by the time that the last one is.
         beside = bool(plan.updates)
-        self._early, self._first = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
-        self._unmet: list[int] = []
-        self._met: Event | None = None
+        self._gathers_since_write, self._separate_waits = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
+        self._await_barrier: list[int] = []
+        self._passed_barrier: Event | None = None
         self._versions: dict[int, list[int]] = {}
         self._sizes = [unit.plan.gathered_nbytes for unit in self._storage.units]
-        self._making = GatherSteps(plan.legs, self._storage, self._gathers, self._reads, self._peers)
+        self._gather_steps = GatherSteps(plan.legs, self._storage, self._gathers, self._reads, self._peers)
         self._steps = [self._steps_of(unit, Outdated.NOTHING) for unit in self._storage.units]
         renewed = (unit for unit in self._storage.units if any(legs.refresh for legs in plan.legs[unit.index]))
         self._after_renewal = {
@@ -97,30 +97,30 @@ class Parameters:
 
     def _steps_of(self, unit: Unit, outdated: Outdated) -> list[Step]:
         """What gathers a unit into its slot, after what is outdated of its second copy has been made anew."""
-        return self._making.into(unit, [group.whole for group in unit.groups], self._buffer(unit.index), outdated)
+        return self._gather_steps.into(unit, [group.whole for group in unit.groups], self._buffer(unit.index), outdated)
 
     def read(self, index: int) -> None:
         """Begin to read a unit from disk for its next gather, unless its whole parameters are there already."""
-        if not self._ledger.holds(index) and not _all_opened(self._storage.units[index]):
+        if not self._ledger.holds(index) and not _all_in_gathered_block(self._storage.units[index]):
             self._reads.begin(index)
 
     def gather(self, index: int) -> None:
         """All-gather a unit into its slot beside compute, unless its whole parameters are there already."""
         unit = self._storage.units[index]
-        if self._ledger.holds(index) or _all_opened(unit):
+        if self._ledger.holds(index) or _all_in_gathered_block(unit):
             return
         evicted, slot = self._ledger.take(index), self._slots[index]
         if evicted is not None and slot is not None:
             self._gathered.pop(evicted, None)
-            self._vacate(self._storage.units[evicted], slot, UnitState.RESTING)
-        self._vacate(unit, slot, UnitState.RESTING)  # what it shows is out of date
+            self._hide_values(self._storage.units[evicted], slot, UnitState.RESTING)
+        self._hide_values(unit, slot, UnitState.RESTING)  # what it shows is out of date
         if slot is not None and slot in self._free:
             # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
             self._streams.wait(Stream.GATHER, self._free[slot])
-        if index in self._written or self._updates.begun(index):
+        if index in self._written or self._updates.is_pending(index):
             self._await_written(index)
         if slot is not None and self._streams.poisons:
-            self._streams.follow(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
+            self._streams.enqueue(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         steps = self._steps[index]
         if index in self._after_renewal:
             steps = self._after_renewal[index][self._ledger.renew(index)]
@@ -136,7 +136,7 @@ class Parameters:
         if slot is None:
             self._versions[index] = _versions(unit)
             if self._peers is not None:
-                self._unmet.append(index)
+                self._await_barrier.append(index)
 
     def _run_gather(self, unit: Unit, steps: Sequence[Step]) -> None:
         """Let the gather stream run what brings a unit."""
@@ -147,12 +147,12 @@ class Parameters:
                 self._log.record("all-gather", unit.label, self._sizes[unit.index])
         self._streams.run(Stream.GATHER, steps)
         if unit.plan.reads:
-            self._reads.taken(unit.index)
+            self._reads.mark_copied(unit.index)
 
     def use(self, index: int) -> None:
         """Compute may read the unit from here on: its parameters are whole and have their shape."""
         unit = self._storage.units[index]
-        if _all_opened(unit):
+        if _all_in_gathered_block(unit):
             return
         if not self._ledger.holds(index):
             self.gather(index)
@@ -167,7 +167,7 @@ class Parameters:
             if not unit.held:
                 unit.show()
             if self.changes.active:
-                self.changes.look(unit, held=False)
+                self.changes.record(unit, held=False)
 
     def await_gradients(self, index: int) -> None:
         """A backward waits for the unit's gradients: its parameters keep their shape until they are collected."""
@@ -192,7 +192,7 @@ class Parameters:
                 refuse_replaced(group)
             if self.changes.expected:
                 self.changes.compare(unit, held=False)
-        self._leave(unit)
+        self._end_use(unit)
 
     def hold(self, index: int) -> None:
         """Make a unit whole in memory of its own, until `let_go`: something reads it outside of its own forward.
@@ -203,14 +203,14 @@ class Parameters:
         unit = self._storage.units[index]
         if self._slots[index] is None or unit.held:
             return
-        if index in self._written or self._updates.begun(index):
+        if index in self._written or self._updates.is_pending(index):
             self._await_written(index)
         # Write after read: the memory comes from the allocator, and belongs to what compute has yet to run there.
         self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
         unit.held = True
         wholes = [group.take_apart() for group in unit.groups]
         try:
-            self._run_gather(unit, self._making.into(unit, wholes, ("held", index), self._ledger.renew(index)))
+            self._run_gather(unit, self._gather_steps.into(unit, wholes, ("held", index), self._ledger.renew(index)))
         except (RuntimeError, AssertionError) as error:  # whoever goes on must not find memory that nobody wrote
             self._ledger.outdate(index)
             unit.give_apart_back()
@@ -221,7 +221,7 @@ class Parameters:
         self._streams.touch(reads=(("held", index),))
         unit.show()
         if self.changes.active:
-            self.changes.look(unit, held=True)
+            self.changes.record(unit, held=True)
 
     def let_go(self) -> None:
         """Nothing reads units outside of their own forward any more: give the memory of `hold` back."""
@@ -234,7 +234,7 @@ class Parameters:
     def resting(self) -> Hashable:
         """What is gathered, on its way or waited for just now: equal values lead to the same operations."""
         in_use = tuple(unit.index for unit in self._storage.units if unit.in_use)
-        return self._ledger.state(), in_use, tuple(self._gathered), tuple(self._written), self._early
+        return self._ledger.state(), in_use, tuple(self._gathered), tuple(self._written), self._gathers_since_write
 
     def release_all(self) -> None:
         """Release every sharded unit in use, as after a forward that an exception ended."""
@@ -242,7 +242,7 @@ class Parameters:
         self.let_go()
         for unit in self._storage.units:
             if unit.in_use:
-                self._leave(unit)
+                self._end_use(unit)
 
     def _await_written(self, index: int) -> None:
         """Read after write: shards belong to the optimizer until its step has run on the compute stream.
@@ -250,31 +250,31 @@ class Parameters:
         The first gathers wait for their own unit. Those behind come when compute has passed the whole step anyway, so
         that one wait for the last unit does for all. In a graph none may be left for the next forward.
         """
-        if self._updates.begun(index):
-            self._written[index] = self._updates.written(index)
-        self._early = min(self._early + 1, self._first + 1)
-        if self._early <= self._first or self.each_by_itself:
+        if self._updates.is_pending(index):
+            self._written[index] = self._updates.finish(index)
+        self._gathers_since_write = min(self._gathers_since_write + 1, self._separate_waits + 1)
+        if self._gathers_since_write <= self._separate_waits or self.wait_per_unit:
             self._streams.wait(Stream.GATHER, self._written.pop(index))
         else:
             self._streams.wait(Stream.GATHER, self._written[next(reversed(self._written))])
             self._written.clear()
         if self._peers is not None:
             # The same hazard on the peers: every rank's shards belong to its optimizer until all have come here.
-            self._streams.launch(Stream.GATHER, self._all_here, (), (self._buffer(index),))
+            self._streams.launch(Stream.GATHER, self._peer_barrier, (), (self._buffer(index),))
 
-    def _all_here(self) -> Pending:
+    def _peer_barrier(self) -> Pending:
         assert self._peers is not None
         return self._peers.barrier(Channel.GATHER)
 
-    def _leave(self, unit: Unit) -> None:
+    def _end_use(self, unit: Unit) -> None:
         """The unit is out of use; what it holds stays current where the plan reuses slots."""
         self._ledger.release(unit.index)
         if not self._ledger.holds(unit.index):
-            self._vacate(unit, self._slots[unit.index], UnitState.RESTING)
+            self._hide_values(unit, self._slots[unit.index], UnitState.RESTING)
         elif unit.state is not UnitState.GATHERING:
-            self._vacate(unit, self._slots[unit.index], UnitState.GATHERED)
+            self._hide_values(unit, self._slots[unit.index], UnitState.GATHERED)
 
-    def _vacate(self, unit: Unit, slot: int | None, state: UnitState) -> None:
+    def _hide_values(self, unit: Unit, slot: int | None, state: UnitState) -> None:
         """Take the unit's values from its parameters, where they show them, and note when compute has passed that."""
         showed = unit.in_use
         unit.become(state)
@@ -289,13 +289,13 @@ class Parameters:
         """The shards are about to be written: nobody may be using or reading them."""
         self.finish_updates()
         self.release_all()
-        self.settle()
+        self.wait_for_gathers()
         self._reads.drop()
         if self._peers is not None:
             # Write after read: the shards belong to the peers' gathers until all ranks have come here.
             self._gathers[self._mesh.names].wait(self._peers.barrier(Channel.WRITE))
 
-    def written(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
+    def mark_written(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
         """Shards were written on the compute stream: what was gathered before is stale.
 
         Args:
@@ -307,23 +307,23 @@ class Parameters:
             self.scaled.refresh()
             coded = self.scaled.in_parts if in_parts is not None else ()
         for unit in self._storage.units:
-            if not self._updates.begun(unit.index):
-                self.unit_written(unit.index)
+            if not self._updates.is_pending(unit.index):
+                self.mark_unit_written(unit.index)
         self.invalidate(in_parts if in_parts is None else {*in_parts, *coded}, stepped=stepped)
         for index in coded:  # they rest whole: let the ranks see each other's codes
             self.gather(index)
         if coded:
-            self.meet_peers()
-            self.settle(resting_only=True)
+            self.issue_peer_barrier()
+            self.wait_for_gathers(resting_only=True)
 
-    def all_updated(self) -> None:
-        """The optimizer has updated all units, each of which was told as `unit_written`."""
+    def mark_all_updated(self) -> None:
+        """The optimizer has updated all units, each of which was told as `mark_unit_written`."""
         if self.scaled is not None:
             self.scaled.refresh()
             for index in self.scaled.units:
-                self.unit_written(index)
+                self.mark_unit_written(index)
 
-    def unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
+    def mark_unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
         """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""
         if stream is Stream.COMPUTE:
             self._streams.touch(writes=written_buffers(index))
@@ -333,13 +333,13 @@ class Parameters:
     def finish_updates(self) -> None:
         """Finish the updates that are under way: afterwards what compute does comes after them."""
         for index in self._updates.units:
-            event = self._updates.written(index)
+            event = self._updates.finish(index)
             self._streams.wait(Stream.COMPUTE, event)
             self._written[index] = event
 
     def invalidate(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
         """What was gathered before is stale; arguments as `written` has them."""
-        self._early = 0
+        self._gathers_since_write = 0
         self.changes.forget()
         self.let_go()
         for unit in self._storage.units:
@@ -353,7 +353,7 @@ class Parameters:
             if not self._ledger.holds(unit.index) and (unit.rests_whole or not unit.in_use):
                 unit.become(UnitState.RESTING)
 
-    def settle(self, *, resting_only: bool = False) -> None:
+    def wait_for_gathers(self, *, resting_only: bool = False) -> None:
         """Compute waits for every gather in flight, or for those of units that rest whole.
 
         Write after read: a shard belongs to its gather until that has landed. It is also what readers outside of a
@@ -362,21 +362,23 @@ class Parameters:
         for index in list(self._gathered):
             if not resting_only or self._slots[index] is None:
                 self._land(index)
-        if self._met is not None:
-            self._streams.wait(Stream.COMPUTE, self._met)
-            self._met = None
+        if self._passed_barrier is not None:
+            self._streams.wait(Stream.COMPUTE, self._passed_barrier)
+            self._passed_barrier = None
 
-    def await_reads(self) -> None:
+    def wait_for_disk_reads(self) -> None:
         """Nothing is read from disk any more; what has been read may serve the next gathers."""
-        self._reads.settle()
+        self._reads.wait_for_reader()
 
-    def meet_peers(self) -> None:
+    def issue_peer_barrier(self) -> None:
         """Gathers after a write have been issued: what rests whole may be changed in place by whoever settles."""
-        if self._unmet:
+        if self._await_barrier:
             # Write after read: it belongs to the peers' gathers, which copy from it, until all ranks have come here.
-            self._streams.launch(Stream.GATHER, self._all_here, tuple(self._buffer(index) for index in self._unmet))
-            self._met = self._streams.record(Stream.GATHER, "met")
-            self._unmet.clear()
+            self._streams.launch(
+                Stream.GATHER, self._peer_barrier, tuple(self._buffer(index) for index in self._await_barrier)
+            )
+            self._passed_barrier = self._streams.record(Stream.GATHER, "met")
+            self._await_barrier.clear()
 
     def _land(self, index: int) -> None:
         """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""
@@ -405,11 +407,11 @@ class Parameters:
         return ("whole", index) if slot is None else ("slot", slot)
 
 
-def _tell_nobody(error: SpillError) -> None:
+def _report_to_nobody(error: SpillError) -> None:
     pass
 
 
-def _all_opened(unit: Unit) -> bool:
+def _all_in_gathered_block(unit: Unit) -> bool:
     """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather.
 
     A backward gathers it all the same: its graph may have views of the slot, from a forward before that block.

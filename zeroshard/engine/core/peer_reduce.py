@@ -30,7 +30,7 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.optim.kernels.rows import OwnPiece, RowSum
 from zeroshard.plan.legs import Stream
 
-HELD = ("sending", 0)
+SENDING = ("sending", 0)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Route:
+class _Path:
     """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `total` makes the sum.
 
     `own` are the pieces for this rank itself.
@@ -70,21 +70,21 @@ class PeerReduce:
         self._peers = peers
         self._streams = streams
         self._log = log
-        self._held: tuple[Event, Sequence[torch.Tensor | None]] | None = None
+        self._sending: tuple[Event, Sequence[torch.Tensor | None]] | None = None
         self.adopt()
 
     def adopt(self) -> None:
         """Start anew with other slots; nothing may be in flight."""
-        self._routes: dict[int, _Route] = {}
+        self._paths: dict[int, _Path] = {}
         self.last_slot: int | None = None
 
-    def let_go(self) -> None:
+    def release_sent(self) -> None:
         """Give back the gradients that were sent last."""
-        if self._held is not None:
+        if self._sending is not None:
             # Write after read: the gradients belong to the reduce stream until they were sent.
-            self._streams.wait(Stream.COMPUTE, self._held[0])
-            self._streams.touch(writes=(HELD,))
-            self._held = None
+            self._streams.wait(Stream.COMPUTE, self._sending[0])
+            self._streams.touch(writes=(SENDING,))
+            self._sending = None
 
     def reduce(
         self,
@@ -104,40 +104,40 @@ class PeerReduce:
             add: add to what `landing` holds.
             squares: float64, one for each tile of `landing`, which gets the squares of the sums; see `SquaredNorm`.
         """
-        route = self._route(group)
+        route = self._path(group)
         wire, label, streams = ("wire", slot), unit.label, self._streams
-        self.let_go()
+        self.release_sent()
         assert group.wire is not None
         nbytes = group.wire.nbytes
         self._log.record("reduce-scatter", label, nbytes)
         # Read after write: the gradients belong to compute until the unit's backward has run.
         streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
-        in_place = _in_place(route, sources)
-        own = sources if in_place else None
-        meet = Step(self._barrier, (), (wire,), sends=True)
-        send = Step(lambda: self._send(route, sources, label, nbytes, own=not in_place), (HELD,), (wire,))
+        adds_own_directly = _can_add_own_directly(route, sources)
+        own = sources if adds_own_directly else None
+        barrier = Step(self._barrier, (), (wire,), sends=True)
+        send = Step(lambda: self._send(route, sources, label, nbytes, own=not adds_own_directly), (SENDING,), (wire,))
         total = Step(
             lambda: route.total(route.rows, landing, own=own, add=add, squares=squares),
-            (wire, HELD) if in_place else (wire,),
+            (wire, SENDING) if adds_own_directly else (wire,),
             (("grad", unit.index),),
         )
-        steps = [meet, send] if slot == self.last_slot else [send]
+        steps = [barrier, send] if slot == self.last_slot else [send]
         self.last_slot = slot
-        if in_place:
-            streams.run(Stream.REDUCE, [*steps, meet, total])
-            self._held = streams.record(Stream.REDUCE, "done"), sources
+        if adds_own_directly:
+            streams.run(Stream.REDUCE, [*steps, barrier, total])
+            self._sending = streams.record(Stream.REDUCE, "done"), sources
         else:
             streams.run(Stream.REDUCE, steps)
-            self._held = streams.record(Stream.REDUCE, "done"), sources
-            streams.run(Stream.REDUCE, [meet, total])
+            self._sending = streams.record(Stream.REDUCE, "done"), sources
+            streams.run(Stream.REDUCE, [barrier, total])
         if streams.poisons:
-            streams.follow(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
+            streams.enqueue(Stream.REDUCE, lambda: route.rows.fill_(math.nan), (), (wire,))
 
     def _barrier(self) -> Pending:
         return self._peers.barrier(Channel.REDUCE)
 
     def _send(
-        self, route: _Route, sources: Sequence[torch.Tensor | None], label: str, nbytes: int, *, own: bool
+        self, route: _Path, sources: Sequence[torch.Tensor | None], label: str, nbytes: int, *, own: bool
     ) -> None:
         self._peers.sent("reduce-scatter", label, nbytes)
         raw = device_copies(route.rows.device)
@@ -155,14 +155,14 @@ class PeerReduce:
         for piece in pieces:
             raw(piece.address, starts[piece.segment] + piece.offset, piece.nbytes, stream)
 
-    def _route(self, group: Group) -> _Route:
+    def _path(self, group: Group) -> _Path:
         """Where a group's gradients go; made once, for inboxes stay where they are."""
-        found = self._routes.get(id(group))
+        found = self._paths.get(id(group))
         if found is None:
-            found = self._routes[id(group)] = self._make_route(group)
+            found = self._paths[id(group)] = self._make_path(group)
         return found
 
-    def _make_route(self, group: Group) -> _Route:
+    def _make_path(self, group: Group) -> _Path:
         assert group.wire is not None
         layout, size, rank = group.plan.layout, self._peers.size, self._peers.rank
         pieces: list[_Piece] = []
@@ -179,10 +179,10 @@ class PeerReduce:
                 (mine if owner == rank else pieces).append(piece)
                 if owner == rank:
                     summed.append(OwnPiece(index, first, low, high))
-        return _Route(pieces, mine, group.wire.view(size, -1), RowSum(summed, rank, group.wire.device))
+        return _Path(pieces, mine, group.wire.view(size, -1), RowSum(summed, rank, group.wire.device))
 
 
-def _in_place(route: _Route, sources: Sequence[torch.Tensor | None]) -> bool:
+def _can_add_own_directly(route: _Path, sources: Sequence[torch.Tensor | None]) -> bool:
     """Whether this rank's own gradients can be added where they are."""
     own = (sources[piece.segment] for piece in route.own)
     return all(source is not None and source.dtype == route.rows.dtype for source in own)

@@ -33,15 +33,15 @@ class PendingUpdates:
         if ended is not None:
             self._ended[unit] = ended
 
-    def ended(self, unit: int) -> Callable[[], object] | None:
+    def wait_for_end_of(self, unit: int) -> Callable[[], object] | None:
         """What waits, on any thread, for an update that is under way; None where there is none."""
         return self._ended.get(unit) if unit in self._finish else None
 
-    def begun(self, unit: int) -> bool:
+    def is_pending(self, unit: int) -> bool:
         """Whether an update is under way that nobody has finished."""
         return unit in self._finish
 
-    def written(self, unit: int) -> Event:
+    def finish(self, unit: int) -> Event:
         """Finish an update that is under way; the point after which the unit's shards are written.
 
         Where it failed it stays under way: whoever comes next gets the same error, and never a part of a step.
@@ -51,11 +51,11 @@ class PendingUpdates:
         self._ended.pop(unit, None)
         return event
 
-    def reads_until(self, unit: int, event: Event) -> None:
+    def set_read_event(self, unit: int, event: Event) -> None:
         """The update reads the unit's gradients until `event`."""
         self._read[unit] = event
 
-    def read(self, unit: int) -> Event | None:
+    def take_read_event(self, unit: int) -> Event | None:
         """The point after which the unit's gradients may be written again, asked for once; None if that is now."""
         return self._read.pop(unit, None)
 

@@ -31,7 +31,7 @@ from zeroshard.engine.core.outside_reads import OutsideReads
 from zeroshard.engine.core.parameters import Parameters
 from zeroshard.engine.core.passes import CallTracker
 from zeroshard.engine.core.pending_updates import PendingUpdates
-from zeroshard.engine.core.reducing import Reducing
+from zeroshard.engine.core.reduce_policy import ReducePolicy
 from zeroshard.engine.core.scaled_weights import ScaledWeights
 from zeroshard.engine.core.state_at_rest import StateAtRest
 from zeroshard.engine.core.streams import Streams
@@ -57,7 +57,7 @@ class Runtime:
         gathers, reduces: communicators by mesh axes, for all-gathers and for reduces.
         log: what this rank issues, in the order of the lists.
         peers: peer memory with the shards and reduce slots, where ranks copy from each other; else they send.
-        tell: lets all ranks know of a disk that failed.
+        report_failure: lets all ranks know of a disk that failed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Runtime:
         reduces: Mapping[Axes, Collectives],
         log: OperationLog,
         peers: Peers | None = None,
-        tell: Callable[[SpillError], None] | None = None,
+        report_failure: Callable[[SpillError], None] | None = None,
     ) -> None:
         self.model, self._log = model, log
         self.storage = storage
@@ -78,10 +78,10 @@ class Runtime:
         self.peers = peers
         self.updates = PendingUpdates()
         self.parking = Parking()
-        self.parameters = Parameters(plan, storage, streams, gathers, log, peers, self.updates, tell)
-        self.reducing = reducing = Reducing()
+        self.parameters = Parameters(plan, storage, streams, gathers, log, peers, self.updates, report_failure)
+        self.reduce_policy = reduce_policy = ReducePolicy()
         self.gradients = Gradients(
-            plan, storage, streams, reduces, log, peers, self.updates, lambda: reducing.only_accumulates
+            plan, storage, streams, reduces, log, peers, self.updates, lambda: reduce_policy.in_no_sync
         )
         self.inspection = Inspection(storage.units)
         self._whole_changes = WholeChanges(storage.units, storage.device)
@@ -93,7 +93,7 @@ class Runtime:
         self._tracker = tracker = CallTracker()
         self._root = root = next(unit.index for unit in storage.units if unit.plan.name == "")
         units, parameters = storage.units, self.parameters
-        self.reads = OutsideReads(units, parameters, tracker, self._inside)
+        self.reads = OutsideReads(units, parameters, tracker, self._forward_running)
         self.backward = Backward(
             units,
             root,
@@ -102,15 +102,15 @@ class Runtime:
             streams,
             tracker,
             self.reads,
-            self.reducing,
+            self.reduce_policy,
             self._begin_backward,
-            self._inside,
+            self._forward_running,
         )
         at_passes = (self._begin_pass, self._settle_resting, self._recover)
         self.forward = Forward(units, root, parameters, streams, tracker, self.reads, self.backward, *at_passes)
         self._set_plan(plan)
         if peers is not None:
-            self.parameters.written(())  # a peer may gather before this rank has its first values
+            self.parameters.mark_written(())  # a peer may gather before this rank has its first values
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -119,12 +119,12 @@ class Runtime:
         self.forward.adopt(Cursor(self._programs.forward, self._execute))
         self.backward.adopt(Cursor(self._programs.backward, self._execute), accumulate=plan.policy.accumulate)
 
-    def _inside(self) -> bool:
+    def _forward_running(self) -> bool:
         """Whether a forward is running."""
         return self.forward.inside is not None
 
     def _inside_or_backward(self) -> bool:
-        return self._inside() or in_backward()
+        return self._forward_running() or in_backward()
 
     @property
     def units(self) -> list[Unit]:
@@ -177,9 +177,9 @@ class Runtime:
             made = ScaledWeights(self.units, self.storage.device, everyone, self._log, self._inside_or_backward)
             adopt_codes(self.model)
             self.parameters.scaled = made
-            self.parameters.written(())
+            self.parameters.mark_written(())
 
-    def look_always(self) -> None:
+    def check_every_pass(self) -> None:
         """From now on every pass and step looks for what code wrote past version counters."""
         self.parameters.changes.always = self._whole_changes.always = True
 
@@ -192,14 +192,14 @@ class Runtime:
             refuse_half_done("a step")
         if self._whole_changes.due():
             self.drain()
-            self._whole_changes.follow()
+            self._whole_changes.update_master_weights()
         self.gradients.notice_dropped()
         self.inspection.before_step(present=self.gradients.present)
 
     def finish_gradients(self) -> None:
         """Reduce whatever no backward has reduced; compute then waits for all reduces."""
         self.streams.follow_caller()
-        for index in () if self.reducing.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
+        for index in () if self.reduce_policy.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
         # Read after write: gradients belong to the reduce stream until its last reduce has landed.
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
@@ -213,20 +213,20 @@ class Runtime:
         Args:
             captured: the step goes into a graph, which ends when the last gather has landed.
         """
-        self.parameters.each_by_itself = captured
+        self.parameters.wait_per_unit = captured
         self.clear_gradients()
         if changed:
-            self.parameters.written()
+            self.parameters.mark_written()
         for op in self._programs.after_step:
             self._execute(op)
         self._settle_resting()
-        self.parameters.each_by_itself = False
+        self.parameters.wait_per_unit = False
 
     def _settle_resting(self) -> None:
         """Gathers after a write have been issued: unless these overlap, what rests whole is the caller's from here."""
-        self.parameters.meet_peers()
+        self.parameters.issue_peer_barrier()
         if not self.plan.policy.overlap_step:
-            self.parameters.settle(resting_only=True)
+            self.parameters.wait_for_gathers(resting_only=True)
 
     def clear_gradients(self) -> None:
         """Forget all gradients, as optimizer.zero_grad() does."""
@@ -265,9 +265,9 @@ class Runtime:
         if plan.order != self.plan.order:
             self._adopt(plan)
 
-    def foresee_reads(self) -> None:
+    def adopt_outside_reads(self) -> None:
         """Between steps: have the plan keep the units that other modules than their own read."""
-        if new := self.reads.take():
+        if new := self.reads.take_new():
             self._adopt(with_kept(self.plan, (*self.plan.kept, *new)))
 
     def start_accumulating(self, dtype: str | None) -> None:
@@ -285,7 +285,7 @@ class Runtime:
         self.parameters.adopt(plan)
         self.gradients.adopt(plan)
         self._set_plan(plan)
-        self.parameters.written()  # new slots are empty, and the step before this wrote the shards
+        self.parameters.mark_written()  # new slots are empty, and the step before this wrote the shards
 
     def resting(self) -> StateAtRest:
         """The state between two steps: from equal ones the same step issues the same operations on the same memory.
@@ -300,7 +300,7 @@ class Runtime:
     def abandon(self) -> None:
         """What was issued since the last step will never run: forget what it would have brought about."""
         self.parameters.release_all()
-        self.parameters.settle()
+        self.parameters.wait_for_gathers()
         self.parameters.invalidate()
         self._recover()
         self.clear_gradients()
@@ -310,10 +310,10 @@ class Runtime:
         self.parking.refuse("whoever reads or changes state")
         self.streams.follow_caller()
         self.parameters.finish_updates()
-        self.parameters.settle()
-        self.parameters.await_reads()
+        self.parameters.wait_for_gathers()
+        self.parameters.wait_for_disk_reads()
         self.streams.drain()
         if self.plan.away:
-            self.streams.settle_host()
+            self.streams.wait_on_host()
         self.parameters.changes.report()
         self.inspection.take_over()

@@ -69,7 +69,7 @@ class Squares:
         if norm is None or number is None or not self._final or id(group) in self._done:
             return
         gradient = own_grad(group)
-        self._streams.follow(Stream.REDUCE, lambda: norm.square(number, gradient), (("grad", unit.index),))
+        self._streams.enqueue(Stream.REDUCE, lambda: norm.square(number, gradient), (("grad", unit.index),))
         self._done.add(id(group))
 
     def beside_sum(self, group: Group) -> torch.Tensor | None:

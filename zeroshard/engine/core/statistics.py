@@ -64,8 +64,8 @@ def exchange(
     values = torch.zeros(stats_numel(runtime.plan), dtype=torch.float64, device=device)
     flags: list[bool] = []
     for unit in runtime.units:
-        for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
-            flags += fired
+        for group, received in zip(unit.trainable, runtime.gradients.received(unit), strict=True):
+            flags += received
             if group.counted:
                 on_host = group.plan.grad_away
                 values[0] += (
@@ -92,7 +92,7 @@ def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
 
     Of what lies between parameters nothing is read: copies between peers leave there what the memory held before.
     """
-    values = _judged(group, whole=whole)
+    values = _checked_gradient(group, whole=whole)
     pieces = [(0, values.numel())] if whole else own_pieces(group)
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     if values.is_cuda and values.dtype in KERNEL_DTYPES and find_spec("triton") is not None:
@@ -110,7 +110,7 @@ def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
     return total
 
 
-def _judged(group: Group, *, whole: bool) -> torch.Tensor:
+def _checked_gradient(group: Group, *, whole: bool) -> torch.Tensor:
     if not whole:
         return own_grad(group)
     assert group.grad is not None
@@ -145,7 +145,7 @@ def trainable_groups(runtime: Runtime) -> list[Group]:
 def _find_nonfinite(runtime: Runtime, none: int, *, whole: bool) -> int:
     position = 0
     for group in trainable_groups(runtime):
-        layout, grad = group.plan.layout, _judged(group, whole=whole)
+        layout, grad = group.plan.layout, _checked_gradient(group, whole=whole)
         for index, low, high in layout.pieces(*((0, layout.numel) if whole else layout.shard_range(group.rank))):
             part = grad[low:high]
             if not bool(torch.isfinite(part).all()):

@@ -28,13 +28,13 @@ from zeroshard.plan.legs import Stream
 
 Buffers = tuple[Hashable, ...]
 Launch = Callable[[], Pending]
-Follow = Callable[[], object]
+Work = Callable[[], object]
 
 
 class Step(NamedTuple):
     """A `launch` or a `follow` of a row of them."""
 
-    fn: Launch | Follow
+    fn: Launch | Work
     reads: Buffers = ()
     writes: Buffers = ()
     sends: bool = False
@@ -58,7 +58,7 @@ class Streams(Protocol):
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
-    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None: ...
+    def enqueue(self, stream: Stream, fn: Work, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
     def run(self, stream: Stream, steps: Sequence[Step]) -> None:
         """Launch and follow several in a row, at the price of one."""
@@ -84,7 +84,7 @@ class Streams(Protocol):
         """What returns, on any thread, when an event of a side stream has come."""
         ...
 
-    def settle_host(self) -> None:
+    def wait_on_host(self) -> None:
         """The host waits until what compute waits for so far has happened: it is about to read host memory."""
         ...
 
@@ -125,13 +125,13 @@ class CudaStreams:
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._issue(stream, (fn,))
 
-    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
+    def enqueue(self, stream: Stream, fn: Work, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._issue(stream, (fn,))
 
     def run(self, stream: Stream, steps: Sequence[Step]) -> None:
         self._issue(stream, [step.fn for step in steps])
 
-    def _issue(self, stream: Stream, fns: Sequence[Launch | Follow]) -> None:
+    def _issue(self, stream: Stream, fns: Sequence[Launch | Work]) -> None:
         side = self._side[stream]
         # Set and set back by hand: the context manager asks for the current stream, which costs more than a launch.
         torch.cuda.set_stream(side)
@@ -183,7 +183,7 @@ class CudaStreams:
         assert isinstance(event, torch.cuda.Event)
         return event.synchronize
 
-    def settle_host(self) -> None:
+    def wait_on_host(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
 
@@ -206,9 +206,9 @@ class HostWaiter(Protocol):
 
 
 class Entry:
-    """What a queue holds: a running collective, a collective or follow-up that has not started, or a marker."""
+    """What a queue holds: a running collective, a collective or other work that has not started, or a marker."""
 
-    __slots__ = ("buffers", "event", "follow", "launch", "pending")
+    __slots__ = ("buffers", "event", "launch", "pending", "work")
 
     def __init__(
         self,
@@ -216,11 +216,11 @@ class Entry:
         *,
         pending: Pending | None = None,
         launch: Launch | None = None,
-        follow: Follow | None = None,
+        work: Work | None = None,
         event: QueueEvent | None = None,
     ) -> None:
         self.buffers = buffers
-        self.pending, self.launch, self.follow, self.event = pending, launch, follow, event
+        self.pending, self.launch, self.work, self.event = pending, launch, work, event
 
 
 class QueuedStreams:
@@ -245,8 +245,8 @@ class QueuedStreams:
         else:
             queue.append(Entry(buffers, pending=fn()))
 
-    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
-        self._queues[stream].append(Entry((*reads, *writes), follow=fn))
+    def enqueue(self, stream: Stream, fn: Work, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._queues[stream].append(Entry((*reads, *writes), work=fn))
         self._advance(stream)
 
     def run(self, stream: Stream, steps: Sequence[Step]) -> None:
@@ -254,7 +254,7 @@ class QueuedStreams:
             if sends:
                 self.launch(stream, cast(Launch, fn), reads, writes)
             else:
-                self.follow(stream, fn, reads, writes)
+                self.enqueue(stream, fn, reads, writes)
 
     def record(self, stream: Stream, name: Hashable = None) -> QueueEvent:
         if stream is Stream.COMPUTE or not self._queues[stream]:
@@ -286,7 +286,7 @@ class QueuedStreams:
         self.wait(Stream.COMPUTE, event)  # queues move on this thread alone
         return lambda: None
 
-    def settle_host(self) -> None:
+    def wait_on_host(self) -> None:
         pass  # here compute is the host
 
     @staticmethod
@@ -311,8 +311,8 @@ class QueuedStreams:
             if not head.pending.is_completed():
                 return False
             self._waiter.settle(head.pending, 0.0)  # raises what went wrong in it
-        elif head.follow is not None:
-            head.follow()
+        elif head.work is not None:
+            head.work()
         elif head.event is not None:
             if head.event.stream is not stream and not head.event.done:
                 return False

@@ -153,14 +153,14 @@ class TiedCopies:
         self._tied = [(of_name[one.name], one.over) for one in tied]
         self._gradients = gradients
         self._summed: tuple[int, int] | None = None
-        self._later = [one.name for one in tied if one.stages[0] != index]
-        for name in self._later:
+        self._not_first = [one.name for one in tied if one.stages[0] != index]
+        for name in self._not_first:
             for group in of_name[name].groups:
-                group.elsewhere = True
+                group.on_earlier_stage = True
 
-    def elsewhere(self, name: str) -> bool:
+    def on_earlier_stage(self, name: str) -> bool:
         """Whether an earlier stage saves the parameter or buffer of a name."""
-        return any(name.startswith(f"{path}.") for path in self._later)
+        return any(name.startswith(f"{path}.") for path in self._not_first)
 
     def sum_gradients(self) -> None:
         """Sum the reduced gradients over the stages, once before a step; called by ranks of all stages.
@@ -181,7 +181,7 @@ class TiedCopies:
             return
         self._summed = now
         for unit, over in self._tied:
-            for group, fired in zip(unit.trainable, gradients.fired(unit), strict=True):
+            for group, received in zip(unit.trainable, gradients.received(unit), strict=True):
                 over.wait(over.all_reduce(update_grad(group), unit.label))
-                fired[:] = [True] * len(fired)
+                received[:] = [True] * len(received)
                 gradients.squares.changed(group)

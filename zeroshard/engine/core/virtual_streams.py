@@ -24,12 +24,12 @@ from zeroshard.engine.core.streams import (
     Buffers,
     Entry,
     Event,
-    Follow,
     HostWaiter,
     Launch,
     QueuedStreams,
     QueueEvent,
     Stream,
+    Work,
 )
 
 Clock = dict[Stream, int]
@@ -95,9 +95,9 @@ class VirtualStreams(QueuedStreams):
         self._queues[stream].append(Entry((), launch=fn))
         self._maybe_advance()
 
-    def follow(self, stream: Stream, fn: Follow, reads: Buffers = (), writes: Buffers = ()) -> None:
+    def enqueue(self, stream: Stream, fn: Work, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._access(stream, reads, writes)
-        self._queues[stream].append(Entry((), follow=fn))
+        self._queues[stream].append(Entry((), work=fn))
         self._maybe_advance()
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:

@@ -44,11 +44,11 @@ def open_disk_memory(plan: Plan, rank: int) -> NvmeMemory:
     return NvmeMemory(plan.policy.spill, rank, disk_nbytes(plan))
 
 
-def open_together(opened: Callable[[], NvmeMemory], control: Collectives, device: torch.device) -> NvmeMemory:
-    """What `opened` gives, where it does on all ranks. Raises PlanError with the first rank's reason."""
+def open_on_all_ranks(open_memory: Callable[[], NvmeMemory], control: Collectives, device: torch.device) -> NvmeMemory:
+    """What `open_memory` gives, where it does on all ranks. Raises PlanError with the first rank's reason."""
     problem, memory = None, None
     try:
-        memory = opened()
+        memory = open_memory()
     except PlanError as error:
         problem = error
     failed = CollectiveBarrier(control, device).first_failure(None if problem is None else str(problem))

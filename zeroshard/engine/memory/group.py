@@ -43,7 +43,7 @@ class Group:
     """What has the memory of each parameter: the parameter itself, but for DTensors (see dtensor_group)."""
     counts: bool = True
     """Whether this rank enters sums over all ranks for the group: of ranks that hold the same part, the first does."""
-    elsewhere: bool = False
+    on_earlier_stage: bool = False
     """Whether an earlier pipeline stage holds the same parameters, and enters sums over all stages and saves them."""
     row: Row | None = None
     """Where the shard rests that does not lie in place; `shard` has its size and dtype then, and no elements."""
@@ -61,18 +61,18 @@ class Group:
     """By hop of sums in codes, what this rank's codes have left out and is to be added; None where it is dropped."""
     in_shard: frozenset[int] = frozenset()
     """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
-    show_local: Callable[[int], torch.Tensor | None] | None = None
+    read_local: Callable[[int], torch.Tensor | None] | None = None
     """Gives a parameter's whole gradient on this rank while it may be read, for its stand-in; see memory.guard."""
     opened: set[int] = field(default_factory=set)
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _apart: list[torch.Tensor] | None = None
     _addresses: list[int] = field(default_factory=list)
-    _stand_ins: list[torch.Tensor] = field(default_factory=list)
+    _placeholders: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def counted(self) -> bool:
         """Whether this rank enters sums for the group, and saves its part of it."""
-        return self.counts and not self.elsewhere
+        return self.counts and not self.on_earlier_stage
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,7 +105,7 @@ class Group:
             segment = self.plan.layout.segments[index]
             self.views[index] = self.shard[segment.offset - start : segment.end - start].view(segment.shape)
         self._addresses = [view.data_ptr() for view in self.views]
-        self._stand_ins = []
+        self._placeholders = []
 
     def show(self) -> None:
         """Give the parameters their values; those that a GatheredParameters holds keep what it gave them."""
@@ -158,19 +158,19 @@ class Group:
         segment = self.plan.layout.segments[index]
         return whole[segment.offset : segment.end].view(segment.shape)
 
-    def stand_ins(self) -> list[torch.Tensor]:
+    def placeholders(self) -> list[torch.Tensor]:
         """What each parameter's `grad` is while its gradients are in the engine's buffers."""
-        if not self._stand_ins:
+        if not self._placeholders:
             # On the slot, not on the shard: whatever writes past the guard must harm nothing.
             with unguarded():
-                self._stand_ins = [self._stand_in(index) for index in range(len(self.parameters))]
-            for index, stand_in in enumerate(self._stand_ins):
+                self._placeholders = [self._stand_in(index) for index in range(len(self.parameters))]
+            for index, stand_in in enumerate(self._placeholders):
                 if isinstance(stand_in, ShardedGradient):
                     stand_in.of = self.plan.layout.segments[index].name
                 plain = self.holders[index] is self.parameters[index]  # a DTensor's gradient is in parts
-                if plain and self.show_local is not None and isinstance(stand_in, ShardedGradient):
-                    stand_in.local = partial(self.show_local, index)
-        return self._stand_ins
+                if plain and self.read_local is not None and isinstance(stand_in, ShardedGradient):
+                    stand_in.local = partial(self.read_local, index)
+        return self._placeholders
 
     def _stand_in(self, index: int) -> torch.Tensor:
         return sharded_gradient(self.parameters[index], self._in(self.whole, index))

@@ -41,7 +41,7 @@ def rank_param(group: Group, cut: slice = _ALL) -> torch.Tensor:
     """
     if group.plan.scaled:
         return _kept_master(group)[cut].to(group.dtype)
-    return loaded(group.row, cut) if group.row is not None else _lying(group)[cut]
+    return loaded(group.row, cut) if group.row is not None else _resting_param(group)[cut]
 
 
 def _kept_master(group: Group) -> torch.Tensor:
@@ -49,19 +49,19 @@ def _kept_master(group: Group) -> torch.Tensor:
     return in_place(group.master)
 
 
-def _lying(group: Group) -> torch.Tensor:
+def _resting_param(group: Group) -> torch.Tensor:
     if group.plan.trainable:
         return update_param(group)
     return group.shard if group.plan.param.divided else group.whole
 
 
-def _put_param(group: Group, cut: slice, values: torch.Tensor) -> None:
+def _write_param(group: Group, cut: slice, values: torch.Tensor) -> None:
     if group.plan.scaled:
         return
     if group.row is not None:
         store(group.row, cut, values)
     else:
-        _lying(group)[cut].copy_(values)
+        _resting_param(group)[cut].copy_(values)
 
 
 def rank_shard(group: Group) -> torch.Tensor:
@@ -108,15 +108,15 @@ def read_values(group: Group, cut: slice = _ALL, device: torch.device | None = N
 def write_values(group: Group, cut: slice, values: torch.Tensor) -> None:
     """Give elements of `rank_range` new values, master weights first."""
     if group.master is None:
-        _put_param(group, cut, values)
+        _write_param(group, cut, values)
         return
     if not is_split(group):
         store(group.master, cut, values)
-        _put_param(group, cut, values.to(group.master.dtype))
+        _write_param(group, cut, values.to(group.master.dtype))
         return
     upper, remainder = split(values.to(group.device).float())
     store(group.master, cut, remainder)
-    _put_param(group, cut, upper)
+    _write_param(group, cut, upper)
 
 
 def write_parameter(group: Group, index: int, value: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ def write_changed(group: Group, index: int, value: torch.Tensor, before: torch.T
     _write_compute(group, segment, flat)
 
 
-def follow(group: Group, index: int, value: torch.Tensor) -> None:
+def update_master_weights(group: Group, index: int, value: torch.Tensor) -> None:
     """Let master weights follow a whole parameter that was changed in place; unchanged elements keep precision."""
     own, of_value = rank_part(group, index)
     old, new = read_values(group, own, group.device), value.reshape(-1)[of_value]

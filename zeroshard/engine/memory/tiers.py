@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.engine.memory.disk_memory import open_disk_memory, open_together, rests_on_disk
+from zeroshard.engine.memory.disk_memory import open_disk_memory, open_on_all_ranks, rests_on_disk
 from zeroshard.engine.memory.host_memory import open_host_memory
 from zeroshard.errors import PlanError
 from zeroshard.plan.placement import StateKind, Tier
@@ -65,7 +65,7 @@ def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactor
     for tier, factory in given.items():
         found[tier] = factory(plan, device)
     if Tier.NVME not in found and rests_on_disk(plan):
-        found[Tier.NVME] = open_together(lambda: open_disk_memory(plan, control.rank), control, device)
+        found[Tier.NVME] = open_on_all_ranks(lambda: open_disk_memory(plan, control.rank), control, device)
     return found
 
 

@@ -72,7 +72,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     spot.handle.runtime.parameters.before_write()
     with torch.no_grad(), telling_all(spot.handle):
         write_parameter(spot.group, spot.index, whole)
-    spot.handle.runtime.parameters.written(())
+    spot.handle.runtime.parameters.mark_written(())
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -89,11 +89,11 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     with torch.no_grad(), telling_all(spot.handle):
         write_values(spot.group, spot.own, part)
     in_parts = not spot.group.plan.param.divided and spot.divided
-    runtime.parameters.written((spot.unit.index,) if in_parts else ())
+    runtime.parameters.mark_written((spot.unit.index,) if in_parts else ())
     if in_parts:
         runtime.parameters.gather(spot.unit.index)  # it rests whole: let the ranks see each other's parts
-        runtime.parameters.meet_peers()
-        runtime.parameters.settle()
+        runtime.parameters.issue_peer_barrier()
+        runtime.parameters.wait_for_gathers()
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -333,8 +333,8 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
     gradients = spot.handle.runtime.gradients
     if not spot.group.plan.trainable or not gradients.present:
         return None
-    fired = int(gradients.fired(spot.unit)[spot.number][spot.index])
-    if spot.agree(fired, "safe_get_full_grad or its kin") == 0:
+    received = int(gradients.received(spot.unit)[spot.number][spot.index])
+    if spot.agree(received, "safe_get_full_grad or its kin") == 0:
         return None
     part = torch.zeros(spot.own.stop - spot.own.start, dtype=spot.dtype, device=spot.handle.device)
     if spot.unit.gradients.reduced:
@@ -377,7 +377,7 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
     if spot.unit.gradients.reduced:
         update_grad(group)[spot.own].copy_(summed[spot.of_whole])
         gradients.squares.changed(group)
-    gradients.fired(spot.unit)[spot.number][spot.index] = True
+    gradients.received(spot.unit)[spot.number][spot.index] = True
     stepper.gradients_changed()
 
 

@@ -33,7 +33,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     runtime = handle.runtime
     if in_backward() or not runtime.gradients.present:
         raise UsageError("clip_grad_value_: there is no gradient; call it after the backward and before the step")
-    if runtime.reducing.keeps_local:
+    if runtime.reduce_policy.keeps_local:
         raise UsageError(
             "clip_grad_value_: this optimizer averages its momentum in compressed form, and each rank's gradients are "
             "its own; clip the loss instead, or use another optimizer"
@@ -51,7 +51,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
 def _clip(handle: Handle, group: Group, limit: float) -> None:
     if group.plan.grad_away:
         handle.runtime.streams.drain()
-        handle.runtime.streams.settle_host()
+        handle.runtime.streams.wait_on_host()
     gradient = update_grad(group)
     gradient.copy_(torch.where(gradient.isfinite(), gradient.clamp(-limit, limit), gradient))
     handle.runtime.gradients.squares.changed(group)

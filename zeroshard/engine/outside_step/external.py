@@ -23,7 +23,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
         handle, unit, _, _ = place
         owner = handle.runtime.model.get_submodule(unit.plan.name)
         if all(member is not module for member in owner.modules()):
-            handle.runtime.reads.expect(unit.index)
+            handle.runtime.reads.keep_gathered(unit.index)
     add_external(module, parameter)
 
 

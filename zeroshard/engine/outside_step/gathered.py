@@ -262,7 +262,7 @@ class GatheredParameters:
             with telling_all(handle):
                 write_changed(group, index, value, before)
         for handle in handles.values():
-            handle.runtime.parameters.written(())
+            handle.runtime.parameters.mark_written(())
         for parameter, unowned in self._unowned:
             value = holder_of(parameter).detach().contiguous()
             if unowned.ranks > 1:

@@ -84,7 +84,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> int:
     moved = handle.runtime.parking.reload()
     if Parkable.LP_PARAMS in parked:
         _show(handle, whole=True)
-    handle.runtime.gradients.moved()
+    handle.runtime.gradients.forget_addresses()
     stepper = find_stepper(model)
     if stepper is not None and parked:
         stepper.gradients_changed()

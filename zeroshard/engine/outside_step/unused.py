@@ -25,9 +25,9 @@ def refuse_unused(handle: Handle) -> None:
     names: list[str] = []
     flags: list[bool] = []
     for unit in runtime.units:
-        for group, fired in zip(unit.trainable, runtime.gradients.fired(unit), strict=True):
+        for group, received in zip(unit.trainable, runtime.gradients.received(unit), strict=True):
             names += [segment.name for segment in group.plan.layout.segments]
-            flags += fired
+            flags += received
     missing = torch.tensor([0 if flag else control.size - control.rank for flag in flags], device=handle.device)
     control.wait(control.all_reduce(missing, "(unused parameters)", op=dist.ReduceOp.MAX))
     found = [(name, control.size - behind) for name, behind in zip(names, missing.tolist(), strict=True) if behind]

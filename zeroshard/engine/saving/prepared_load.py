@@ -222,7 +222,7 @@ class PreparedLoad:
                     self._stepper.update.finish_load()
             self._handle.runtime.clear_gradients()
             self._handle.runtime.gradients.forget_errors()
-            self._handle.runtime.parameters.written(stepped=False)
+            self._handle.runtime.parameters.mark_written(stepped=False)
             self._refresh_whole()
             on_all_ranks(barrier, self._load_rest, self.reader.folder)
         except CheckpointError as error:
@@ -244,8 +244,8 @@ class PreparedLoad:
         for unit in self._handle.runtime.units:
             if any(g.plan.travels and g.plan.param.residency is Residency.RESIDENT for g in unit.groups):
                 parameters.gather(unit.index)
-        parameters.meet_peers()
-        parameters.settle(resting_only=True)
+        parameters.issue_peer_barrier()
+        parameters.wait_for_gathers(resting_only=True)
 
     def _load_rest(self) -> None:
         state = self.reader.state

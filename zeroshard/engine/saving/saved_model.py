@@ -99,7 +99,7 @@ def _parameter_pieces(handle: Handle, frozen: bool, copies: bool) -> Iterator[Pi
                 piece = Piece(_parameter_info(group, index), first, first + high - low, values)
                 yield from whole_pieces(handle, segment, piece)
             for index, segment in enumerate(layout.segments):
-                if not segment.numel and (handle.comm.mesh.rank == 0 or copies) and not group.elsewhere:
+                if not segment.numel and (handle.comm.mesh.rank == 0 or copies) and not group.on_earlier_stage:
                     yield Piece(_parameter_info(group, index), 0, 0, partial(_parameter_values, group, 0))
 
 
@@ -121,7 +121,7 @@ def _buffer_pieces(handle: Handle, differing: Container[str], copies: bool) -> I
     """Buffers of rank 0, and those of other ranks that are not the same (statistics of a batch norm)."""
     tied = handle.runtime.tied
     for name, buffer in persistent_buffers(handle.runtime.model).items():
-        if (handle.comm.mesh.rank == 0 or copies) and not (tied is not None and tied.elsewhere(name)):
+        if (handle.comm.mesh.rank == 0 or copies) and not (tied is not None and tied.on_earlier_stage(name)):
             yield _whole_piece(name, TensorKind.BUFFER, buffer)
         elif name in differing:
             yield _whole_piece(_rank_name(handle.comm.rank, name), TensorKind.RANK_BUFFER, buffer)

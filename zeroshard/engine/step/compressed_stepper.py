@@ -27,25 +27,25 @@ class CompressedStepper(HostStepper):
             raise PlanError(
                 "the plan clips by the gradients' norm, which a 1-bit optimizer never knows: set clip_norm 0"
             )
-        handle.runtime.reducing.keep_local_while(lambda: update.compressing)
+        handle.runtime.reduce_policy.keep_local_while(lambda: update.compressing)
 
     def step(self, optimizer: ShardedOptimizer) -> None:
         """See StepperBase."""
-        local = self.handle.runtime.reducing.keeps_local
+        local = self.handle.runtime.reduce_policy.keeps_local
         super().step(optimizer)
         if local and self._report.applied:
             self._report = StepReport(applied=True)
 
     def norm(self) -> float:
         """See StepperBase. Raises UsageError once gradients are not averaged any more."""
-        if self.handle.runtime.reducing.keeps_local:
+        if self.handle.runtime.reduce_policy.keeps_local:
             raise UsageError(
                 "the norm of the averaged gradients is not known: after the optimizer's warm-up they are never averaged"
             )
         return super().norm()
 
     def _mean_factor(self) -> float:
-        if not self.handle.runtime.reducing.keeps_local:
+        if not self.handle.runtime.reduce_policy.keeps_local:
             return super()._mean_factor()
         # The update takes the mean over ranks itself, and nothing was divided before a reduce.
         return 1.0 if self.handle.plan.policy.mean else float(self.handle.plan.dp)

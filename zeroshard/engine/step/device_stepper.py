@@ -173,20 +173,20 @@ class DeviceStepper(StepperBase):
 
     def _flags(self) -> torch.Tensor:
         runtime = self.handle.runtime
-        fired = tuple(flag for unit in runtime.units for group in runtime.gradients.fired(unit) for flag in group)
-        if all(fired):
+        received = tuple(flag for unit in runtime.units for group in runtime.gradients.received(unit) for flag in group)
+        if all(received):
             return self._all_fired
-        found = self._flags_seen.get(fired)
+        found = self._flags_seen.get(received)
         if found is None:
             if self.capturing:
                 raise UsageError(
                     "other parameters got gradients while the step was captured than in the steps before, so a replay "
                     "would not do what the function does; don't capture a step whose path depends on data"
                 )
-            host = torch.tensor(fired, dtype=torch.float64)
+            host = torch.tensor(received, dtype=torch.float64)
             found = host.pin_memory().to(self.handle.device, non_blocking=True) if self._on_gpu else host
             if len(self._flags_seen) < FLAGS_KEPT:
-                self._flags_seen[fired] = found
+                self._flags_seen[received] = found
         return found
 
     @property
@@ -258,7 +258,7 @@ class DeviceStepper(StepperBase):
             self._update_method.prepare(coefficient, active, groups)
             for index in dict.fromkeys(runtime.plan.order):
                 self._update_unit(index, self._regions[index])
-        runtime.parameters.all_updated()
+        runtime.parameters.mark_all_updated()
         runtime.parameters.invalidate()
 
     def _before_updates(self) -> None:
@@ -268,4 +268,4 @@ class DeviceStepper(StepperBase):
         """Update the regions of a unit, and tell when that has happened."""
         for number in numbers:
             self._update_method.apply(number)
-        self.handle.runtime.parameters.unit_written(index)
+        self.handle.runtime.parameters.mark_unit_written(index)

@@ -47,7 +47,7 @@ class HostStateStepper(HostStepper):
         runtime.parameters.before_write()
         if any(group.plan.param.away for unit in runtime.units for group in unit.groups):
             # Write after read: shards on the host belong to their copies to the device until those have been made.
-            runtime.streams.settle_host()
+            runtime.streams.wait_on_host()
         hyper = [dict(group_options(group)) for group in groups]  # schedules go on while the worker reads them
         self._piecewise.check(hyper)
         # Write after read: shards belong to their gathers until those have landed, for which compute has waited; and
@@ -105,7 +105,7 @@ class HostStateStepper(HostStepper):
         if landed is None or group.plan.grad_away:
             return None
         streams = self.handle.runtime.streams
-        streams.follow(
+        streams.enqueue(
             Stream.DOWNLOAD,
             lambda: landed.copy_(grad, non_blocking=True),
             (("grad", unit.index),),
@@ -121,7 +121,7 @@ class HostStateStepper(HostStepper):
         for group in unit.trainable:
             self._copy_up(unit, group)
         event = runtime.streams.record(Stream.UPLOAD, ("written", unit.index))
-        runtime.updates.reads_until(unit.index, event)
+        runtime.updates.set_read_event(unit.index, event)
         return event
 
     def _copy_up(self, unit: Unit, group: Group) -> None:
@@ -132,4 +132,4 @@ class HostStateStepper(HostStepper):
                 target.copy_(source, non_blocking=True)
 
         reads, writes = (("grad", unit.index),), written_buffers(unit.index)
-        self.handle.runtime.streams.follow(Stream.UPLOAD, copy, reads, writes)
+        self.handle.runtime.streams.enqueue(Stream.UPLOAD, copy, reads, writes)

@@ -86,7 +86,7 @@ class StepperBase(ABC):
     def check_open(self) -> None:
         """Raises UsageError when the model was closed, or where parameters of it were replaced since it was sharded."""
         self.handle.check_open()
-        silent = self.handle.runtime.gradients.silent()
+        silent = self.handle.runtime.gradients.missing_counts()
         if silent != self._silent:  # one that was replaced gets no gradient any more; looking at all takes a while
             self._silent = silent
             self.handle.check_members()
@@ -249,7 +249,7 @@ class StepperBase(ABC):
         """After the first forward: run the lists in the order in which it used the units, if all ranks saw the same."""
         runtime, control = self.handle.runtime, self.handle.comm.control
         seen = runtime.seen_order
-        runtime.foresee_reads()
+        runtime.adopt_outside_reads()
         if seen is None:
             return
         units = len(runtime.units)

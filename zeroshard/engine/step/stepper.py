@@ -67,7 +67,7 @@ class HostStepper(StepperBase):
                 comm.control,
                 self._norms,
                 digest=comm.log.digest(),
-                whole=handle.runtime.reducing.keeps_local,
+                whole=handle.runtime.reduce_policy.keeps_local,
                 stages=comm.stages,
             )
             if not handle.last.agree:
@@ -96,7 +96,7 @@ class HostStepper(StepperBase):
     def _refuse(self, norm: float) -> None:
         """The gradients are not finite: nothing is updated."""
         runtime = self.handle.runtime
-        comm, whole = self.handle.comm, runtime.reducing.keeps_local
+        comm, whole = self.handle.comm, runtime.reduce_policy.keeps_local
         name = first_nonfinite(runtime, comm.control, whole=whole, stages=comm.stages)
         before = None if self.scaler is None else float(self.scaler.scale)
         self._update_scale(overflow=True)

@@ -59,8 +59,8 @@ class StreamedStepper(DeviceStepper):
         for number in numbers:
             for place, piece in enumerate(self._streamed.pieces(number)):
                 self._pass(index, piece, ("host", number, place), last)
-        runtime.parameters.unit_written(index, last)
-        runtime.updates.reads_until(index, streams.record(Stream.UPDATE, ("read", index)))
+        runtime.parameters.mark_unit_written(index, last)
+        runtime.updates.set_read_event(index, streams.record(Stream.UPDATE, ("read", index)))
 
     def _pass(self, unit: int, piece: StatePiece, rest: Hashable, last: Stream) -> None:
         streams, number = self.handle.runtime.streams, piece.buffer
@@ -69,11 +69,11 @@ class StreamedStepper(DeviceStepper):
         if number in self._free:
             # Write after read: the buffer belongs to its last piece until that has gone down.
             streams.wait(Stream.UPLOAD, self._free[number])
-        streams.follow(Stream.UPLOAD, piece.upload, (*rests, *grads), buffer)
+        streams.enqueue(Stream.UPLOAD, piece.upload, (*rests, *grads), buffer)
         # Read after write: the buffer belongs to the upload until it has landed.
         streams.wait(Stream.UPDATE, streams.record(Stream.UPLOAD, ("up", number)))
-        streams.follow(Stream.UPDATE, piece.update, (*buffer, *grads), (*buffer, *written[Stream.UPDATE]))
+        streams.enqueue(Stream.UPDATE, piece.update, (*buffer, *grads), (*buffer, *written[Stream.UPDATE]))
         # Read after write: the buffer belongs to the update until it has run.
         streams.wait(Stream.DOWNLOAD, streams.record(Stream.UPDATE, ("updated", number)))
-        streams.follow(Stream.DOWNLOAD, piece.download, buffer, (*rests, *written[Stream.DOWNLOAD]))
+        streams.enqueue(Stream.DOWNLOAD, piece.download, buffer, (*rests, *written[Stream.DOWNLOAD]))
         self._free[number] = streams.record(Stream.DOWNLOAD, ("down", number))

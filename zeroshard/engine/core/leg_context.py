@@ -18,28 +18,28 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.plan.legs import Buffer, Legs
 
 
-class Turn(NamedTuple):
+class BackwardArgs(NamedTuple):
     """What differs from one backward to the next.
 
     Attributes:
-        fired: per parameter, whether it has got a gradient on this rank; collecting sets it.
+        received: per parameter, whether it has got a gradient on this rank; collecting sets it.
         factor: what gradients are multiplied by when they are collected.
         fresh: no local gradients wait, so that collecting writes over what the buffer holds.
         add: reduced gradients rest already, to which this backward's are added.
     """
 
-    fired: list[bool]
+    received: list[bool]
     factor: float
     fresh: bool
     add: bool
 
 
-Action = Callable[[Turn], object]
+Action = Callable[[BackwardArgs], object]
 Tensors = Callable[[Buffer], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class LegContext:
     """Where a list of legs works."""
 
     unit: Unit

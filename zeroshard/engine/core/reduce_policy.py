@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Reduces(NamedTuple):
+class Decision(NamedTuple):
     """Whether whole and sharded gradients are reduced when they are complete."""
 
     whole: bool
     sharded: bool
 
 
-class Reducing:
+class ReducePolicy:
     """The rules of the next backward.
 
     Attributes:
@@ -37,12 +37,12 @@ class Reducing:
         """A backward begins; it `collects` gradients unless it gives its results to its caller. May refuse it."""
         self.factor = self._rule() if collects else 1.0
 
-    def reduces(self, accumulate: bool) -> Reduces:
+    def decide(self, accumulate: bool) -> Decision:
         """Of a plan that accumulates gradients of several micro-batches, or not."""
         whole = self._boundary if self._boundary is not None else not accumulate
         local = self._boundary is False and not accumulate  # it has no accumulators
         reduce = not (self._no_sync or self.keeps_local or local)
-        return Reduces(whole and reduce, reduce)
+        return Decision(whole and reduce, reduce)
 
     @property
     def keeps_local(self) -> bool:
@@ -50,7 +50,7 @@ class Reducing:
         return self._keeps_local()
 
     @property
-    def only_accumulates(self) -> bool:
+    def in_no_sync(self) -> bool:
         """Whether `no_sync` is open."""
         return self._no_sync
 
