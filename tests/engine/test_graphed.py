@@ -71,7 +71,7 @@ def _rests(rank: int, world: int) -> None:
     zeroshard.reload_states(model)
     assert runtime.resting().memory != rested.memory, "state lies elsewhere"
     model(torch.ones(2, 8)).square().mean().backward()
-    with pytest.raises(UsageError, match=r"amid a step.*optimizer\.step"):
+    with pytest.raises(UsageError, match=r"within a step.*optimizer\.step"):
         runtime.resting()
     optimizer.zero_grad()
     runtime.abandon()

@@ -1,7 +1,7 @@
-"""What autograd is doing just now: whether a graph runs, which one, and what it gives a gradient to.
+"""Questions about the current state of autograd: is a graph running, which one, and which tensors get gradients?
 
-Read from autograd itself. Rejected: keeping count in hooks of the engine. A recomputation, `torch.autograd.grad` and a
-backward that starts in the middle of the model come at places where no hook of the engine is.
+The answers come from autograd itself. Rejected: counting in hooks of the engine. A recomputation, `torch.autograd.grad`
+and a backward that starts in the middle of the model run at places where the engine has no hooks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch._C._functorch import maybe_current_level
 
 
 def graph_task() -> int:
-    """The number of the autograd graph that this thread is running just now, -1 outside of one."""
+    """The number of the autograd graph that this thread is running; -1 if it runs none."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether this thread is running an autograd graph just now (a recomputation runs modules inside of one)."""
+    """Whether this thread is running an autograd graph (a recomputation runs modules inside of one)."""
     return graph_task() != -1
 
 
@@ -29,10 +29,11 @@ def transforming() -> bool:
 
 
 class NodeOrder:
-    """Whether the nodes of a graph run in the reverse order of their creation: each thread numbers those it makes.
+    """Tells whether the nodes of a graph run in the reverse order of their creation.
 
-    Backwards run on a thread of their own where the device is a GPU. What a backward with create_graph makes there has
-    no order with what forwards made, so that nothing can be told from which node is due.
+    Each thread numbers the nodes that it creates. On a GPU backwards run on a thread of their own. Nodes that a
+    backward with create_graph creates there can't be ordered against nodes of the forward, so their numbers say
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -40,28 +41,28 @@ class NodeOrder:
         self._after_backward: tuple[int, int] | None = None
 
     def forward_begins(self) -> None:
-        """This thread makes the nodes of the forward."""
+        """Remember that this thread creates the nodes of the forward."""
         self._forward_thread = get_ident()
 
-    def kept(self) -> bool:
-        """When a backward begins, on its thread: whether all nodes since the last one come from the forward's."""
+    def holds(self) -> bool:
+        """At the begin of a backward: whether the forward's thread created all nodes since the last backward."""
         here, made = get_ident(), torch.autograd._get_sequence_nr()
         if here == self._forward_thread:
             return True
         return not torch.is_grad_enabled() and (made == 0 or self._after_backward == (here, made))
 
     def backward_ends(self) -> None:
-        """What this thread has made by now was made by the backward for itself, in recomputations."""
+        """At the end of a backward: the nodes that its thread created so far belong to recomputations."""
         self._after_backward = get_ident(), torch.autograd._get_sequence_nr()
 
 
 def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward that is running gives any of the parameters a gradient: torch.autograd.grad does not.
+    """Whether the running backward accumulates gradients into any of the parameters.
 
-    It hands what was asked for to its caller, so there is nothing to reduce. All ranks make the same calls. A backward
-    that was not told what to compute gives them theirs, and is not asked more: nodes that a reentrant checkpoint makes
-    are in a graph of their own, so where all that is trained lies in checkpoints this graph has none of them.
-    A transform of torch.func (grad, vjp) runs a graph in which parameters are constants, and hands over its results.
+    `torch.autograd.grad` does not: it returns gradients to its caller, so there is nothing to reduce. All ranks make
+    the same calls. A backward without `inputs` always accumulates. It can't be asked for single parameters: if all
+    trained parameters lie in reentrant checkpoints, their nodes are in other graphs. In a transform of torch.func
+    (grad, vjp) parameters are constants, and the results are returned.
     """
     if maybe_current_level() is not None:
         return False
@@ -72,16 +73,16 @@ def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
             try:
                 if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
                     return True
-            except RuntimeError:  # torch's answer for a leaf that autograd.grad was asked for
+            except RuntimeError:  # torch raises this for a leaf that is an input of autograd.grad
                 return False
     return False
 
 
 def tensor_to_hook(tensor: torch.Tensor, since: int) -> torch.Tensor:
-    """The tensor to hook for the gradient of `tensor`: of a view its base, if that was made at number `since` or later.
+    """The tensor whose hook sees the gradient of `tensor`: for a view its base, if that was made at `since` or later.
 
-    What changes a view in place (`out[..., :2] += x`) makes it a view of the changed base, and autograd never comes
-    to the node that it had before; to the base's it does.
+    An in-place change of a view (`out[..., :2] += x`) makes it a view of the changed base. Autograd then never runs the
+    node that the view had before, but it does run the node of the base.
     """
     base = tensor._base
     made_since = base is not None and base.grad_fn is not None and node_number(base) >= since
@@ -89,5 +90,5 @@ def tensor_to_hook(tensor: torch.Tensor, since: int) -> torch.Tensor:
 
 
 def node_number(tensor: torch.Tensor) -> int:
-    """When the tensor was made, by autograd's count of nodes; nobody made a leaf."""
+    """The number of the node that created the tensor; -1 for a leaf."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -1,10 +1,10 @@
-"""Backwards: gradients of units' outputs move the backward list, and units whose gradients are complete are reduced.
+"""Runs the backward list of a plan: hooks on the outputs of units advance it, and complete units are reduced.
 
     loss.backward    gradient of an output is ready -> list up to USE unit     end of the graph -> the rest of the list
                      REDUCE unit: it is pending until its gradients have come (see passes), then collected and released
 
-A graph is the backward of a pass, or an inner one that a forward runs in its middle (inner_backward), which moves
-nothing. What is known of the one that runs stands in `_Run`; it is there as long as the graph runs.
+An autograd graph is either the backward of a pass, or an inner backward that a forward runs (inner_backward), which
+does not advance the list. `_Run` holds the state of the pass's backward while it runs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from zeroshard.engine.memory.unit import Unit
 
 @dataclass
 class _Run:
-    """The backward of a pass that is running.
+    """State of the running backward of a pass.
 
     Attributes:
-        task: its graph.
-        collects: it leaves gradients on parameters (`backward`), in place of giving them to its caller (`grad`).
-        ending: what autograd calls at its end; gone where the graph failed.
-        pending: units that the list has reached and whose gradients are awaited, in the order of the list.
-        end: the number at which the call ended whose output's gradient came last; -1 at the end of the graph.
+        task: the number of its autograd graph.
+        collects: whether it leaves gradients on parameters (`backward`) or returns them to its caller (`grad`).
+        ending: gives the callback at the end of the graph; None if the graph failed.
+        pending: units that the list has reached and whose gradients are incomplete, in the order of the list.
+        end: the end number of the call whose output got its gradient last; -1 at the end of the graph.
     """
 
     task: int
@@ -58,10 +58,10 @@ class _Run:
 
 
 class Backward:
-    """Where a backward is, and what its hooks do.
+    """Follows a backward through the units, and owns the hooks that it runs.
 
     Args:
-        on_begin: what else happens before the backward of a pass.
+        on_begin: called before the backward of a pass.
         forward_running: whether a forward is running.
     """
 
@@ -85,10 +85,8 @@ class Backward:
         self._inner = InnerBackward(units, parameters)
         self.order = NodeOrder()
         self._run: _Run | None = None
-        self._collects = True  # the last one that ran, or the one that runs
-        self._call_began_at: dict[
-            int, int
-        ] = {}  # by unit, where autograd's count of nodes was when its last call began
+        self._collects = True  # of the running backward, or of the last one
+        self._call_began_at: dict[int, int] = {}  # by unit, autograd's node number when its last call began
 
     def adopt(self, cursor: Cursor, *, accumulate: bool) -> None:
         """Walk another list from the next backward on."""
@@ -100,7 +98,7 @@ class Backward:
         return self._run is not None
 
     def recover(self) -> bool:
-        """Forget a backward that an exception ended; whether there was one."""
+        """Forget a backward that ended in an exception; returns whether there was one."""
         failed, self._run = self._run is not None, None
         self._list.rewind()
         self._inner.forget()
@@ -113,10 +111,10 @@ class Backward:
         self._call_began_at[index] = torch.autograd._get_sequence_nr()
 
     def watch(self, index: int, output: object, graph: ForwardPass | None, end: int) -> None:
-        """Move the list when the gradient of any of the output's tensors is ready.
+        """Advance the list when the gradient of any tensor of the output is ready.
 
-        What a unit hands on as it came (a block that is dropped inside of its own forward) is left out: that gradient
-        is ready when its maker is due, and gathering this unit then would take the maker's slot.
+        Tensors that a unit returns unchanged (a block that skips itself) are left out: their gradient is ready when
+        another unit runs, and gathering this unit at that time would take the other one's slot.
         """
         seen_task = -1
         begun = -1 if index == self._root else self._call_began_at[index]
@@ -129,7 +127,7 @@ class Backward:
             seen_task = task
             if torch.is_grad_enabled():  # create_graph
                 self._watch_gradient(index, gradient)
-            # `graph` in this closure is what keeps the pass alive exactly as long as the autograd graph.
+            # This closure holds `graph`, which keeps the pass alive exactly as long as the autograd graph.
             self._pre_backward(index, end, graph)
 
         for tensor in tensors_in(output):
@@ -138,7 +136,7 @@ class Backward:
                 hooked.register_hook(partial(ready, weakref.ref(hooked)))
 
     def _watch_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """A backward that builds a graph comes to a unit: the backward of that graph may come to no other output."""
+        """Watch the gradient of an output under create_graph: a backward of that graph may reach no other output."""
         if index != self._root and self._units[index].plan.sharded:
             refuse_sharded(self._units[index])
 
@@ -162,13 +160,13 @@ class Backward:
             self._parameters.use(index)
 
     def _in_pass_backward(self) -> bool:
-        """Whether the graph that is running is known to be the backward of a pass."""
+        """Whether the running graph is known to be the backward of a pass."""
         return self._run is not None and graph_task() == self._run.task
 
     def _enter_pass_backward(self) -> _Run | None:
-        """Begin the backward of a pass; None for an inner one.
+        """Begin or continue the backward of a pass; None for an inner backward.
 
-        The part of a pass's backward that a reentrant checkpoint runs in a graph of its own is that backward.
+        A reentrant checkpoint runs a part of the pass's backward in a graph of its own, which counts as that backward.
         """
         if self._inner.running:
             return None
@@ -192,7 +190,7 @@ class Backward:
         self._run = run = _Run(graph_task(), collects, weakref.ref(end))
         self._streams.follow_caller()
         self._tracker.end_pass()
-        if not self.order.kept():
+        if not self.order.holds():
             self._tracker.lose_order()
         self._list.rewind()
         self._gradients.notice_dropped()
@@ -203,10 +201,10 @@ class Backward:
         return run
 
     def collect(self, gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Take over gradients that a backward by inputs gave its caller; outside of a graph, on all ranks alike.
+        """Take over gradients that `torch.autograd.grad` returned. Called by all ranks, while no graph runs.
 
         Args:
-            gradients: parameters of units that are not sharded, and what is to be added to their gradients.
+            gradients: parameters of units that are not sharded, and the gradients to add for them.
         """
         self._gradients.discard_leftovers()
         for parameter, gradient in gradients:
@@ -219,17 +217,17 @@ class Backward:
         self._gradients.set_placeholders()
 
     def await_gradients(self, index: int) -> None:
-        """The list has come to the reduce of a unit."""
+        """Make a unit pending: the list has reached its reduce."""
         assert self._run is not None
         self._run.pending.append(index)
         self._parameters.await_gradients(index)
         self._finish_complete(self._run)
 
     def may_release(self, index: int) -> bool:
-        """Whether a unit that the list releases keeps its values no longer.
+        """Whether a unit that the list releases may give up its values.
 
-        It does until its gradients are collected; and the root until a backward that collects, for that may be one
-        through the graph of this one.
+        A unit keeps them until its gradients are collected. The root keeps them until a backward that collects
+        gradients, since such a backward may go through the graph of this one.
         """
         pending = self._run is not None and index in self._run.pending
         return not pending and (index != self._root or self._collects)

@@ -1,18 +1,17 @@
-"""Notices, in the first passes and steps and in some later ones, what was written past parameters' version counters.
+"""Finds writes to parameters that their version counters do not show, by comparing values in some passes and steps.
 
-    gathered       use        fingerprints of the unit's parameters
-                   release    the same again: where they differ the change would be lost, and is refused
-    resting whole  step       parameters that are not their master weights, rounded: master weights follow
+    gathered       at use        take fingerprints of the unit's parameters
+                   at release    take them again; if they differ the change would be lost, so it is refused
+    resting whole  at a step     compare parameters with their rounded master weights; if they differ, update these
 
-`with torch.no_grad(): self.weight.clamp_()` counts up the parameter's version, which every step looks at (see
-inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a kernel of one's own. So
-the first passes record at the values, with gradients and without, and in the recomputation of their backward. Code that
-does so in every pass is found there, code that begins later in the 100th, 1000th or 10000th; other passes issue no
-kernel for it, unless `always` asks for it (`enable_sanity_checks` in a config). Parameters that rest whole without
-master weights need no look: the step updates the values that it finds. On a GPU the host reads what was found two
-passes later (see delayed_reads), or when everything is drained, so that no step waits for the device.
-Rejected: a class of its own for parameters in use, whose `data` is watched. torch.compile treats every operation on
-such a parameter as one that is overridden.
+`with torch.no_grad(): self.weight.clamp_()` increments the parameter's version, which every step checks (see
+inspection). `self.weight.data.clamp_()` does not, nor does a write through a NumPy array or a custom kernel. So the
+first passes compare values, with gradients and without, and in the recomputation of their backward. They find code that
+writes in every pass; the 100th, 1000th and 10000th pass find code that begins to write later. All other passes launch
+no kernel for this check, unless `always` is set (`enable_sanity_checks` in a config). Parameters that rest whole
+without master weights are not checked: the step updates the values that it finds. On a GPU the host reads the result
+two passes later (see delayed_reads), or at a drain, so that no step waits for the device. Rejected: a class of its own
+for parameters in use, which watches `data`. torch.compile treats every operation on such a parameter as overridden.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from zeroshard.errors import ZeroShardWarning
 from zeroshard.sharding.fingerprint import Fingerprints
 
 FIRST_NUMBERS = 3
-"""Passes of each kind, and steps, that are looked at."""
+"""How many passes of each kind, and how many steps, are checked at the start."""
 LATER_NUMBERS = frozenset({100, 1000, 10_000, 100_000, 1_000_000})
-"""Numbers of passes and steps that are looked at once more, for what has begun meanwhile."""
+"""Numbers of later passes and steps that are checked, to find code that began to write after the first ones."""
 
 
 def _looked_at(number: int, first: int = FIRST_NUMBERS) -> bool:
@@ -43,12 +42,12 @@ def _looked_at(number: int, first: int = FIRST_NUMBERS) -> bool:
 
 
 class ForwardChanges:
-    """Compares what is gathered with what is released.
+    """Compares the values of gathered parameters at their use and at their release.
 
     Attributes:
-        active: whether units that come into use are looked at.
-        always: whether they are in every pass.
-        expected: fingerprints of the units in use that were looked at, by unit and whether it is held.
+        active: whether units that come into use in this pass are checked.
+        always: whether every pass is checked.
+        expected: fingerprints of the checked units in use, by unit and whether it is held (see Group).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +59,7 @@ class ForwardChanges:
         self._reads: DelayedReads[Unit] = DelayedReads()
 
     def begin_pass(self) -> None:
-        """A forward of the model begins. Raises UsageError for what an earlier pass was found to have written."""
+        """A forward of the model begins. Raises UsageError if an earlier pass was found to have written."""
         self.active = False
         if self._on_gpu:
             if torch.cuda.is_current_stream_capturing():
@@ -72,13 +71,13 @@ class ForwardChanges:
         self.active = self.always or _looked_at(self._passes[kind])
 
     def record(self, unit: Unit, *, held: bool) -> None:
-        """The unit's parameters have just got their values."""
-        if transforming():  # vmap would take the operations of a fingerprint for its own
+        """Take the fingerprints of a unit whose parameters have just got their values."""
+        if transforming():  # vmap would transform the operations of a fingerprint, too
             return
         self.expected[unit.index, held] = self._fingerprints_of(unit, held)
 
     def compare(self, unit: Unit, *, held: bool) -> None:
-        """The unit is about to be released. Raises UsageError where its parameters have been written on."""
+        """The unit is about to be released. Raises UsageError if its parameters have been written."""
         before = self.expected.pop((unit.index, held), None)
         if before is None:
             return
@@ -91,12 +90,12 @@ class ForwardChanges:
             _refuse(unit, different)
 
     def report(self, *, all_of_them: bool = True) -> None:
-        """Raise UsageError for what was found so far; with `all_of_them` the host waits for the device."""
+        """Raise UsageError for a write that was found so far; with `all_of_them` the host waits for the device."""
         for unit, different in self._reads.ready(all_of_them=all_of_them):
             _refuse(unit, different)
 
     def forget(self) -> None:
-        """What was looked at is not compared: it was released unseen, or the shards were written."""
+        """Discard the fingerprints: the units were released without a comparison, or the shards were written."""
         if self.expected:
             self.expected.clear()
             self._fingerprints.give_memory_back()
@@ -112,8 +111,10 @@ def _refuse(unit: Unit, different: torch.Tensor) -> None:
 
 
 class WholeChanges:
-    """Lets master weights follow what was written on parameters that rest whole, in the first steps; in all of them
-    once there was something, or where `always` says so."""
+    """Updates master weights from parameters that rest whole and were written, in the steps that are checked.
+
+    All steps are checked once a write was found, or if `always` is set.
+    """
 
     def __init__(self, units: Iterable[Unit], device: torch.device) -> None:
         self._groups = [group for unit in units for group in unit.trainable if _can_differ(group)]
@@ -123,7 +124,7 @@ class WholeChanges:
         self._reads: DelayedReads[None] = DelayedReads()
 
     def due(self) -> bool:
-        """Whether the step that begins is looked at."""
+        """Whether the step that begins is checked."""
         if not self._groups or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return False
         self._reads.next_pass()
@@ -131,26 +132,27 @@ class WholeChanges:
             if bool(differs):
                 self._note_change()
         self._steps += 1
-        # What begins in one of the first steps is known some steps later, and must be followed meanwhile.
+        # A write in one of the first steps is known only some steps later; until then every step has to apply it.
         return self._found or self.always or _looked_at(self._steps, FIRST_NUMBERS + (DELAY if self._on_gpu else 0))
 
     def _note_change(self) -> None:
         if not (self._found or self.always) and self._steps > FIRST_NUMBERS + DELAY:
             warnings.warn(
-                f"step {self._steps} found parameters that were written on past their version counters "
-                "(parameter.data.clamp_(...), say). Steps follow it from here on; where it began after step "
-                f"{FIRST_NUMBERS}, the steps in between have undone it. Write under torch.no_grad() instead",
+                f"step {self._steps} found parameters that were written without a change of their version counters "
+                "(for example by parameter.data.clamp_(...)). From this step on such changes are kept; changes that "
+                f"began after step {FIRST_NUMBERS} were undone by the steps in between. Write under torch.no_grad() "
+                "instead",
                 ZeroShardWarning,
                 stacklevel=2,
             )
         self._found = True
 
     def update_master_weights(self) -> None:
-        """A step begins, and nothing is in flight."""
+        """Update master weights from changed parameters; at the begin of a step, while nothing is in flight."""
         for group in self._groups:
             differs = _differs(group)
             if differs.is_cuda and not group.plan.updated_away:
-                self._reads.start(None, differs)  # to follow costs less than to wait for the answer
+                self._reads.start(None, differs)  # updating costs less than waiting for the comparison
             elif bool(on_host(differs)):
                 self._note_change()
             else:

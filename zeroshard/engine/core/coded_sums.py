@@ -1,10 +1,10 @@
-"""The legs of sums in codes (qgZ): encode, all-to-all, sum, all of them on the reduce stream.
+"""Reduces gradients as quantized codes (qgZ): encode, all-to-all and sum, all on the reduce stream.
 
     exchange    [ codes for each rank | codes from each rank | float32 sum between two hops ]
 
-Groups pass through the same memory one after the other, since the legs of a stream run in their order; what the last
-codes of a group left out is its own (`Group.errors`). Rejected: memory per reduce slot, which is there twice while only
-one all-to-all runs.
+All groups use the same exchange memory, one after the other, since the legs of a stream run in order. The rounding
+errors of each group's last codes are kept per group (`Group.errors`). Rejected: exchange memory per reduce slot; there
+are two slots, but only one all-to-all runs at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zeroshard.plan.legs import Buffer, Leg
 
 
 class CodedSums:
-    """Makes the actions of these legs.
+    """Makes the actions of the legs that quantize, exchange and sum.
 
     Args:
         reduces: the reduce communicators, by mesh axes.
-        log: what this rank issues, in the order of the lists.
-        memory: what codes pass through, uint8; None where the plan has no such sums.
+        log: records what this rank issues, in the order of the lists.
+        memory: the exchange memory, uint8; None if the plan has no quantized reduces.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CodedSums:
         self._streams, self._reduces, self._log, self._memory = streams, reduces, log, memory
 
     def tensor(self, group: Group, buffer: Buffer, hop: int = 0) -> torch.Tensor:
-        """A part of the memory, as a leg of this hop reads or writes it."""
+        """The part of the exchange memory that a leg of this hop reads or writes."""
         assert self._memory is not None
         sizes = group.plan.hop_sizes
         most, middle = exchange_nbytes(sizes)
@@ -77,7 +77,7 @@ class CodedSums:
         return run
 
     def exchange(self, leg: Leg, context: LegContext) -> Action:
-        """Each record goes to the rank that it is for."""
+        """Send each record to its rank (all-to-all)."""
         collectives, label, nbytes = self._reduces[leg.axes], context.unit.label, leg.nbytes
         size, buffers = context.group.plan.hop_sizes[leg.hop], context.names(leg.source, leg.target)
         out, codes = (self.tensor(context.group, buffer, leg.hop) for buffer in (leg.target, leg.source))
@@ -92,7 +92,7 @@ class CodedSums:
         return send
 
     def sum(self, leg: Leg, context: LegContext) -> Action:
-        """Sum what the records stand for, in the order of ranks."""
+        """Sum the decoded records, in the order of ranks."""
         group, hop, ranks = context.group, context.group.plan.hops[leg.hop], context.group.plan.hop_sizes[leg.hop].ranks
         records = self.tensor(group, Buffer.ARRIVED, leg.hop)
         buffers = context.names(leg.source), context.names(leg.target, Buffer.GRAD)

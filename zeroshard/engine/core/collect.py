@@ -1,4 +1,4 @@
-"""Takes gradients off the parameters, where autograd left them, into the engine's buffers."""
+"""Moves gradients from `parameter.grad`, where autograd left them, into the engine's flat buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.plan.legs import local_dtype
 
 @dataclass(frozen=True)
 class _Cuts:
-    """A gradient buffer as one view per parameter, and what lies between them."""
+    """A gradient buffer cut into one view per parameter, and the gaps between parameters."""
 
     views: list[torch.Tensor]
     gaps: list[torch.Tensor]
@@ -32,7 +32,7 @@ class Collector:
         self._cuts: dict[tuple[int, int], _Cuts] = {}
 
     def forget_addresses(self) -> None:
-        """Buffers have other addresses than before."""
+        """Forget the views: the buffers have moved to other addresses."""
         self._cuts.clear()
 
     def views(self, group: Group, target: torch.Tensor) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ class Collector:
         return self._cuts_of(group, target).views
 
     def local(self, group: Group) -> torch.Tensor:
-        """Where whole local gradients are kept: the resting gradient, or a buffer taken when no_sync first needs it."""
+        """The buffer of whole local gradients: the resting gradient, or one that is allocated at the first no_sync."""
         plan = group.plan
         assert plan.grad is not None
         if not plan.grad.divided:
@@ -52,7 +52,7 @@ class Collector:
         return group.local
 
     def collect(self, group: Group, received: list[bool], target: torch.Tensor, *, fresh: bool, factor: float) -> None:
-        """Move the gradients of a group, times `factor`, into `target`: over what is there when fresh, else added."""
+        """Move the gradients of a group, times `factor`, into `target`: if `fresh` they overwrite it, else they add."""
         cuts = self._cuts_of(group, target)
         views, grads, empty = [], [], []
         members = zip(cuts.views, group.parameters, group.gradients(), strict=True)
@@ -67,7 +67,7 @@ class Collector:
         if fresh:
             empty += cuts.gaps
             if empty:
-                torch._foreach_zero_(empty)  # a slot is dirty: what got no gradient must not keep another unit's
+                torch._foreach_zero_(empty)  # the slot still holds another unit's gradients
             if grads:
                 torch._foreach_copy_(views, grads)
                 if factor != 1.0:
@@ -88,7 +88,7 @@ class Collector:
         return taken
 
     def _cuts_of(self, group: Group, target: torch.Tensor) -> _Cuts:
-        """The views of a group's gradient buffer; made once, for the buffers stay where they are."""
+        """The views of a group's gradient buffer; made once, since the buffers do not move."""
         key = (id(group), target.data_ptr())
         found = self._cuts.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""A cursor in a program: runs the flat list forward to the use of the unit that is asked for."""
+"""A position in a program (a flat list of operations), which runs the list forward to the next use of a unit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cursor:
         self._next = 0
 
     def run_to_use(self, unit: int) -> bool:
-        """Run up to and with the next USE of `unit`; False, and nothing run, when the list has none ahead."""
+        """Run all operations up to and including the next USE of `unit`. False, and nothing runs, if there is none."""
         ahead = [index for index in self._uses.get(unit, ()) if index >= self._next]
         if not ahead:
             return False
@@ -41,9 +41,9 @@ class Cursor:
         return True
 
     def run_release(self, unit: int) -> bool:
-        """Run the RELEASE of `unit` if it comes next; False when the list has something else there.
+        """Run the RELEASE of `unit` if it is the next operation; returns False if the next operation is another one.
 
-        True, and nothing run, when `unit` is used again next: it stays whole in between.
+        If the next operation is another USE of `unit`, it stays whole until then: True, and nothing runs.
         """
         if self._next < len(self._ops) and self._ops[self._next] == Op(OpKind.RELEASE, unit):
             self._run_until(self._next + 1)
@@ -56,5 +56,5 @@ class Cursor:
     def _run_until(self, stop: int) -> None:
         while self._next < stop:
             op = self._ops[self._next]
-            self._next += 1  # before the operation: it may raise, and must not run twice
+            self._next += 1  # before the operation, which may raise and must not run twice
             self._execute(op)

@@ -5,7 +5,7 @@
     pass n+2    read: the device has finished pass n, or is about to
 
 When a value is read depends only on the number of the pass, so all ranks that start the same reads finish them in the
-same pass. On a CPU callers use the values at once. Rejected: reading whatever has arrived, because an error would then be
+same pass. On a CPU callers use the values at once. Rejected: reading whatever has arrived, since an error would then be
 raised in a different pass on each rank.
 """
 

@@ -1,10 +1,10 @@
-"""Forwards: the hooks of a model's modules move the forward list, and each unit is gathered, used and released.
+"""Runs the forward list of a plan: module hooks advance it, so that each unit is gathered, used and released.
 
     model.forward    enter -> begin a pass       pre_forward(unit) -> list up to USE unit
                      leave -> end it             post_forward(unit) -> RELEASE unit, and its output is watched
 
-A forward may begin at the model, at a module that holds all of it, at a part of the root, or at a unit by itself. In a
-recomputation, which runs within a backward, units are used out of turn, and no list moves.
+A forward may begin at the model, at a module that holds all of it, at a part of the root, or at a single unit. In a
+recomputation, which runs within a backward, units are used out of order, and the list does not advance.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zeroshard.engine.memory.unit import Unit
 
 
 class Forward:
-    """Where a forward is, and what its hooks do.
+    """Follows a forward through the units, and owns the module hooks.
 
     Args:
         on_begin, on_end: called when a pass begins and when it ends.
         on_recover: drops what was left by a backward that ended in an exception.
 
     Attributes:
-        inside: the module at which the running forward came in; None between forwards.
-        seen_order: units in the order of the first forward under grad; None once it is of no interest.
+        inside: the module at which the running forward began; None between forwards.
+        seen_order: units in the order of the first forward under grad; None once it is no longer recorded.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Forward:
 
     @property
     def started(self) -> bool:
-        """Whether the list has been begun and not ended."""
+        """Whether the list has begun and not ended."""
         return self._list.started
 
     def recover(self) -> None:
-        """A forward or backward was ended by an exception: the next one starts anew."""
+        """Start anew after a forward or backward that ended in an exception."""
         self._list.rewind()
         if self.seen_order and not self._saw_whole_model:
             self.seen_order.clear()
@@ -78,7 +78,7 @@ class Forward:
     def pre_forward(self, index: int) -> None:
         """A unit's module is about to run: make its parameters whole."""
         self._backward.note_call(index)
-        if in_backward():  # recomputation: its post-hook may never come, so nothing is paired with it
+        if in_backward():  # a recomputation: its post-hook may never run, so no call is recorded
             self._parameters.use(index)
             return
         if index == self._root:
@@ -88,7 +88,7 @@ class Forward:
             self._streams.follow_caller()
             if self._backward.running:
                 self._on_recover()
-            self._tracker.begin_pass()  # a submodule called by itself: a pass of its own
+            self._tracker.begin_pass()  # a unit that is called directly: a pass of its own
         self._tracker.start_call(index)
         in_pass = self._tracker.current is not None and index != self._root and self._part is None
         if self.seen_order is not None and in_pass and not self._saw_whole_model:
@@ -117,18 +117,18 @@ class Forward:
         if index == self._root:
             self._end_pass()
         elif index in self._reads.kept:
-            if self.inside is None and not torch.is_grad_enabled():  # called by itself: no pass ends behind it
+            if self.inside is None and not torch.is_grad_enabled():  # called directly: no pass ends after it
                 self._parameters.release(index)
         elif not self._list.run_release(index):
             self._parameters.release(index)
 
     def enter(self, entry: int) -> None:
-        """A module that holds the whole root unit is about to run; the first one to come is this pass's model."""
+        """A module that holds the whole root unit is about to run; the first such module begins the pass."""
         if in_backward():
             self._parameters.use(self._root)
         elif self.inside is None:
             self._begin_at(entry)
-        elif self.inside == entry:  # a hook of a module inside calls the model, say
+        elif self.inside == entry:  # for example, a hook of a module inside calls the model
             self._nested += 1
 
     def leave(self, entry: int, output: object, *, failed: bool) -> None:
@@ -142,7 +142,7 @@ class Forward:
             self.post_forward(self._root, output)
 
     def enter_part(self, part: int) -> None:
-        """A module that reads parameters of the root unit is about to run; outside of a pass it is one by itself."""
+        """A module that reads parameters of the root unit is about to run; outside of a pass it begins one."""
         if in_backward():
             return
         if self.inside is None:
@@ -163,7 +163,7 @@ class Forward:
         self.pre_forward(self._root)
 
     def _ends_nested(self, module: int) -> bool:
-        """Whether a forward within the running one of the same module has ended, and so the pass has not."""
+        """Whether only a nested forward of the same module has ended, so that the pass goes on."""
         if in_backward() or self.inside != module or not self._nested:
             return False
         self._nested -= 1
@@ -171,11 +171,11 @@ class Forward:
 
     def _end_pass(self) -> None:
         if self._part is None:
-            self._list.run_to_end()  # of a part: the rest of the model is not gathered for its sake
+            self._list.run_to_end()  # a pass of a part does not gather the rest of the model
         self._list.rewind()
         self._on_end()
         if torch.is_grad_enabled():
-            # The forwards of further micro-batches are the same again.
+            # The forwards of further micro-batches repeat the same order.
             self._saw_whole_model = self._saw_whole_model or self._part is None
         else:
             self._reads.release()

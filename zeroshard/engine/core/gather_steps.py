@@ -1,10 +1,10 @@
-"""What gathers a unit, as a list of steps for the gather stream: each leg of the plan as a function on its buffers.
+"""Turns the gather legs of a plan into steps for the gather stream: one function per leg, bound to its buffers.
 
     leg        READ    COPY    ENCODE, DIFFER    all-gather, by collectives or copies    DECODE, ADD
-    step       a function on tensors that were looked up when the list was made, with the buffers that hazards know
+    step       a function on tensors that were looked up in advance, and the buffer names for hazard checks
 
-Made when a plan is adopted, so that a gather runs a flat list; only a gather beside the slots, into memory of its own,
-makes its list when it comes. Rejected: a class per leg, which would hold what the functions close over.
+The steps are made when a plan is adopted, so that a gather only runs a flat list. Only a gather into memory outside of
+the slots makes its list when it runs. Rejected: a class per leg, which would hold what the functions close over.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GatherSteps:
         self._all_records = storage.records
 
     def into(self, unit: Unit, wholes: Iterable[torch.Tensor], name: Hashable, outdated: Outdated) -> list[Step]:
-        """What gathers the groups of a unit into `wholes`, which hazards call `name`."""
+        """The steps that gather the groups of a unit into `wholes`; hazard checks know this buffer as `name`."""
         found: list[Step] = []
         for group, legs, whole in zip(unit.groups, self._legs[unit.index], wholes, strict=True):
             second = (("second", unit.index),)
@@ -129,7 +129,7 @@ class GatherSteps:
 
 
 def _as_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """What every backend sends."""
+    """The codes as uint8, a dtype that every backend can send."""
     return codes.view(torch.uint8)
 
 

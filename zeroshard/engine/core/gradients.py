@@ -1,12 +1,12 @@
-"""Gradients: collects what autograd left on the parameters, has it reduced, and keeps it until the step.
+"""Collects the gradients that autograd left on the parameters, reduces them, and keeps them until the step.
 
-    backward    finish_unit        the unit's legs run: collect, reduce; or collect only, and the gradients are pending
-    step        reduce_pending     what no backward reduced
-                clear              the next backward starts from nothing
+    backward    finish_unit        run the unit's legs: collect and reduce, or only collect (pending reduction)
+    step        reduce_pending     reduce the gradients that no backward reduced
+                clear              drop all gradients
 
-The layout and the sums are the same in every stage; the way of a gradient stands in the plan (plan.legs), and what the
-engine does for each leg in leg_actions. Here is which parameters of each unit got a gradient; whether its gradients are
-local, reduced or both is the unit's own state (memory.unit).
+The layout and the sums are the same in every stage. The plan says which legs a gradient passes (plan.legs), and
+leg_actions executes them. This class records which parameters of each unit got a gradient; whether a unit's gradients
+are local, reduced or both is the state of the unit (memory.unit).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zeroshard.sharding.resting import unguarded
 
 @dataclass(frozen=True)
 class _Lists:
-    """What is done with the gradients of one group; see plan.legs.GroupLegs."""
+    """The actions for the gradients of one group; see plan.legs.GroupLegs."""
 
     keep: list[Action]
     pending: list[Action]
@@ -51,14 +51,14 @@ class _Lists:
 
 
 class Gradients:
-    """The way of gradients from autograd to the step.
+    """All gradients of a model, from autograd to the step.
 
     Args:
         reduces: the reduce communicators, by mesh axes.
-        log: what this rank issues, in the order of the lists (a queue may start it later).
-        peers: the peer memory in which the reduce slots are, where ranks copy to each other instead.
-        updates: updates that are under way beside compute, and read gradients there.
-        may_read_local: whether code may read this rank's own gradients just now.
+        log: records what this rank issues, in the order of the lists (a queue may start it later).
+        peers: the peer memory that holds the reduce slots; None if ranks reduce by collectives.
+        updates: pending updates, which read gradients beside compute.
+        may_read_local: whether code may currently read this rank's own gradients.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Gradients:
         self._reduces = reduces
         self.squares = Squares(streams)
         self.collected = 0
-        """Counts units whose gradients came: what was measured at another count is out of date."""
+        """How many times a unit's gradients were collected; a norm that was taken at another count is out of date."""
         self.cleared = 0
-        """Counts how often all gradients went: what was asked of those before does not hold for those after."""
+        """How many times all gradients were dropped, so that callers can tell gradients before and after apart."""
         self._received = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
 
@@ -113,7 +113,7 @@ class Gradients:
         self._lists = [[self._lists_of(unit, group) for group in unit.trainable] for unit in self._storage.units]
 
     def _bind_placeholders(self) -> None:
-        """Let stand-ins find this rank's own gradients; a stand-in that is kept keeps nothing of the engine alive."""
+        """Let placeholders read this rank's local gradients, by a weak reference that keeps no engine alive."""
         reference = weakref.ref(self)
         for unit in self._storage.units:
             for number, group in enumerate(unit.trainable):
@@ -125,7 +125,7 @@ class Gradients:
                 group.read_local = show
 
     def _local_gradient(self, unit: int, number: int, index: int) -> torch.Tensor | None:
-        """One parameter's whole gradient on this rank, while all of it is in the local buffer and may be read."""
+        """One parameter's whole local gradient; None unless it lies in the local buffer and may be read."""
         if not self._may_read_local() or self._storage.units[unit].gradients is not GradientState.LOCAL:
             return None
         group = self._storage.units[unit].trainable[number]
@@ -144,9 +144,9 @@ class Gradients:
         return self._plan.legs[unit.index][unit.groups.index(group)]
 
     def clear(self) -> None:
-        """The gradients were consumed or dropped; the next backward starts from nothing."""
-        # Write after read: what was dropped (zero_grad, an exception) may still be on its way through a reduce, and the
-        # next backward collects into the same memory.
+        """Drop all gradients: the step has used them, or they were discarded."""
+        # Write after read: discarded gradients (zero_grad, an exception) may still be in a reduce, and the next
+        # backward collects into the same memory.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
         if self._peers is not None:
             self._peers.release_sent()
@@ -161,7 +161,7 @@ class Gradients:
                 group.drop_grad()
 
     def forget_errors(self) -> None:
-        """What codes of gradients have left out belongs to another training: start from nothing."""
+        """Set the rounding errors of quantized gradients to zero, since they belong to another training run."""
         for unit in self._storage.units:
             for group in unit.trainable:
                 for error in group.errors:
@@ -169,13 +169,13 @@ class Gradients:
                         error.zero_()
 
     def forget_addresses(self) -> None:
-        """Buffers have other addresses than before."""
+        """Bind all actions again: the buffers have moved to other addresses."""
         self._collector.forget_addresses()
         self._bind()
 
     @property
     def last_slot(self) -> int | None:
-        """The inbox that was written last, where ranks copy to each other."""
+        """The reduce slot that was used last, if ranks copy to each other; else None."""
         return None if self._peers is None else self._peers.last_slot
 
     @property
@@ -192,12 +192,12 @@ class Gradients:
         return self._received[unit.index]
 
     def missing_counts(self) -> list[int]:
-        """Per unit, how many parameters got no gradient on this rank; 0 throughout where there was no backward."""
+        """Per unit, how many parameters got no gradient on this rank; all 0 if there was no backward."""
         count = self.present
         return [sum(flags.count(False) for flags in unit) if count else 0 for unit in self._received]
 
     def notice_dropped(self) -> None:
-        """Forget gradients that the user dropped through the model: model.zero_grad() removes all stand-ins."""
+        """Clear all gradients if the user dropped them: model.zero_grad() removes all placeholders."""
         members = (p for unit in self._storage.units for group in unit.trainable for p in group.parameters)
         with unguarded():
             dropped = self.present and all(parameter.grad is None for parameter in members)
@@ -205,7 +205,7 @@ class Gradients:
             self.clear()
 
     def discard_leftovers(self) -> None:
-        """Before a backward: parameters carry no gradient, so that autograd hands new ones over without adding."""
+        """Before a backward: remove `parameter.grad`, so that autograd sets new gradients without adding."""
         with unguarded():
             for unit in self._storage.units:
                 for group in unit.trainable:
@@ -214,20 +214,20 @@ class Gradients:
                         parameter.grad = None
 
     def set_placeholders(self) -> None:
-        """After a backward: all gradients are in the engine's buffers, and parameters get stand-ins for them."""
+        """After a backward: all gradients are in the engine's buffers, and `parameter.grad` gets placeholders."""
         with unguarded():
             for unit in self._storage.units:
                 for group in unit.trainable:
-                    for index, (parameter, stand_in) in enumerate(
+                    for index, (parameter, placeholder) in enumerate(
                         zip(group.parameters, group.placeholders(), strict=True)
                     ):
                         assert parameter.grad is None, group.plan.layout.segments[index].name
-                        parameter.grad = stand_in
+                        parameter.grad = placeholder
 
     def add_late(self, unit: Unit, group: Group, factor: float) -> None:
-        """Add gradients that came when those of their unit had been collected: reduced, as those are, or not.
+        """Add gradients that came after their unit was collected; they are reduced if the unit's gradients are.
 
-        Slow: compute waits for the reduce.
+        This is slow: compute waits for the reduce.
         """
         number = unit.trainable.index(group)
         args = BackwardArgs(self._received[unit.index][number], factor, fresh=False, add=True)
@@ -238,7 +238,7 @@ class Gradients:
         late = torch.empty(layout.numel, dtype=torch_dtype(group.plan.wire), device=group.device)
         memory = {Buffer.LATE: late, Buffer.LATE_PART: torch.empty_like(late[: layout.shard_numel])}
         _run(self._actions.bind(unit, group, legs, memory), args)
-        # Read after write: it belongs to the reduce until that has landed.
+        # Read after write: the memory belongs to the reduce until that has finished.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
         if group.plan.grad_away:
             self._streams.drain()
@@ -249,7 +249,11 @@ class Gradients:
         self.squares.changed(group)
 
     def finish_unit(self, unit: Unit, factor: float, *, reduce_whole: bool, reduce_sharded: bool) -> None:
-        """Collect a unit whose gradients are complete, times `factor`; reduce it where its placement's flag says so."""
+        """Collect the complete gradients of a unit, times `factor`, and reduce them if the flag for its kind is set.
+
+        Args:
+            reduce_whole, reduce_sharded: whether whole gradients are reduced now, and whether sharded ones are.
+        """
         self.collected += 1
         self._wait_for_update(unit)
         self._refuse_unplanned(unit)
@@ -284,7 +288,7 @@ class Gradients:
     def _wait_for_update(self, unit: Unit) -> None:
         event = self._updates.take_read_event(unit.index)
         if event is not None:
-            # Write after read: gradients belong to the update that reads them beside compute until it has. The reduce
+            # Write after read: gradients must not change until the update beside compute has read them. The reduce
             # that writes them waits for compute.
             self._streams.wait(Stream.COMPUTE, event)
 

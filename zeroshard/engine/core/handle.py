@@ -1,6 +1,6 @@
-"""The handle: everything that belongs to one sharded model, and the way from the model to it.
+"""The handle: all objects that belong to one sharded model (runtime, communicators, hooks), found from the model.
 
-It is kept on the model itself, so several models live side by side in one process and nothing is global.
+It is an attribute of the model, so that several models can be sharded in one process and nothing is global.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Comm:
     gathers: dict[Axes, Collectives]
     reduces: dict[Axes, Collectives]
     stages: Stages | None = None
-    """The other pipeline stages; None where this rank's mesh is all there is."""
+    """The other pipeline stages; None without pipeline parallelism."""
 
     @property
     def rank(self) -> int:
@@ -64,7 +64,7 @@ class Comm:
         return self.mesh.world_size if self.stages is None else self.stages.place.whole.world_size
 
     def close(self, *, idle: bool) -> None:
-        """Stop the watchdogs and, where nothing is under way in them, destroy the communicators."""
+        """Stop the watchdogs and, if `idle`, destroy the communicators: no operation may be running on them."""
         self.watchdog.close()
         if self.stages is not None:
             self.stages.close(idle=idle)
@@ -88,7 +88,7 @@ class Handle:
     Attributes:
         last: statistics of the last step, None before the first.
         saver: what saves its checkpoints, None before the first save or load.
-        closers: what has to let go of the communicators before they are destroyed.
+        closers: called before the communicators are destroyed, to stop using them.
         closed: whether `close` was called.
     """
 
@@ -131,7 +131,7 @@ class Handle:
         """Raises UsageError where the model has another parameter than `member` under a name by now."""
         try:
             found = self.runtime.model.get_parameter(name)
-        except AttributeError:  # taken out of the model, which leaves nothing that isn't trained
+        except AttributeError:  # removed from the model, so there is nothing left to check
             return
         if found is not member:
             _refuse_replaced(name)
@@ -164,13 +164,13 @@ class Handle:
         self.closed = True
         self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
         self.runtime.model.__dict__[_CLOSED] = True
-        idle = self._settle()
+        idle = self._finish_running()
         for closer in self.closers:
             closer()
         self.comm.close(idle=idle)
 
     def abandon(self, error: ZeroShardError) -> None:
-        """Let go of everything without the other ranks, of which some are gone; the parameters are not usable."""
+        """Free everything without the other ranks, some of which are lost; the parameters are not usable afterwards."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -186,14 +186,14 @@ class Handle:
         for memory in self.runtime.storage.tiers.values():
             memory.close()
 
-    def _settle(self) -> bool:
-        """Finish what is in flight; False where that can't be, for a communicator in use must not be destroyed."""
+    def _finish_running(self) -> bool:
+        """Finish all running operations; False if that fails, since a communicator in use must not be destroyed."""
         if self.comm.watchdog.error is not None:
             return False
         try:
             self.runtime.drain()
         except ZeroShardError as error:
-            _LOGGER.warning("closing, what was in flight could not be finished: %s", error)
+            _LOGGER.warning("close: the running operations could not be finished: %s", error)
             return False
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -207,11 +207,11 @@ def attach(model: nn.Module, handle: Handle) -> None:
     model.__dict__[_ATTRIBUTE] = handle
     model.__dict__.pop(_CLOSED, None)
     dropped = weakref.finalize(model, handle.comm.watchdog.close)
-    handle.closers.append(dropped.detach)  # else a model that lives on would keep the communicators that it had
+    handle.closers.append(dropped.detach)  # else a model that outlives close() would keep its old communicators alive
 
 
 def find_handle(model: nn.Module) -> Handle | None:
-    """The model's handle, None when it is not sharded. Raises UsageError for what is no module."""
+    """The model's handle; None if it is not sharded. Raises UsageError if `model` is not a module."""
     need_kind(model, nn.Module, "the model", "the module that zeroshard.shard() returned")
     found: Any = model.__dict__.get(_ATTRIBUTE)
     assert found is None or isinstance(found, Handle)

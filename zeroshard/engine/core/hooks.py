@@ -1,4 +1,4 @@
-"""Puts the runtime's hooks on the modules of a model. Hooks run outside of compiled code and before the user's own."""
+"""Registers the runtime's hooks on the modules of a model. They run outside of compiled code and before user hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNTRACED = (
 def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
     """Hook every unit's module; returns the handles.
 
-    Code that torch.compile made before is dropped, since it would run without the hooks.
+    Code that torch.compile generated earlier is discarded, since it would run without the hooks.
     """
     if _compiled(model):
         torch.compiler.reset()
@@ -64,7 +64,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
 
 
 def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
-    """state_dict() sees whole and current parameters, or is refused: it would save empty tensors."""
+    """Let state_dict() see whole and current parameters; refuse it where it would save empty tensors."""
     cure = "use zeroshard.full_state_dict(model), or call it inside zeroshard.GatheredParameters(model.parameters())"
 
     def hook(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
@@ -76,8 +76,10 @@ def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
 
 
 def _name_only(runtime: Runtime) -> Callable[..., None]:
-    """Where it is not refused, state_dict() has the names and shapes of sharded parameters: stand-ins, which no one can
-    save or load by mistake."""
+    """Put placeholders with names and shapes of sharded parameters into state_dict(), where it is not refused.
+
+    Nobody can save or load a placeholder by mistake.
+    """
 
     def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, shape in _empty_members(runtime, module) if runtime.names_in_state_dict else ():
@@ -88,7 +90,7 @@ def _name_only(runtime: Runtime) -> Callable[..., None]:
 
 
 def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of the parameters that a module answers for and that are sharded and empty just now."""
+    """Name and whole shape of each parameter of a module that is currently sharded and empty."""
     own = dict(reachable_parameters(module))
     names = {id(parameter): name for name, parameter in own.items()}
     for unit in runtime.units:
@@ -99,7 +101,7 @@ def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, t
 
 
 def _before_loading(runtime: Runtime) -> Callable[..., None]:
-    """load_state_dict() writes on whole parameters with nothing in flight, or is refused."""
+    """Let load_state_dict() write whole parameters while no operation runs; refuse it for empty ones."""
     cure = "load before shard(), or inside zeroshard.GatheredParameters(model.parameters(), modifier_rank=0)"
 
     def hook(module: nn.Module, *_: Any) -> None:
@@ -116,7 +118,7 @@ def _refuse_empty(runtime: Runtime, module: nn.Module, what: str, cure: str) -> 
 
 
 class _Hook:
-    """A hook that is not copied: a copy of a module, or of a part of it, would run on the shards of the original."""
+    """A hook that can't be copied: in a copy of the module it would work on the shards of the original."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -134,12 +136,13 @@ class _Hook:
 
 
 def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
-    # torch.compile gives the reason where it may not leave a graph.
+    # torch.compile shows the reason if it is not allowed to break the graph.
     return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook, reason=_UNTRACED)))
 
 
 def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
-    """Compiled code comes from a forward that began outside of it, and a hook there would cut it in two."""
+    """A hook that is left out of compiled code: such code runs within a forward that has begun already, and the hook
+    would break its graph."""
 
     def eager(*args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -149,9 +152,9 @@ def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
 
 
 def _entries(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
-    """The modules that may run as the model: itself, and those inside that hold all of its units.
+    """The modules at which a forward of the model may begin: the model, and modules inside that hold all of its units.
 
-    A wrapper that calls `inner.forward`, or a `generate` that calls the wrapped model, passes the outer hooks by.
+    A wrapper that calls `inner.forward`, or a `generate` that calls the wrapped model, does not run the outer hooks.
     """
     needed = _root_members(runtime)
     names = [unit.plan.name for unit in runtime.units if unit.plan.name]
@@ -169,9 +172,9 @@ def _entries(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
 
 
 def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
-    """The other modules outside of units that read parameters of the root unit, and may be called by themselves.
+    """The other modules outside of units that read parameters of the root unit and may be called directly.
 
-    `generate` calls an encoder so, losses of one's own call the backbone, the head or the embedding.
+    For example, `generate` calls an encoder, and a custom loss calls the backbone, the head or the embedding.
     """
     needed, faces = _root_members(runtime), {id(entry) for entry in _entries(model, runtime)}
     names = [unit.plan.name for unit in runtime.units if unit.plan.name]
@@ -212,9 +215,9 @@ def _after(runtime: Runtime, index: int) -> Callable[[nn.Module, Any, Any], None
 
 
 def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], None]:
-    """Say in a mismatch of dtypes that some modules were kept in float32.
+    """Add to torch's error about mismatched dtypes that some modules were kept in float32.
 
-    torch calls the hook while it handles the exception of a forward; nothing else sees it before the user does.
+    torch calls the hook while it handles the exception of a forward, the only place where its message can be extended.
     """
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -226,7 +229,8 @@ def _explain_failure(several_dtypes: bool) -> Callable[[nn.Module, Any, Any], No
                 f"{error}\nzeroshard: some modules were kept in float32 beside others in lower precision "
                 "(data_types.keep_in_fp32_modules in the config, keep_fp32 in the recipe, the model's own list, or "
                 "frozen parameters of a class of their own, which are taken for packed ones and kept as they are). "
-                "The model has to cast where one hands over to the other. Cast in its forward, or keep none",
+                "The model has to cast values that pass from one kind of module to the other. Cast in its forward, or "
+                "keep no module in float32",
             )
 
     return hook

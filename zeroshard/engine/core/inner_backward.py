@@ -1,9 +1,9 @@
-"""Backwards that a forward runs in its middle: `torch.autograd.grad` for forces, penalties, inner loops.
+"""Supports backwards within a forward: `torch.autograd.grad` for forces, gradient penalties and inner loops.
 
-Such a backward reads the parameters of the units that it comes through, gives its results to its caller, and leaves no
-gradient. So it moves no list and completes nothing: units are gathered when it comes to them, and when it has ended
-the forward finds in use what it had in use before. A unit is in the slot that the plan gave it, so the plan's bytes
-hold. The same goes for one inside of a recomputation, which lies in the middle of the pass's own backward.
+Such an inner backward reads the parameters of the units that it passes, returns its results to its caller, and leaves
+no gradients. So it advances no list and completes no unit: each unit is gathered when the backward reaches it, and at
+its end the same units are in use as before. Each unit is gathered into its own slot, so the plan's bytes hold. The same
+is true of an inner backward within a recomputation, which runs in the middle of the pass's own backward.
 
 Rejected: a list of operations for it, which could gather ahead. Where a forward will differentiate, and how far down,
 is not known when the plan is made.
@@ -23,7 +23,9 @@ from zeroshard.errors import UsageError
 
 
 class InnerBackward:
-    """The units that inner backwards have gathered, by graph: they may be nested, through recomputation.
+    """Gathers units for inner backwards, and restores which units are in use when they end.
+
+    Inner backwards may be nested, through recomputation.
 
     Args:
         units: all units of the model.
@@ -41,7 +43,7 @@ class InnerBackward:
         return graph_task() in self._before
 
     def use(self, index: int) -> None:
-        """The inner backward that is running comes to a unit."""
+        """Gather a unit that the running inner backward has reached."""
         task = graph_task()
         if task not in self._before:
             self._before[task] = [unit.index for unit in self._units if unit.in_use]
@@ -59,14 +61,14 @@ class InnerBackward:
             self._parameters.use(index)
 
     def forget(self) -> None:
-        """A forward or backward was ended by an exception."""
+        """Forget the running inner backwards, after a forward or backward ended in an exception."""
         self._before.clear()
 
 
 def backward_ends_at(origin: weakref.ref[torch.Tensor]) -> bool:
-    """Whether the backward that is running ends at a tensor, which it was asked for, and goes no further from there.
+    """Whether the running backward ends at a tensor because the tensor is one of its `inputs`.
 
-    Asked in a hook of the tensor. A tensor that nobody has any more can't have been asked for.
+    Called in a hook of the tensor. A tensor that no longer exists can't be an input.
     """
     tensor = origin()
     if tensor is None or tensor.grad_fn is None:
@@ -74,7 +76,7 @@ def backward_ends_at(origin: weakref.ref[torch.Tensor]) -> bool:
     further = [node for node, _ in tensor.grad_fn.next_functions if node is not None]
     try:
         return bool(further) and not any(torch._C._will_engine_execute_node(node) for node in further)
-    except RuntimeError:  # torch's answer for a leaf that it was asked for: it goes on to there
+    except RuntimeError:  # torch raises this if the next node is a leaf among `inputs`, so the backward goes on
         return False
 
 
@@ -89,7 +91,7 @@ def refuse_backward_in_forward() -> NoReturn:
 
 def refuse_sharded(unit: Unit) -> NoReturn:
     """Raises UsageError for a graph of gradients through a unit whose parameters will be gone when it is run."""
-    # Its nodes run before any hook of the next backward, on weights that nobody has gathered by then.
+    # The nodes of that graph run before any hook of the next backward, when its weights are not gathered.
     raise UsageError(
         f"create_graph=True (a backward through a backward) through unit {unit.label!r} needs its parameters whole "
         "from here to the end of the next backward, but the plan shards them: use stage 2, or keep the units that this "

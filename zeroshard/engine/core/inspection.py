@@ -1,4 +1,4 @@
-"""Looks at what was done to a model's parameters from outside between two steps, and refuses what would be lost.
+"""Detects what user code did to a model's parameters between two steps, and refuses changes that would be lost.
 
     in place (p.mul_, load_state_dict)          kept where the parameter rests whole, and master weights follow;
                                                 refused where it is sharded
@@ -6,8 +6,8 @@
     p.grad set to None or to another tensor     refused, unless it is None everywhere (zero_grad)
     requires_grad switched on                   refused in a pass with gradients: the plan has none for it
 
-Reads version counters, addresses and types, never values, so it costs no kernel. Rejected: comparing values with their
-master weights in each step. In-place changes of `p.data` have no counter: the first passes look for them (changes).
+It reads version counters, addresses and types, never values, so it launches no kernel. Rejected: comparing values with
+their master weights in each step. In-place changes of `p.data` have no counter; changes.py looks for those.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOST = (
 )
 _ELSEWHERE = f"was given other data, which no step would update; {_CHANGE}"
 _HELD = (
-    "is held by a zeroshard.GatheredParameters that is open, whose values a step would leave behind; leave the block "
+    "is whole in an open zeroshard.GatheredParameters block, whose values a step would not update; leave the block "
     "before optimizer.step()"
 )
 _INSTEAD = (
@@ -75,7 +75,7 @@ _EARLY = (
 
 
 class Inspection:
-    """The versions that a model's parameters had when they were last looked at."""
+    """Compares the version counters of a model's parameters with those at the last inspection."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
@@ -86,14 +86,14 @@ class Inspection:
                     self._accept(holder)
 
     def accept(self, parameter: torch.Tensor) -> None:
-        """The parameter's values, as they are now, are kept or given back."""
+        """Accept the parameter's present version: its values have been stored, or were restored."""
         self._accept(holder_of(parameter))
 
     def _accept(self, holder: torch.Tensor) -> None:
         self._versions[id(holder)] = holder._version
 
     def take_over(self) -> None:
-        """Let master weights follow what was changed in place. Raises UsageError for changes that would be lost."""
+        """Update master weights after changes in place. Raises UsageError for changes that would be lost."""
         with unguarded():
             for unit, group in self._groups():
                 for index, holder in enumerate(group.holders):
@@ -103,7 +103,7 @@ class Inspection:
     def _changed(self, unit: Unit, group: Group, index: int, holder: torch.Tensor) -> None:
         parameter, sharded = group.parameters[index], group.plan.param.divided
         if sharded and not is_resting(parameter) and (not unit.in_use or index in group.opened) and not unit.held:
-            return  # inside a GatheredParameters, which looks itself
+            return  # inside a GatheredParameters block, which checks for changes itself
         self._accept(holder)
         if sharded:
             _refuse(group, index, _LOST)
@@ -112,7 +112,7 @@ class Inspection:
                 update_master_weights(group, index, holder.detach())
 
     def before_pass(self) -> None:
-        """Raises UsageError when parameters are not what was sharded."""
+        """Raises UsageError if parameters no longer have the shape, dtype or requires_grad that were sharded."""
         with unguarded():
             for _, group in self._groups():
                 dtype, trainable = group.dtype, group.plan.trainable
@@ -154,7 +154,7 @@ class Inspection:
 
 
 def refuse_replaced(group: Group) -> None:
-    """Raises UsageError where a parameter in use was given other data, which is lost when the unit is released."""
+    """Raises UsageError if a parameter in use was given other data, which would be lost at the unit's release."""
     index = group.replaced()
     if index is not None:
         _refuse(group, index, _REPLACED)

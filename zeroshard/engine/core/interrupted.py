@@ -1,8 +1,8 @@
-"""Backwards that an exception ended, and derivatives that no backward of a pass is: what is refused, and the words.
+"""Refuses what can't work: a step after a failed backward, tracing, and derivatives of torch.func through shards.
 
-Autograd calls back at the end of a graph that ran through, and says nothing of one that failed. But what it was to
-call lives as long as the graph runs, so a weak reference to it tells a failed backward from one that is running.
-Rejected: catching exceptions in the engine's `backward`, which does not see `loss.backward()`.
+Autograd runs its callback only at the end of a graph that succeeded. But the callback object lives exactly as long as
+the graph runs, so a weak reference to it tells a failed backward from a running one. Rejected: catching exceptions in
+the engine's `backward`, which does not see `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.errors import UsageError
 
 
 class EndOfBackward:
-    """What autograd calls at the end of a graph. It lives as long as the graph runs, however that ends."""
+    """The callback at the end of a graph. Autograd keeps it alive until the graph ends, with or without an error."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
@@ -28,7 +28,7 @@ class EndOfBackward:
 
 
 def refuse_half_done(what: str) -> NoReturn:
-    """Raises UsageError for what comes after a backward that failed."""
+    """Raises UsageError: `what` was called after a backward that failed."""
     raise UsageError(
         f"{what} after a backward that ended in an exception: the gradients that it left are of a part of the model "
         "only. Run the forward again, which drops them, and then its backward"
@@ -36,16 +36,17 @@ def refuse_half_done(what: str) -> NoReturn:
 
 
 def refuse_tracing(error: Exception) -> None:
-    """Raises UsageError for a gather that failed since something traces the forward; any other error is left alone."""
+    """Raises UsageError if a gather failed because the forward is being traced; else does nothing."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         raise UsageError(
-            "torch.export, torch.onnx and torch.jit.trace can't take the gathers of a sharded model along. Export it "
+            "torch.export, torch.onnx and torch.jit.trace can't record the gathers of a sharded model. Export it "
             "before shard(), or export a model that is not sharded and has loaded zeroshard.full_state_dict(model)"
         ) from error
 
 
 def refuse_transform(units: Iterable[Unit]) -> None:
-    """Raises UsageError for a derivative by torch.func through parameters that are gone when it is taken."""
+    """Raises UsageError for a derivative by torch.func through sharded parameters, which are released before it runs.
+    Raises UsageError for a derivative by torch.func through sharded parameters, which are released before it runs."""
     if transforming() and torch.is_grad_enabled() and any(unit.plan.sharded for unit in units):
         raise UsageError(
             "a transform of torch.func (grad, vjp, jacrev, vmap with gradients) through a model whose parameters are "

@@ -1,12 +1,12 @@
-"""Turns the legs of a group's reduces into calls on streams, once for each plan.
+"""Turns the reduce legs of a group into functions that issue work on streams, once for each plan.
 
-The lists stand in the plan (see plan.legs). Here each leg becomes a function of what differs from one backward to the
-next (`BackwardArgs`), and the waits that the hazards of the wire slot need come in between:
+The plan has the lists of legs (see plan.legs). Here each leg becomes a function of the values that change from one
+backward to the next (`BackwardArgs`), with the waits for the wire slot in between:
 
     write after read    before compute writes to the slot, it waits for the event after the slot's last reduce
     read after write    before the first leg beside compute, the reduce stream waits for what compute has written
 
-Rejected: to look at the kind of each leg while a backward runs, which costs the host time in every step.
+Rejected: looking at the kind of each leg while a backward runs, which costs host time in every step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class LegActions:
         slots: the reduce slot of each unit.
         reduces: the reduce communicators, by mesh axes.
         log: what this rank issues, in the order of the lists (a queue may start it later).
-        peers: what sends gradients where ranks copy to each other.
-        predivide: what gradients are divided by before they are summed.
-        exchange: what sums in codes pass through; None where there are none.
+        peers: reduces by copies between peers; None if ranks reduce by collectives.
+        predivide: the divisor of gradients before they are summed.
+        exchange: memory for quantized reduces; None if there are none.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LegActions:
                 actions.append(partial(self._wait_for_slot, slot))
                 entered = True
             if leg.stream is Stream.REDUCE and not beside:
-                if leg.route is Route.COLLECTIVE:  # who sends copies waits by itself
+                if leg.route is Route.COLLECTIVE:  # PeerReduce, which copies, waits itself
                     actions.append(partial(self._wait_for_compute, context.names(leg.source)))
                 beside = True
             actions.append(self._makers[leg.kind](leg, context))
@@ -123,12 +123,12 @@ class LegActions:
     def _wait_for_slot(self, slot: int, _: BackwardArgs) -> None:
         event = self._free.get(slot)
         if event is not None:
-            # Write after read: the slot belongs to the reduce of its last unit until that has finished.
+            # Write after read: the reduce of the last unit in the slot must have finished.
             self._streams.wait(Stream.COMPUTE, event)
 
     def _wait_for_compute(self, written: Buffers, _: BackwardArgs) -> None:
         self._streams.touch(writes=written)
-        # Read after write: what was collected belongs to compute until that has run.
+        # Read after write: compute must have collected the gradients.
         self._streams.wait(Stream.REDUCE, self._streams.record(Stream.COMPUTE, "collected"))
 
     def _leave_slot(self, context: LegContext, _: BackwardArgs) -> None:
@@ -148,7 +148,7 @@ class LegActions:
 
         def into_local(args: BackwardArgs) -> None:
             if peers is not None:
-                # Write after read: whole local gradients may still be sent from where they are about to be written.
+                # Write after read: the buffer of local gradients may still be the source of copies to peers.
                 peers.release_sent()
             collect(group, args.received, self._collector.local(group), fresh=args.fresh, factor=args.factor)
 
@@ -184,7 +184,7 @@ class LegActions:
         return send
 
     def _by_copies(self, leg: Leg, context: LegContext) -> Action:
-        """Send to the peers; squares are made with the sums where these are the last ones."""
+        """Send to the peers; the last sum of a group also computes the squares for the norm."""
         peers, unit, group, slot = self._peers, context.unit, context.group, context.slot
         assert peers is not None
         last = leg.target is Buffer.GRAD and leg is context.legs[-1]
@@ -251,5 +251,5 @@ class LegActions:
 
 
 def _leaves_slot(leg: Leg) -> bool:
-    """Whether the leg takes gradients out of the slot through the reduce stream, which peers do by themselves."""
+    """Whether the leg reads gradients from the slot on the reduce stream. PeerReduce orders its own reads."""
     return leg.kind is LegKind.ENCODE or (leg.route is Route.COLLECTIVE and bool(leg.axes))

@@ -1,7 +1,7 @@
-"""Where a list of legs works, and what differs from one backward to the next: what makers of actions are given.
+"""The arguments of leg actions: the unit, group and buffers of a list of legs, and the values of one backward.
 
-Names of buffers are those that streams order accesses by. Rejected: to hand each action the whole engine, which hides
-what it reads and writes.
+Buffers have the names by which streams order accesses to them. Rejected: passing the whole engine to each action, which
+hides what the action reads and writes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zeroshard.plan.legs import Buffer, Legs
 
 
 class BackwardArgs(NamedTuple):
-    """What differs from one backward to the next.
+    """The values that change from one backward to the next.
 
     Attributes:
         received: per parameter, whether it has got a gradient on this rank; collecting sets it.
-        factor: what gradients are multiplied by when they are collected.
-        fresh: no local gradients wait, so that collecting writes over what the buffer holds.
-        add: reduced gradients rest already, to which this backward's are added.
+        factor: multiplies gradients when they are collected.
+        fresh: there are no local gradients yet, so collecting overwrites the buffer.
+        add: there are reduced gradients already, to which this backward's are added.
     """
 
     received: list[bool]
@@ -40,7 +40,7 @@ Tensors = Callable[[Buffer], torch.Tensor]
 
 @dataclass(frozen=True)
 class LegContext:
-    """Where a list of legs works."""
+    """What a list of legs works on: a group of a unit, and its buffers."""
 
     unit: Unit
     group: Group
@@ -49,7 +49,7 @@ class LegContext:
     tensor: Tensors
 
     def names(self, *buffers: Buffer) -> Buffers:
-        """What streams call buffers."""
+        """The names of buffers for streams, each once."""
         return tuple(dict.fromkeys(map(self._name, buffers)))
 
     def _name(self, buffer: Buffer) -> tuple[str, int | None]:

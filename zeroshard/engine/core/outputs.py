@@ -1,6 +1,6 @@
-"""Finds the tensors in what a module returns, whose gradients tell when the backward comes to the module.
+"""Finds the tensors in a module's output; the engine hooks their gradients to notice the backward of the module.
 
-Rejected: torch's pytree. It does not look into classes that nobody registered, and models return their own.
+Rejected: torch's pytree, which does not look into unregistered classes, and models return classes of their own.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
             yield from tensors_in(getattr(value, name))
     elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, nn.Module)):
-        for item in vars(value).values():  # an output class of the user's own; not what hangs on its members
+        for item in vars(value).values():  # a user's output class; attributes of its members are not searched
             if isinstance(item, (torch.Tensor, tuple, list, Mapping)):
                 yield from tensors_in(item)
 
 
 def refuse_no_tensor(unit: Unit, output: object) -> None:
-    """Raises UsageError where nothing would tell when the backward needs the unit's parameters."""
+    """Raises UsageError if the output has no tensor, since the engine could not notice the unit's backward."""
     needed = unit.plan.sharded and any(True for _ in unit.trainable)
     if needed and next(tensors_in(output), None) is None:
         raise UsageError(

@@ -1,15 +1,15 @@
 """Units whose parameters other modules read: fused losses take the head's weight, tied heads the embedding's.
 
-    first read    a resting parameter meets an operation in a forward: the unit is gathered into memory of its own, on
-                  all ranks at the same place of their lists, and stays whole to the end of the pass's backward
-    next passes   before the step: the same from the beginning of the pass
+    first read    a forward uses a resting parameter: all ranks gather its unit, at the same place of their lists, into
+                  extra memory, where it stays to the end of the pass's backward
+    next passes   until the step: the unit is gathered so at the begin of each pass
     next steps    the plan keeps the unit gathered for whole passes, in a slot of its own (`Plan.kept`)
 
-Of units that rest whole a read is not seen; the gradient that comes late tells of it (see late_gradients).
-A unit that is read so is complete when the backward has passed all that came after the first read; where it is whole
-from the beginning of a pass, when that backward ends. A read that some ranks make alone is a gather that the others
-lack, which the logs of operations show. Rejected: asking users to register what their modules read (they can't know
-what libraries do), and gathering anew for each operation (autograd saves views of what it read).
+Reads of units that rest whole are not noticed; their late gradient shows them (see late_gradients). A unit that was
+read from outside is complete when the backward has passed everything after the first read, or, if it was whole from the
+begin of the pass, at the end of the backward. If only some ranks read, the others miss a gather, which the operation
+logs show. Rejected: asking users to register what their modules read (they can't know what libraries do), and gathering
+again for each operation (autograd saves views of what it read).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zeroshard.engine.memory.unit import Unit
 
 
 class OutsideReads:
-    """Gathers resting units when they are read, and remembers them.
+    """Gathers resting units when other modules read them, and remembers these units.
 
     Args:
-        units: all units of the model, whose resting parameters ask here from now on.
+        units: all units of the model; reads of their resting parameters call this object from now on.
         parameters: gathers and releases them.
         tracker: learns when a unit was first read.
-        in_forward: whether a forward of the model, or of a part of it that reads the root, is running. One of a unit by
-            itself does not count: nobody would tell if an exception ended it.
+        in_forward: whether a forward of the model, or of a part of it that reads the root, is running. The forward of a
+            single unit does not count, since the engine would not notice if it ended in an exception.
 
     Attributes:
         kept: units that the plan keeps whole for each pass: the root, and those read before.
@@ -52,7 +52,7 @@ class OutsideReads:
                     record.fetch = partial(self._fetch, unit.index)
 
     def _fetch(self, index: int) -> None:
-        """Something is about to read a unit that rests. Nothing is done where not all ranks come by."""
+        """Gather a resting unit that is about to be read; does nothing where not all ranks need to take part."""
         if not self._in_forward() and not in_backward():
             return
         if index in self.kept:
@@ -64,7 +64,7 @@ class OutsideReads:
         self._parameters.hold(index)
 
     def keep_gathered(self, index: int) -> None:
-        """Have the unit whole from the beginning of each pass."""
+        """Gather the unit at the begin of each pass from now on."""
         if index not in self._new and index not in self.kept:
             self._new.append(index)
 
@@ -86,13 +86,13 @@ class OutsideReads:
         self._parameters.let_go()
 
     def forget(self) -> None:
-        """The model is closed: parameters that rest have nobody to fetch them any more."""
+        """The model is closed: resting parameters are no longer fetched."""
         for unit in self._units:
             for group in unit.groups:
                 for record in group.records:
                     record.fetch = None
 
     def take_new(self) -> tuple[int, ...]:
-        """The units that the plan does not keep yet, which are forgotten: it will."""
+        """Take the list of units that the plan has to keep from now on."""
         new, self._new = tuple(self._new), []
         return new

@@ -1,13 +1,13 @@
-"""Parameters on disk, on their way to a gather: read ahead into windows of host memory, by a thread of their own.
+"""Prefetches parameters from disk for the gathers: one thread reads them ahead into windows of host memory.
 
     lists      READ 2        GATHER 1          READ 3        GATHER 2
     reader     [ read 2 into window 2     ]    [ read 3 into window 0     ]
     gather                   copy of window 1                copy of window 2, as soon as it is there
 
-A window holds one unit's shards, whichever unit comes. It is written again after its copy to the device has been made,
-and a unit is read after the update that is under way for it. One reader: the requests of one shard keep a disk busy.
-Rejected: reading within the gather, where the disk would rest while compute is issued; windows that belong to units,
-as slots do, for nothing keeps an address in them.
+A window holds the shards of one unit, of any unit. The reader overwrites a window only after its content was copied to
+the device, and reads a unit only after the pending update of that unit. One reader thread is enough: the requests for
+one shard keep a disk busy. Rejected: reading inside of the gather, which leaves the disk idle while compute is issued;
+a fixed window per unit, as with slots, which is not needed because nothing keeps addresses in a window.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ParameterReads:
     Args:
         windows: host memory, each part as large as the largest unit's shards in whole blocks.
         updates: updates that are under way beside compute.
-        report_failure: lets all ranks know of a disk that failed.
+        report_failure: reports a disk that failed to all ranks.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class ParameterReads:
         self._window: dict[int, int] = {}
         self._arriving: dict[int, Future[None]] = {}
         self._begun: set[int] = set()
-        """Units that have been read and that no gather has taken yet."""
+        """Units whose reads have begun and that have not been gathered since."""
         self._copied: dict[int, Event] = {}
-        """The point after which a window may be written again."""
+        """By window, the event after which it may be written again."""
         self._last: Future[None] | None = None
 
     def begin(self, index: int) -> None:
@@ -65,8 +65,8 @@ class ParameterReads:
         ready = [self._updates.wait_for_end_of(index)]
         before = self._window.get(index)
         window = self._next_window()
-        # Write after read: a window belongs to its copy to the device until that has been made. And a copy of this unit
-        # that has yet to be made finds its window by the unit.
+        # Write after read: a window must not change until its content has been copied to the device. A copy of this
+        # unit that has not run yet looks up its window by the unit, so that window has to be waited for, too.
         for occupied in {window, window if before is None else before}:
             if occupied in self._copied:
                 ready.append(self._streams.arrival(self._copied.pop(occupied)))
@@ -75,7 +75,7 @@ class ParameterReads:
         self._last = self._arriving[index] = self._reader.submit(self._read, index, window, ready)
 
     def _next_window(self) -> int:
-        """The least recently used window; a window whose unit no gather has taken only where all windows hold such units."""
+        """The least recently used window, if possible one whose unit has been gathered since."""
         occupied = {self._window[index]: index for index in self._begun}
         window = next((turn for turn in self._least_recent if turn not in occupied), self._least_recent[0])
         if window in occupied:
@@ -93,7 +93,7 @@ class ParameterReads:
         for shard_in_window in begun:
             try:
                 finish(shard_in_window)
-            except SpillError as error:  # the window stays until all have ended
+            except SpillError as error:  # the window is in use until all reads have ended
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -109,7 +109,7 @@ class ParameterReads:
         raise AssertionError("a group that does not rest on disk")
 
     def wait_for(self, index: int) -> None:
-        """Wait for a unit, on the way of its gather. Raises SpillError, which the other ranks are told."""
+        """Wait until a unit has been read. Raises SpillError, after reporting it to all ranks."""
         try:
             self._arriving[index].result()
         except SpillError as error:
@@ -117,7 +117,7 @@ class ParameterReads:
             raise
 
     def shard_in_window(self, index: int, group: Group) -> torch.Tensor:
-        """A group's shard in host memory, after `wait_for` and until the copy has been made."""
+        """A group's shard in host memory; valid after `wait_for` and until the copy to the device has run."""
         return self._part(self._window[index], index, group)
 
     def mark_copied(self, index: int) -> None:
@@ -126,14 +126,14 @@ class ParameterReads:
         self._copied[self._window[index]] = self._streams.record(Stream.GATHER, ("window", self._window[index]))
 
     def drop(self) -> None:
-        """Parameters are about to be written: what was read ahead is out of date. Waits for the reader."""
+        """Discard what was read ahead, since the parameters are about to be written. Waits for the reader."""
         self._begun.clear()
         self.wait_for_reader()
 
     def wait_for_reader(self) -> None:
         """Wait for the reader."""
         if self._last is not None:
-            self._last.exception()  # of a read that nobody needs
+            self._last.exception()  # an error of a read that no gather needs is ignored
             self._last = None
 
 

@@ -1,6 +1,6 @@
-"""Parameters: gathers units into their slots, gives parameters their shape, and takes both away again.
+"""Gathers units into their slots, lets their parameters show the values, and releases them.
 
-Owns the memory of the gather slots. A slot is written on the gather stream and read on the compute stream:
+It owns the gather slots. A slot is written on the gather stream and read on the compute stream:
 
     read after write    compute waits for the unit's `gathered` event before its first use
     write after read    a gather waits for the slot's `free` event: compute has passed the last use of its last unit
@@ -35,18 +35,18 @@ from zeroshard.sharding.slots import Outdated
 
 
 class Parameters:
-    """Who is gathered, and the hazards around it.
+    """Gathers and releases units, and orders these operations by events.
 
     Args:
         gathers: the gather communicators, by mesh axes.
-        log: what this rank issues, in the order of the lists (a queue may start it later).
-        peers: the peer memory in which the shards are, where ranks copy from each other instead.
-        updates: updates that are under way beside compute.
+        log: records what this rank issues, in the order of the lists (a queue may start it later).
+        peers: the peer memory that holds the shards; None if ranks gather by collectives.
+        updates: pending updates, which run beside compute.
         report_failure: lets all ranks know of a disk that failed.
 
     Attributes:
-        wait_per_unit: all gathers wait for their own unit alone, not only the first ones.
-        changes: looks at what code of the model writes on gathered parameters.
+        wait_per_unit: every gather waits for the update of its own unit only, not just the first gathers.
+        changes: finds writes of the model's code to gathered parameters.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Parameters:
         self._free: dict[int, Event] = {}
         self._gathered: dict[int, Event] = {}
         self._written: dict[int, Event] = {}
-        # Units whose updates run beside compute are never all written by the time that the last one is.
+        # Updates beside compute do not finish in order: the last unit's event would not stand for the others.
         beside = bool(plan.updates)
         self._gathers_since_write, self._separate_waits = 0, len(plan.units) + 1 if beside else plan.policy.prefetch + 2
         self._await_barrier: list[int] = []
@@ -96,7 +96,7 @@ class Parameters:
         }
 
     def _steps_of(self, unit: Unit, outdated: Outdated) -> list[Step]:
-        """What gathers a unit into its slot, after what is outdated of its second copy has been made anew."""
+        """The steps that gather a unit into its slot, after renewing the outdated part of its second copy."""
         return self._gather_steps.into(unit, [group.whole for group in unit.groups], self._buffer(unit.index), outdated)
 
     def read(self, index: int) -> None:
@@ -113,9 +113,9 @@ class Parameters:
         if evicted is not None and slot is not None:
             self._gathered.pop(evicted, None)
             self._hide_values(self._storage.units[evicted], slot, UnitState.RESTING)
-        self._hide_values(unit, slot, UnitState.RESTING)  # what it shows is out of date
+        self._hide_values(unit, slot, UnitState.RESTING)  # the values that it shows are out of date
         if slot is not None and slot in self._free:
-            # Write after read: the slot belongs to its last unit until compute has passed that unit's release.
+            # Write after read: compute must have passed the release of the last unit in the slot.
             self._streams.wait(Stream.GATHER, self._free[slot])
         if index in self._written or self._updates.is_pending(index):
             self._await_written(index)
@@ -127,7 +127,7 @@ class Parameters:
         unit.become(UnitState.GATHERING)
         try:
             self._run_gather(unit, steps)
-        except (RuntimeError, AssertionError) as error:  # whoever goes on must not find an empty slot
+        except (RuntimeError, AssertionError) as error:  # the slot was not written, so it must not count as gathered
             self._ledger.lose(index)
             unit.become(UnitState.RESTING)
             refuse_tracing(error)
@@ -139,7 +139,7 @@ class Parameters:
                 self._await_barrier.append(index)
 
     def _run_gather(self, unit: Unit, steps: Sequence[Step]) -> None:
-        """Let the gather stream run what brings a unit."""
+        """Issue the steps of a gather on the gather stream."""
         if unit.plan.reads:
             self._reads.begin(unit.index)
         for step in steps:
@@ -150,14 +150,14 @@ class Parameters:
             self._reads.mark_copied(unit.index)
 
     def use(self, index: int) -> None:
-        """Compute may read the unit from here on: its parameters are whole and have their shape."""
+        """Make the unit's parameters whole for compute, from here to the release."""
         unit = self._storage.units[index]
         if _all_in_gathered_block(unit):
             return
         if not self._ledger.holds(index):
             self.gather(index)
         if index in self._gathered:
-            # Read after write: the slot belongs to the gather until it has landed.
+            # Read after write: the gather must have finished.
             self._land(index)
         self._streams.touch(reads=self._used(index))
         shown = unit.in_use
@@ -182,9 +182,9 @@ class Parameters:
             unit.become(UnitState.IN_USE)
 
     def release(self, index: int) -> None:
-        """Compute is done with the unit: the parameters of a sharded one rest and its slot may be written again.
+        """End the use of a unit: the parameters of a sharded unit rest, and its slot may be written again.
 
-        Raises UsageError where code of the model gave a parameter other data, or wrote on it: that would be lost.
+        Raises UsageError if the model's code wrote to a parameter or gave it other data, which would be lost.
         """
         unit = self._storage.units[index]
         if unit.in_use and not unit.rests_whole:
@@ -195,28 +195,28 @@ class Parameters:
         self._end_use(unit)
 
     def hold(self, index: int) -> None:
-        """Make a unit whole in memory of its own, until `let_go`: something reads it outside of its own forward.
+        """Gather a unit into extra memory, until `let_go`, since something reads it outside of its own forward.
 
-        Its slot can't serve: other units come there while what was read is in use. But views of the slot that autograd
-        saved when the unit's own forward ran are valid again only there, so gathers into the slot go on beside this.
+        The slot can't be used, because other units are gathered into it while the values are needed. Gathers into the
+        slot still go on: views that autograd saved in the unit's own forward are valid only there.
         """
         unit = self._storage.units[index]
         if self._slots[index] is None or unit.held:
             return
         if index in self._written or self._updates.is_pending(index):
             self._await_written(index)
-        # Write after read: the memory comes from the allocator, and belongs to what compute has yet to run there.
+        # Write after read: the memory comes from torch's allocator, and compute may still use it for something else.
         self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
         unit.held = True
         wholes = [group.take_apart() for group in unit.groups]
         try:
             self._run_gather(unit, self._gather_steps.into(unit, wholes, ("held", index), self._ledger.renew(index)))
-        except (RuntimeError, AssertionError) as error:  # whoever goes on must not find memory that nobody wrote
+        except (RuntimeError, AssertionError) as error:  # the memory was not written, so it must not be shown
             self._ledger.outdate(index)
             unit.give_apart_back()
             refuse_tracing(error)
             raise
-        # Read after write: the memory belongs to the gather until it has landed.
+        # Read after write: the gather must have finished.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
         self._streams.touch(reads=(("held", index),))
         unit.show()
@@ -224,7 +224,7 @@ class Parameters:
             self.changes.record(unit, held=True)
 
     def let_go(self) -> None:
-        """Nothing reads units outside of their own forward any more: give the memory of `hold` back."""
+        """Free the extra memory of `hold`: nothing reads these units outside of their own forward any more."""
         for unit in self._storage.units:
             if unit.held:
                 if self.changes.expected:
@@ -232,7 +232,7 @@ class Parameters:
                 unit.give_apart_back()
 
     def resting(self) -> Hashable:
-        """What is gathered, on its way or waited for just now: equal values lead to the same operations."""
+        """Which units are gathered, in use or awaited; from equal values the same operations follow."""
         in_use = tuple(unit.index for unit in self._storage.units if unit.in_use)
         return self._ledger.state(), in_use, tuple(self._gathered), tuple(self._written), self._gathers_since_write
 
@@ -245,10 +245,10 @@ class Parameters:
                 self._end_use(unit)
 
     def _await_written(self, index: int) -> None:
-        """Read after write: shards belong to the optimizer until its step has run on the compute stream.
+        """Read after write: the optimizer's step must have written the shards.
 
-        The first gathers wait for their own unit. Those behind come when compute has passed the whole step anyway, so
-        that one wait for the last unit does for all. In a graph none may be left for the next forward.
+        The first gathers wait for the update of their own unit. Later gathers come when compute has passed the whole
+        step anyway, so one wait for the last unit covers all. A captured graph may leave no wait to the next forward.
         """
         if self._updates.is_pending(index):
             self._written[index] = self._updates.finish(index)
@@ -259,7 +259,7 @@ class Parameters:
             self._streams.wait(Stream.GATHER, self._written[next(reversed(self._written))])
             self._written.clear()
         if self._peers is not None:
-            # The same hazard on the peers: every rank's shards belong to its optimizer until all have come here.
+            # The same hazard on the peers: the optimizers of all ranks must have written their shards.
             self._streams.launch(Stream.GATHER, self._peer_barrier, (), (self._buffer(index),))
 
     def _peer_barrier(self) -> Pending:
@@ -267,7 +267,7 @@ class Parameters:
         return self._peers.barrier(Channel.GATHER)
 
     def _end_use(self, unit: Unit) -> None:
-        """The unit is out of use; what it holds stays current where the plan reuses slots."""
+        """End the use of a unit; its slot keeps the values for a later use where the plan reuses slots."""
         self._ledger.release(unit.index)
         if not self._ledger.holds(unit.index):
             self._hide_values(unit, self._slots[unit.index], UnitState.RESTING)
@@ -275,7 +275,7 @@ class Parameters:
             self._hide_values(unit, self._slots[unit.index], UnitState.GATHERED)
 
     def _hide_values(self, unit: Unit, slot: int | None, state: UnitState) -> None:
-        """Take the unit's values from its parameters, where they show them, and note when compute has passed that."""
+        """Let the unit's parameters no longer show values, and record when compute has passed this point."""
         showed = unit.in_use
         unit.become(state)
         if slot is None or not showed:
@@ -286,21 +286,21 @@ class Parameters:
         self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
 
     def before_write(self) -> None:
-        """The shards are about to be written: nobody may be using or reading them."""
+        """Prepare for writes to the shards: release all units, and wait until nothing reads them."""
         self.finish_updates()
         self.release_all()
         self.wait_for_gathers()
         self._reads.drop()
         if self._peers is not None:
-            # Write after read: the shards belong to the peers' gathers until all ranks have come here.
+            # Write after read: the gathers of the peers must have read the shards.
             self._gathers[self._mesh.names].wait(self._peers.barrier(Channel.WRITE))
 
     def mark_written(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
-        """Shards were written on the compute stream: what was gathered before is stale.
+        """Record that shards were written on the compute stream; values that were gathered before are out of date.
 
         Args:
-            in_parts: units that rest whole, of which each rank wrote only its part; None is all that a step leaves so.
-            stepped: as SlotLedger.invalidate has it.
+            in_parts: units that rest whole and of which each rank wrote only its part; None for those of a step.
+            stepped: see SlotLedger.invalidate.
         """
         coded: Sequence[int] = ()
         if self.scaled is not None:
@@ -310,35 +310,35 @@ class Parameters:
             if not self._updates.is_pending(unit.index):
                 self.mark_unit_written(unit.index)
         self.invalidate(in_parts if in_parts is None else {*in_parts, *coded}, stepped=stepped)
-        for index in coded:  # they rest whole: let the ranks see each other's codes
+        for index in coded:  # these units rest whole, so all ranks need the codes of all parts
             self.gather(index)
         if coded:
             self.issue_peer_barrier()
             self.wait_for_gathers(resting_only=True)
 
     def mark_all_updated(self) -> None:
-        """The optimizer has updated all units, each of which was told as `mark_unit_written`."""
+        """The optimizer has updated all units, after a `mark_unit_written` for each."""
         if self.scaled is not None:
             self.scaled.refresh()
             for index in self.scaled.units:
                 self.mark_unit_written(index)
 
     def mark_unit_written(self, index: int, stream: Stream = Stream.COMPUTE) -> None:
-        """A unit's shards were written on a stream; `invalidate` must follow before it is gathered again."""
+        """Record that a unit's shards were written on a stream; call `invalidate` before it is gathered again."""
         if stream is Stream.COMPUTE:
             self._streams.touch(writes=written_buffers(index))
         self._written.pop(index, None)  # so that the last one of the dict is the last one written
         self._written[index] = self._streams.record(stream, ("written", index))
 
     def finish_updates(self) -> None:
-        """Finish the updates that are under way: afterwards what compute does comes after them."""
+        """Finish the pending updates: later work of compute comes after them."""
         for index in self._updates.units:
             event = self._updates.finish(index)
             self._streams.wait(Stream.COMPUTE, event)
             self._written[index] = event
 
     def invalidate(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
-        """What was gathered before is stale; arguments as `written` has them."""
+        """Mark all gathered values as out of date; arguments as in `mark_written`."""
         self._gathers_since_write = 0
         self.changes.forget()
         self.let_go()
@@ -354,10 +354,10 @@ class Parameters:
                 unit.become(UnitState.RESTING)
 
     def wait_for_gathers(self, *, resting_only: bool = False) -> None:
-        """Compute waits for every gather in flight, or for those of units that rest whole.
+        """Let compute wait for every running gather, or only for those of units that rest whole.
 
-        Write after read: a shard belongs to its gather until that has landed. It is also what readers outside of a
-        forward need: afterwards resident parameters are whole and current.
+        Write after read: a gather reads its shard until it has finished. Readers outside of a forward need the wait,
+        too: afterwards parameters that rest whole are current.
         """
         for index in list(self._gathered):
             if not resting_only or self._slots[index] is None:
@@ -367,13 +367,13 @@ class Parameters:
             self._passed_barrier = None
 
     def wait_for_disk_reads(self) -> None:
-        """Nothing is read from disk any more; what has been read may serve the next gathers."""
+        """Wait for reads from disk; what they have read may still serve the next gathers."""
         self._reads.wait_for_reader()
 
     def issue_peer_barrier(self) -> None:
-        """Gathers after a write have been issued: what rests whole may be changed in place by whoever settles."""
+        """Issue a barrier after the gathers that follow a write; then parameters that rest whole may be changed."""
         if self._await_barrier:
-            # Write after read: it belongs to the peers' gathers, which copy from it, until all ranks have come here.
+            # Write after read: the peers' gathers copy from these parameters until all ranks reach the barrier.
             self._streams.launch(
                 Stream.GATHER, self._peer_barrier, tuple(self._buffer(index) for index in self._await_barrier)
             )
@@ -381,10 +381,10 @@ class Parameters:
             self._await_barrier.clear()
 
     def _land(self, index: int) -> None:
-        """Compute waits for a gather. Raises UsageError for whole parameters that were changed meanwhile."""
+        """Let compute wait for a gather. Raises UsageError if whole parameters were changed meanwhile."""
         self._streams.wait(Stream.COMPUTE, self._gathered.pop(index))
         unit = self._storage.units[index]
-        if unit.state is UnitState.GATHERING:  # else a write came meanwhile, and it is out of date
+        if unit.state is UnitState.GATHERING:  # else a write came meanwhile, and the values are out of date
             unit.become(UnitState.GATHERED)
         if self._versions.pop(index, None) not in (None, _versions(unit)):
             raise UsageError(
@@ -412,16 +412,16 @@ def _report_to_nobody(error: SpillError) -> None:
 
 
 def _all_in_gathered_block(unit: Unit) -> bool:
-    """Whether a GatheredParameters holds all of the unit, so that there is nothing to gather.
+    """Whether an open GatheredParameters holds all parameters of the unit, so that there is nothing to gather.
 
-    A backward gathers it all the same: its graph may have views of the slot, from a forward before that block.
+    In a backward the answer is no: its graph may have views of the slot, from a forward before that block.
     """
     sent = [group for group in unit.groups if group.plan.travels]
     return bool(sent) and all(len(group.opened) == len(group.parameters) for group in sent) and not in_backward()
 
 
 def written_buffers(index: int) -> tuple[Hashable, ...]:
-    """What an update of a unit writes: its shards, which are a part of the whole where that rests."""
+    """The buffers that an update of a unit writes: its shards, which are a part of the whole if that rests."""
     return (("shard", index), ("whole", index))
 
 

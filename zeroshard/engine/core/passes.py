@@ -1,4 +1,4 @@
-"""Knows when all gradients of a unit have arrived, from the order in which its modules were called.
+"""Tells when all gradients of a unit have arrived, from the order in which its modules were called.
 
 Autograd runs the nodes of a graph in the reverse order of their creation. So when the gradient of a module's output is
 ready, every node created after that output has run, and a unit whose first call began later is complete. Each call
@@ -16,12 +16,12 @@ import weakref
 
 
 class ForwardPass:
-    """The calls of one forward under grad. Held by the hooks on its outputs, so it lives as long as the graph.
+    """The calls of one forward under grad. The hooks on its outputs hold it, so it lives as long as the graph.
 
-    A graph outlives its backward where somebody keeps the loss, to print it later say. So a pass that a backward went
-    through is `over`, and no later backward waits for its units; it counts again when a backward comes back to it.
-    A pass is `unordered` if its graph has nodes of which the numbers of calls say nothing: its units are complete when
-    the backward has ended.
+    A graph outlives its backward if user code keeps the loss, for example to print it later. So after its backward a
+    pass is `over`, and later backwards do not wait for its units, unless one runs through this graph again. A pass is
+    `unordered` if the call numbers do not tell the order of some nodes in its graph: then its units are complete only
+    at the end of the backward.
     """
 
     __slots__ = ("__weakref__", "first_start", "last_end", "over", "reached", "unordered")
@@ -58,12 +58,12 @@ class CallTracker:
     def reach(self, graph: ForwardPass) -> None:
         """A backward runs through the graph of this pass."""
         graph.reached = True
-        if graph.over:  # retain_graph: others may follow whose graphs were kept with it
+        if graph.over:  # retain_graph: backwards through other retained graphs may follow
             for live in self._live():
                 live.over = False
 
     def lose_order(self) -> None:
-        """Nodes were made whose place among those of the live passes is not known."""
+        """Mark the live passes as unordered: nodes were created whose order among theirs is unknown."""
         for live in self._live():
             live.unordered = True
 
@@ -87,7 +87,7 @@ class CallTracker:
         return self.current, self._count
 
     def recomputed_call(self, unit: int) -> int:
-        """End number for a call that reentrant checkpointing repeats: the latest it can have been."""
+        """The end number of a call that reentrant checkpointing repeats: the latest one that is possible."""
         ends = [live.last_end.get(unit, 0) for live in self._live()]
         return max(ends, default=0) or self._count
 

@@ -2,14 +2,15 @@
 
     p.grad --copy engine--> inbox of its owner, row of this rank --barrier--> owner sums its rows --> grad
 
-Nothing is collected into a buffer first, so a gradient is moved once. The owner adds what came to its own gradient
-where that lies, and its row stays empty; the same kernel squares the sums for the norm. A gradient stays alive until it
-was sent and added; that is checked one unit later, when it has long happened. Memory and hazards:
+No buffer is collected first, so each gradient is moved once. The owner adds the received rows to its own gradient,
+which stays where autograd left it, so the owner's own row stays empty. The same kernel squares the sums for the norm. A
+gradient stays alive until it was sent and added, which is checked one unit later, when it has long happened. Memory and
+hazards:
 
-    a gradient           belongs to the reduce stream until `done`; compute waits for that before giving it back
+    a gradient           belongs to the reduce stream until the event `done`; compute waits for it before the release
     a row of an inbox    is written by its rank until the barrier, then read by the owner's sum. The next copies into it
-                         come after another barrier, which no rank reaches before its sum: that of the units between, or
-                         one of its own where the same slot is used twice in a row
+                         come after another barrier, which no rank reaches before its sum: the barrier of a unit in
+                         between, or an extra one if the same slot is used twice in a row
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SENDING = ("sending", 0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [low, high) of a gradient, and where they go; the same as bytes and addresses."""
+    """Elements [low, high) of a gradient and their target, also as bytes and addresses."""
 
     segment: int
     low: int
@@ -48,9 +49,13 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Path:
-    """How a group's gradients travel: `rows` (ranks, n) are this rank's inbox, of which `total` makes the sum.
+    """Where a group's gradients are copied to.
 
-    `own` are the pieces for this rank itself.
+    Attributes:
+        pieces: the parts of gradients that go to other ranks.
+        own: the parts that this rank owns.
+        rows: this rank's inbox (ranks, n).
+        total: sums the rows.
     """
 
     pieces: list[_Piece]
@@ -60,7 +65,7 @@ class _Path:
 
 
 class PeerReduce:
-    """The way of gradients through peer memory.
+    """Reduces gradients through peer memory.
 
     Attributes:
         last_slot: the inbox that was written last.
@@ -79,9 +84,9 @@ class PeerReduce:
         self.last_slot: int | None = None
 
     def release_sent(self) -> None:
-        """Give back the gradients that were sent last."""
+        """Release the gradients that were sent last."""
         if self._sending is not None:
-            # Write after read: the gradients belong to the reduce stream until they were sent.
+            # Write after read: the reduce stream must have sent the gradients.
             self._streams.wait(Stream.COMPUTE, self._sending[0])
             self._streams.touch(writes=(SENDING,))
             self._sending = None
@@ -110,7 +115,7 @@ class PeerReduce:
         assert group.wire is not None
         nbytes = group.wire.nbytes
         self._log.record("reduce-scatter", label, nbytes)
-        # Read after write: the gradients belong to compute until the unit's backward has run.
+        # Read after write: compute must have run the unit's backward.
         streams.wait(Stream.REDUCE, streams.record(Stream.COMPUTE, "collected"))
         adds_own_directly = _can_add_own_directly(route, sources)
         own = sources if adds_own_directly else None
@@ -156,7 +161,7 @@ class PeerReduce:
             raw(piece.address, starts[piece.segment] + piece.offset, piece.nbytes, stream)
 
     def _path(self, group: Group) -> _Path:
-        """Where a group's gradients go; made once, for inboxes stay where they are."""
+        """The targets of a group's gradients; made once, since inboxes do not move."""
         found = self._paths.get(id(group))
         if found is None:
             found = self._paths[id(group)] = self._make_path(group)
@@ -168,7 +173,7 @@ class PeerReduce:
         pieces: list[_Piece] = []
         mine: list[_Piece] = []
         summed: list[OwnPiece] = []
-        for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it has no way to go
+        for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it needs no copy
             row = self._peers.twin(group.wire, owner).view(size, -1)[rank]
             start, end = layout.shard_range(owner)
             for index, low, high in layout.pieces(start, end):
@@ -183,6 +188,6 @@ class PeerReduce:
 
 
 def _can_add_own_directly(route: _Path, sources: Sequence[torch.Tensor | None]) -> bool:
-    """Whether this rank's own gradients can be added where they are."""
+    """Whether the kernel can read this rank's own gradients where autograd left them."""
     own = (sources[piece.segment] for piece in route.own)
     return all(source is not None and source.dtype == route.rows.dtype for source in own)

@@ -1,10 +1,10 @@
-"""Updates of units whose state rests in host memory, from the step that orders them to the forward that needs them.
+"""Pending updates: a step starts to update units whose state rests in host memory, and a later forward awaits them.
 
-    step n       defer(unit, finish)           the update has begun, elsewhere
-    forward      written(unit)   -> event      finish() waits for it and starts the copy of the parameters
-    backward     read(unit)      -> event      gradients may come into the buffers that the update read
+    step n       defer(unit, finish)               the update has begun on other threads
+    forward      finish(unit)           -> event   waits for the update and starts the copy of the parameters
+    backward     take_read_event(unit)  -> event   after it gradients may overwrite the buffers that the update read
 
-Nothing is lost when a forward does not come: whoever reads parameters drains, and that finishes everything.
+No update is lost if no forward follows: everything that reads parameters drains first, which finishes all updates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroshard.engine.core.streams import Event
 
 
 class PendingUpdates:
-    """What is under way, by unit."""
+    """The pending updates, by unit."""
 
     def __init__(self) -> None:
         self._finish: dict[int, Callable[[], Event]] = {}
@@ -23,10 +23,11 @@ class PendingUpdates:
         self._ended: dict[int, Callable[[], object]] = {}
 
     def defer(self, unit: int, finish: Callable[[], Event], ended: Callable[[], object] | None = None) -> None:
-        """An update has begun. `finish` waits for it and returns the point after which the shards are written.
+        """Add an update that has begun.
 
         Args:
-            ended: returns, on any thread, when it has ended; for what reads shards that do not lie in place.
+            finish: waits for the update, and returns the event after which the shards are written.
+            ended: waits for the end of the update, on any thread; used by reads of shards that do not lie in place.
         """
         assert unit not in self._finish, "an update begins before the one before it was finished"
         self._finish[unit] = finish
@@ -34,17 +35,17 @@ class PendingUpdates:
             self._ended[unit] = ended
 
     def wait_for_end_of(self, unit: int) -> Callable[[], object] | None:
-        """What waits, on any thread, for an update that is under way; None where there is none."""
+        """A function that waits, on any thread, for the end of a pending update; None if none is pending."""
         return self._ended.get(unit) if unit in self._finish else None
 
     def is_pending(self, unit: int) -> bool:
-        """Whether an update is under way that nobody has finished."""
+        """Whether the unit has a pending update."""
         return unit in self._finish
 
     def finish(self, unit: int) -> Event:
-        """Finish an update that is under way; the point after which the unit's shards are written.
+        """Finish a pending update; returns the event after which the unit's shards are written.
 
-        Where it failed it stays under way: whoever comes next gets the same error, and never a part of a step.
+        An update that failed stays pending: each later call raises the same error, so that no half step is ever used.
         """
         event = self._finish[unit]()
         del self._finish[unit]
@@ -52,14 +53,14 @@ class PendingUpdates:
         return event
 
     def set_read_event(self, unit: int, event: Event) -> None:
-        """The update reads the unit's gradients until `event`."""
+        """Record that the update reads the unit's gradients until `event`."""
         self._read[unit] = event
 
     def take_read_event(self, unit: int) -> Event | None:
-        """The point after which the unit's gradients may be written again, asked for once; None if that is now."""
+        """Take the event after which the unit's gradients may be overwritten; None if there is no such event."""
         return self._read.pop(unit, None)
 
     @property
     def units(self) -> list[int]:
-        """The units whose updates nobody has finished, in the order in which they began."""
+        """The units with pending updates, in the order in which these began."""
         return list(self._finish)

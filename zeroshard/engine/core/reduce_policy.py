@@ -1,8 +1,8 @@
-"""What the next backward does with its gradients: whether they are reduced, and by what they are multiplied.
+"""Decides what the next backward does with its gradients: whether they are reduced, and the factor they are scaled by.
 
-Told from outside before a backward begins (no_sync, accumulation boundaries, 1-bit optimizers, a loss that was divided
-already), and read when a unit's gradients are complete. Rejected: arguments of the backward, for `loss.backward()` has
-none.
+Callers set it before a backward begins (no_sync, accumulation boundaries, 1-bit optimizers, a loss that was divided
+already), and the backward reads it when a unit's gradients are complete. Rejected: arguments of the backward, since
+`loss.backward()` takes none.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 
 class Decision(NamedTuple):
-    """Whether whole and sharded gradients are reduced when they are complete."""
+    """Whether whole gradients and sharded gradients are reduced when they are complete."""
 
     whole: bool
     sharded: bool
 
 
 class ReducePolicy:
-    """The rules of the next backward.
+    """The rules for the next backward.
 
     Attributes:
-        factor: what gradients of the backward that is running are multiplied by.
+        factor: multiplies the gradients of the running backward.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,19 @@ class ReducePolicy:
         self._rule: Callable[[], float] = lambda: 1.0
 
     def begin_backward(self, collects: bool) -> None:
-        """A backward begins; it `collects` gradients unless it gives its results to its caller. May refuse it."""
+        """A backward begins; it may be refused.
+
+        Args:
+            collects: whether it leaves gradients on parameters (`torch.autograd.grad` does not).
+        """
         self.factor = self._rule() if collects else 1.0
 
     def decide(self, accumulate: bool) -> Decision:
-        """Of a plan that accumulates gradients of several micro-batches, or not."""
+        """Which gradients to reduce when they are complete.
+
+        Args:
+            accumulate: whether the plan has accumulators for several micro-batches.
+        """
         whole = self._boundary if self._boundary is not None else not accumulate
         local = self._boundary is False and not accumulate  # it has no accumulators
         reduce = not (self._no_sync or self.keeps_local or local)
@@ -46,7 +54,7 @@ class ReducePolicy:
 
     @property
     def keeps_local(self) -> bool:
-        """Whether gradients stay each rank's own, in the step too."""
+        """Whether gradients are not reduced at all, not even by the step."""
         return self._keeps_local()
 
     @property
@@ -55,7 +63,7 @@ class ReducePolicy:
         return self._no_sync
 
     def keep_local_while(self, condition: Callable[[], bool]) -> None:
-        """Reduce no gradients while `condition()`, which is equal on all ranks: the optimizer averages by itself."""
+        """Reduce no gradients while `condition()` is true: the optimizer averages itself. It is equal on all ranks."""
         self._keeps_local = condition
 
     @contextmanager
@@ -68,9 +76,10 @@ class ReducePolicy:
             self._no_sync = previous
 
     def set_boundary(self, boundary: bool | None) -> None:
-        """Whether the next backward is the last before the step; None: not known, whole gradients wait for the step."""
+        """Say whether the next backward is the last one before the step; with None whole gradients wait for the step.
+        Say whether the next backward is the last one before the step; with None whole gradients wait for the step."""
         self._boundary = boundary
 
     def before_each_backward(self, rule: Callable[[], float]) -> None:
-        """When a backward that gives gradients begins, ask `rule` by what to multiply these; it may refuse."""
+        """Call `rule` when a backward that collects gradients begins; it returns their factor, or refuses."""
         self._rule = rule

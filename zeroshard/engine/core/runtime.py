@@ -1,11 +1,11 @@
-"""The runtime: runs a plan's operation lists at the hooks of a model, one pass after the other.
+"""The runtime of one sharded model: its hooks run the operation lists of the plan, one pass after the other.
 
     model.forward    forward.py      walks the forward list; the hooks of modules call it
     loss.backward    backward.py     walks the backward list; hooks on gradients call it
     step             here            reduce what is pending, update by the stepper, gather for the next forward
 
-It decides nothing: what is gathered when, where gradients rest and what is summed stands in the plan. It knows plans
-only, never configs.
+The runtime makes no decisions: the plan says what is gathered when, where gradients rest and what is summed. It knows
+plans only, never configs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Runtime:
         self._whole_changes = WholeChanges(storage.units, storage.device)
         self._kept_views = KeptViews(model, storage.gather_slots)
         self.names_in_state_dict = False
-        """Whether state_dict() of sharded parameters gives names and shapes, in place of an error."""
+        """Whether state_dict() gives names and shapes of sharded parameters instead of an error."""
         self.tied: TiedCopies | None = None
         """Units that other pipeline stages hold copies of; None where there are none."""
         self._tracker = tracker = CallTracker()
@@ -142,7 +142,7 @@ class Runtime:
             self._kept_views.look()
         self.inspection.before_pass()
         if torch.is_autocast_enabled(self.storage.device.type):
-            torch.clear_autocast_cache()  # casts of an earlier pass hang on its graph and may be of older weights
+            torch.clear_autocast_cache()  # its casts belong to the graph of an earlier pass
         if torch.is_grad_enabled():
             self._tracker.begin_pass()
         self.reads.begin_pass()
@@ -152,7 +152,7 @@ class Runtime:
         self.inspection.take_over()
 
     def _recover(self) -> None:
-        """A forward or backward was ended by an exception: drop what it left half-done."""
+        """Drop what a forward or backward left behind when it ended in an exception."""
         self.forward.recover()
         failed = self.backward.recover()
         self.parameters.release_all()
@@ -172,7 +172,7 @@ class Runtime:
             self.parameters.release(op.unit)
 
     def scale_weights(self, everyone: Collectives) -> None:
-        """Make the codes of weights that rest in fp8, if there are some; `everyone` reaches all ranks of the plan."""
+        """Make the codes of weights that rest in fp8, if there are any; `everyone` spans all ranks of the plan."""
         if any(group.scaled for _, group in self.plan.groups()):
             made = ScaledWeights(self.units, self.storage.device, everyone, self._log, self._inside_or_backward)
             adopt_codes(self.model)
@@ -180,13 +180,13 @@ class Runtime:
             self.parameters.mark_written(())
 
     def check_every_pass(self) -> None:
-        """From now on every pass and step looks for what code wrote past version counters."""
+        """From now on check in every pass and step for writes that version counters do not show."""
         self.parameters.changes.always = self._whole_changes.always = True
 
     # Step.
 
     def inspect(self) -> None:
-        """Before a step. Raises UsageError when parameters or gradients are not what the step would work on."""
+        """Check the model before a step. Raises UsageError if user code changed parameters or gradients wrongly."""
         self.parking.refuse("a step")
         if self.backward.running:
             refuse_half_done("a step")
@@ -197,11 +197,11 @@ class Runtime:
         self.inspection.before_step(present=self.gradients.present)
 
     def finish_gradients(self) -> None:
-        """Reduce whatever no backward has reduced; compute then waits for all reduces."""
+        """Reduce all pending gradients; compute then waits for all reduces."""
         self.streams.follow_caller()
         for index in () if self.reduce_policy.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
-        # Read after write: gradients belong to the reduce stream until its last reduce has landed.
+        # Read after write: the last reduce must have finished.
         self.streams.wait(Stream.COMPUTE, self.streams.record(Stream.REDUCE, "all"))
         self.streams.touch(reads=tuple(("grad", unit.index) for unit in self.units))
         if self.tied is not None:
@@ -211,7 +211,7 @@ class Runtime:
         """The optimizer has run: drop the gradients and gather what the next forward needs first.
 
         Args:
-            captured: the step goes into a graph, which ends when the last gather has landed.
+            captured: the step is captured into a CUDA graph, which ends with the last gather.
         """
         self.parameters.wait_per_unit = captured
         self.clear_gradients()
@@ -223,7 +223,7 @@ class Runtime:
         self.parameters.wait_per_unit = False
 
     def _settle_resting(self) -> None:
-        """Gathers after a write have been issued: unless these overlap, what rests whole is the caller's from here."""
+        """After the gathers that follow a write: unless they overlap, wait for parameters that rest whole."""
         self.parameters.issue_peer_barrier()
         if not self.plan.policy.overlap_step:
             self.parameters.wait_for_gathers(resting_only=True)
@@ -244,7 +244,7 @@ class Runtime:
 
     @property
     def may_accumulate(self) -> bool:
-        """Whether gradients may get other memory: at rest, and before a backward where no parameter is gathered."""
+        """Whether gradients may move to other memory: at rest, or before a backward if no parameter is sharded."""
         whole = not any(unit.plan.sharded for unit in self.units) and not self.forward.started
         return not self.gradients.present and (self.at_rest or (whole and not self.backward.running))
 
@@ -255,18 +255,18 @@ class Runtime:
 
     @property
     def seen_order(self) -> tuple[int, ...] | None:
-        """Units in the order of the first forward under grad, None once `adopt_order` was called."""
+        """Units in the order of the first forward under grad; None after `adopt_order`."""
         return None if self.forward.seen_order is None else tuple(self.forward.seen_order)
 
     def adopt_order(self, order: tuple[int, ...] | None) -> None:
-        """Between steps: run the lists in `order` from now on (None keeps the plan's), and stop watching the order."""
+        """Between steps: run the lists in `order` from now on (None keeps the plan's), and stop recording the order."""
         self.forward.seen_order = None
         plan = self.plan if order is None else reordered(self.plan, (self._root, *order))
         if plan.order != self.plan.order:
             self._adopt(plan)
 
     def adopt_outside_reads(self) -> None:
-        """Between steps: have the plan keep the units that other modules than their own read."""
+        """Between steps: adopt a plan that keeps units gathered which modules of other units read."""
         if new := self.reads.take_new():
             self._adopt(with_kept(self.plan, (*self.plan.kept, *new)))
 
@@ -285,20 +285,20 @@ class Runtime:
         self.parameters.adopt(plan)
         self.gradients.adopt(plan)
         self._set_plan(plan)
-        self.parameters.mark_written()  # new slots are empty, and the step before this wrote the shards
+        self.parameters.mark_written()  # the new slots are empty
 
     def resting(self) -> StateAtRest:
-        """The state between two steps: from equal ones the same step issues the same operations on the same memory.
+        """The state between two steps; from equal states a step issues the same operations on the same memory.
 
-        Raises UsageError amid a step: something is in progress, or gradients wait for one.
+        Raises UsageError within a step: a forward or backward is running, or gradients wait for the step.
         """
         if self.forward.started or self.backward.running or self.gradients.present:
-            raise UsageError("amid a step: a forward, a backward or its gradients wait for optimizer.step()")
+            raise UsageError("within a step: a forward, a backward or its gradients wait for optimizer.step()")
         gathered = (self.parameters.resting(), self.gradients.last_slot)
         return StateAtRest((id(self.plan), self.parking.reloads), gathered)
 
     def abandon(self) -> None:
-        """What was issued since the last step will never run: forget what it would have brought about."""
+        """Forget the operations that were issued since the last step, since they will never run."""
         self.parameters.release_all()
         self.parameters.wait_for_gathers()
         self.parameters.invalidate()
@@ -306,8 +306,8 @@ class Runtime:
         self.clear_gradients()
 
     def drain(self) -> None:
-        """Finish everything in flight. Every reader outside of a forward passes here."""
-        self.parking.refuse("whoever reads or changes state")
+        """Finish all running operations. Everything that reads state outside of a forward calls this first."""
+        self.parking.refuse("reading or changing state")
         self.streams.follow_caller()
         self.parameters.finish_updates()
         self.parameters.wait_for_gathers()

@@ -1,7 +1,7 @@
-"""Squares of reduced gradients, summed beside the backward, while they are on the device.
+"""Sums the squares of reduced gradients during the backward, for the norm of the step.
 
-gradients on the device    each group when its last reduce before the step has landed, into the norm of the step
-gradients on the host      each group while its reduced part is still beside the slot; one sum per group
+gradients on the device    each group after its last reduce before the step; added to the norm of the step
+gradients in host memory   each group before its reduced part is copied to the host; one sum per group
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostSquares:
 
 
 class Squares:
-    """Who is squared when."""
+    """The squares of all groups, and which groups have been squared already."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -38,7 +38,7 @@ class Squares:
     def adopt(self, units: Iterable[Unit], *, accumulate: bool) -> None:
         """Start anew under a plan."""
         self._final = not accumulate
-        # Made here, on compute, which every reduce waits for: later their first zeros could come after the first sum.
+        # Allocated here, on compute, which every reduce waits for. Later, zeroing them could come after the first sum.
         self._on_host = {
             id(group): _squares_of(group)
             for unit in units
@@ -47,17 +47,18 @@ class Squares:
         }
 
     def clear(self) -> None:
-        """The gradients went."""
+        """The gradients were dropped."""
         self._done = set()
 
     def square_into(self, norm: SquaredNorm | None, groups: Sequence[Group]) -> None:
-        """Square each of `groups` when it has been reduced, as the tensor of `norm` of the same number; None: don't."""
+        """Square each group after its reduce, as the tensor of `norm` with the same number; with None square nothing.
+        Square each group after its reduce, as the tensor of `norm` with the same number; with None square nothing."""
         self._norm = norm
         self._number = {id(group): number for number, group in enumerate(groups)}
         self._done = set()
 
     def square_rest(self, groups: Sequence[Group]) -> None:
-        """Square on compute what was not squared when it was reduced."""
+        """Square the groups on compute that were not squared after their reduce."""
         assert self._norm is not None
         for number, group in enumerate(groups):
             if id(group) not in self._done:
@@ -73,7 +74,7 @@ class Squares:
         self._done.add(id(group))
 
     def beside_sum(self, group: Group) -> torch.Tensor | None:
-        """Where the kernel that makes a group's last sums puts their squares; None where nobody wants them."""
+        """Where the kernel of a group's last sum writes the squares; None if they are not needed."""
         norm, number = self._norm, self._number.get(id(group))
         if norm is None or number is None or not self._final:
             return None
@@ -81,7 +82,7 @@ class Squares:
         return norm.partial(number)
 
     def changed(self, group: Group) -> None:
-        """Gradients were changed where they rest, with no reduce in flight: earlier squares count no more."""
+        """Resting gradients were changed while no reduce runs, so earlier squares are out of date."""
         self._done.discard(id(group))
         squares = self._on_host.get(id(group))
         if squares is not None:
@@ -93,7 +94,7 @@ class Squares:
         return self._on_host[id(group)]
 
     def total(self, group: Group) -> torch.Tensor:
-        """Float64 scalar on the device: the sum of squares of gradients that have gone to host memory since."""
+        """Float64 scalar on the device: the sum of squares of a group's gradients in host memory."""
         return self.of(group).total
 
     def first_bad(self, group: Group) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The engine between two steps, as a value to compare: a step is replayed as a graph only from an equal one."""
+"""The engine's state between two steps, as a comparable value: a graph of a step is replayed only from an equal state.
+The engine's state between two steps, as a comparable value: a graph of a step is replayed only from an equal state."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StateAtRest:
-    """Where the engine's memory is, and what is gathered, on its way or waited for."""
+    """Which memory the engine uses, and which units are gathered, in use or awaited."""
 
     memory: Hashable
     gathered: Hashable

@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step: squared norm, sign of divergence, and which parameters got a gradient.
+"""The one small all-reduce of a step: squared norm, check for divergence, and which parameters got a gradient.
 
     float64:  [ sum of squares | d | d * d | flag per trainable parameter ... ]      d: digest of this rank's operations
 
@@ -56,9 +56,9 @@ def exchange(
     """Sum this rank's statistics over all ranks; gradients must be reduced.
 
     Args:
-        norms: what squares gradients on a GPU; made when first needed and kept there, for its tables are copied over.
-        whole: gradients are each rank's own, so all of them are squared; the sum only tells whether they are finite.
-        stages: the other pipeline stages, whose squares and divergences count too.
+        norms: the kernels that square gradients on a GPU; made at first use and kept, since they copy tables.
+        whole: gradients are not reduced, so each rank squares all of its own; the sum only tells if they are finite.
+        stages: the other pipeline stages, whose squares and divergences count, too.
     """
     device = runtime.storage.device
     values = torch.zeros(stats_numel(runtime.plan), dtype=torch.float64, device=device)
@@ -90,7 +90,7 @@ def digest_terms(digest: int) -> tuple[int, int]:
 def _squared_norm(group: Group, norms: Norms, *, whole: bool) -> torch.Tensor:
     """Sum of squares in float64, in tiles or chunks so that no float64 copy of the whole is made.
 
-    Of what lies between parameters nothing is read: copies between peers leave there what the memory held before.
+    Gaps between parameters are not read: where peers copy, the gaps hold old values.
     """
     values = _checked_gradient(group, whole=whole)
     pieces = [(0, values.numel())] if whole else own_pieces(group)

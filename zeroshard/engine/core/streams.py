@@ -1,10 +1,10 @@
-"""Streams: compute, all-gather and reduce-scatter run beside each other; events order them.
+"""Streams: compute, all-gather and reduce-scatter overlap; events order them where one depends on another.
 
-The engine talks to this small interface, so that the same operations run on CUDA streams, on a CPU (where a stream is
-a queue of pending collectives and the closures behind them), and under the checking backend of `virtual_streams`.
+The engine uses this small interface, so that the same operations run on CUDA streams, on a CPU (where a stream is a
+queue of pending collectives and other work), and under the checking backend of `virtual_streams`.
 
     launch(stream, fn)      start a collective in stream order
-    follow(stream, fn)      run fn, which sends nothing, in stream order
+    enqueue(stream, fn)     run fn, which sends nothing, in stream order
     record(stream) -> e     a point in the stream's order; under a name, the last point of that name replaces the others
     wait(stream, e)         what is launched on `stream` later runs after e
     touch(reads, writes)    compute uses buffers here (only the checking backend looks)
@@ -32,7 +32,7 @@ Work = Callable[[], object]
 
 
 class Step(NamedTuple):
-    """A `launch` or a `follow` of a row of them."""
+    """One element of a list for `run`: a collective to launch (`sends`), or work to enqueue."""
 
     fn: Launch | Work
     reads: Buffers = ()
@@ -48,10 +48,10 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """What the engine needs of a device.
+    """The streams of a device, as the engine uses them.
 
     Attributes:
-        poisons: whether slots are to be filled with NaN when their content goes out of date (checking backends).
+        poisons: whether slots are filled with NaN when their content is out of date (checking backends).
     """
 
     poisons: bool
@@ -61,7 +61,7 @@ class Streams(Protocol):
     def enqueue(self, stream: Stream, fn: Work, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
     def run(self, stream: Stream, steps: Sequence[Step]) -> None:
-        """Launch and follow several in a row, at the price of one."""
+        """Launch or enqueue several steps at once, which costs less host time."""
         ...
 
     def record(self, stream: Stream, name: Hashable = None) -> Event:
@@ -81,11 +81,11 @@ class Streams(Protocol):
         ...
 
     def arrival(self, event: Event) -> Callable[[], object]:
-        """What returns, on any thread, when an event of a side stream has come."""
+        """A function that waits, on any thread, for an event of a side stream."""
         ...
 
     def wait_on_host(self) -> None:
-        """The host waits until what compute waits for so far has happened: it is about to read host memory."""
+        """Let the host wait for everything that compute waits for so far; it is about to read host memory."""
         ...
 
 
@@ -98,9 +98,9 @@ class CudaEvent(torch.cuda.Event):
 class CudaStreams:
     """CUDA streams and events. Collectives are issued on the side streams; nothing here blocks the host.
 
-    A graph of a step is captured from these streams. Its events mean nothing outside of it, and events of before
-    nothing inside. So time is cut into epochs, at whose borders all streams meet: what an event of an earlier epoch
-    marks has happened for every stream, and nobody waits for it.
+    A CUDA graph of a step is captured from these streams. Events from inside a graph can't be used outside of it, and
+    the other way round. So time is divided into epochs, and all streams wait for each other between two epochs: then
+    everything before an event of an earlier epoch has happened for every stream, and no wait is needed.
 
         eager work | meet | captured work, all streams fork from compute and join it | meet | eager work
     """
@@ -118,8 +118,8 @@ class CudaStreams:
         return self._compute if stream is Stream.COMPUTE else self._side[stream]
 
     def follow_caller(self) -> None:
-        # Asked once per pass, for asking costs as much as a kernel launch. Autograd runs a backward on the stream of
-        # its forward.
+        # Looked up once per pass, since the look-up costs as much as a kernel launch. Autograd runs a backward on the
+        # stream of its forward.
         self._compute = torch.cuda.current_stream(self._device)
 
     def launch(self, stream: Stream, fn: Launch, reads: Buffers = (), writes: Buffers = ()) -> None:
@@ -133,13 +133,13 @@ class CudaStreams:
 
     def _issue(self, stream: Stream, fns: Sequence[Launch | Work]) -> None:
         side = self._side[stream]
-        # Set and set back by hand: the context manager asks for the current stream, which costs more than a launch.
+        # Set and reset directly: torch's context manager looks up the current stream, which costs more than a launch.
         torch.cuda.set_stream(side)
         try:
             for fn in fns:
                 pending = fn()
                 if isinstance(pending, Pending):
-                    pending.finish()  # orders this stream after the collective; the host goes on
+                    pending.finish()  # orders this stream after the collective; the host does not wait
                     pending.mark(side)
         finally:
             torch.cuda.set_stream(self._compute)
@@ -224,11 +224,11 @@ class Entry:
 
 
 class QueuedStreams:
-    """Streams on a CPU: collectives run on the process group's threads, what follows them waits in a queue.
+    """Streams on a CPU: collectives run on the process group's threads, and later work waits in a queue.
 
-    A collective starts at once unless it touches a buffer that something in its queue still uses, or another one is
-    held back before it: peers may be waiting for it, and it must start in the same order on all ranks. A queue moves
-    when its head has finished, which is looked at on every call; a blocked host keeps moving all queues.
+    A collective starts at once, because peers may be waiting for it, unless it uses a buffer that an entry of its queue
+    still uses, or an earlier collective is still held back: all ranks must start them in the same order. A queue
+    advances when its first entry has finished, which every call checks; a waiting host keeps advancing all queues.
     """
 
     poisons = False
@@ -269,7 +269,7 @@ class QueuedStreams:
             return
         if stream is Stream.COMPUTE:
             self._block(event)
-        elif stream is not event.stream:  # a stream runs in order: waiting for its own past is nothing
+        elif stream is not event.stream:  # a stream runs in order, so it need not wait for its own events
             self._queues[stream].append(Entry(event=event))
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
@@ -283,7 +283,7 @@ class QueuedStreams:
             self.wait(Stream.COMPUTE, self.record(stream))
 
     def arrival(self, event: Event) -> Callable[[], object]:
-        self.wait(Stream.COMPUTE, event)  # queues move on this thread alone
+        self.wait(Stream.COMPUTE, event)  # queues advance on this thread only
         return lambda: None
 
     def wait_on_host(self) -> None:
@@ -296,7 +296,7 @@ class QueuedStreams:
         return any(buffer in buffers for buffer in entry.buffers)
 
     def _advance(self, stream: Stream) -> bool:
-        """Run what can run without waiting; returns whether anything moved."""
+        """Run the entries that can run without waiting; returns whether there were any."""
         queue, moved = self._queues[stream], False
         while queue and self._step(queue, stream):
             moved = True
@@ -333,7 +333,7 @@ class QueuedStreams:
                 time.sleep(0.0001)
 
     def _settle(self, pending: Pending) -> None:
-        """Wait for one collective; the other queues move meanwhile."""
+        """Wait for one collective, and advance the other queues meanwhile."""
         others_busy = sum(1 for queue in self._queues.values() if queue) > 1
         while not self._waiter.settle(pending, 0.0005 if others_busy else 0.2):
             for stream, queue in self._queues.items():

@@ -5,9 +5,9 @@
     stage 3   embedding    gradient b  --/
 
 Each copy is a unit of its own with the same layout on all these stages, so that ranks at the same place hold the same
-elements, and sums go element by element whatever ZeRO divides. All copies take the same update. The first stage enters
-sums over all stages for it, and saves it. Rejected: the parameter on one stage, and its values sent to the other in
-each micro-batch, twice the traffic of a gradient once in a step.
+elements, and gradients can be summed element by element whatever ZeRO divides. All copies get the same update. Only the
+first stage saves the parameter and counts it in sums over all stages. Rejected: keeping the parameter on one stage and
+sending its values to the other in each micro-batch, which is twice the traffic of one gradient per step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TiedUnit:
 
     Attributes:
         stages: those that hold it, the first one first.
-        over: the ranks that hold the same elements.
+        over: communicator of the ranks that hold the same elements.
     """
 
     name: str
@@ -45,16 +45,16 @@ class TiedUnit:
 
 
 def find_tied(plan: Plan, tied: Sequence[str], stages: Stages) -> list[TiedUnit]:
-    """The units of this stage that others hold a copy of; called by all ranks.
+    """The units of this stage of which other stages hold copies; called by all ranks.
 
     Args:
         tied: paths of modules that several stages hold.
 
     Raises:
-        PlanError: one is no unit, or not the same on all stages, or stages have other parameters of one name.
+        PlanError: a module is no unit, or differs between stages, or stages have different parameters of one name.
     """
-    told = stages.gather_text(json.dumps(_described(plan, tied, stages.place.index)))
-    described: list[dict[str, Any]] = [json.loads(text) for text in told]
+    texts = stages.gather_text(json.dumps(_described(plan, tied, stages.place.index)))
+    described: list[dict[str, Any]] = [json.loads(text) for text in texts]
     problem = next((stage["problem"] for stage in described if stage["problem"]), None)
     problem = problem or _shared_names(described) or _differing(described)
     if problem is not None:
@@ -71,7 +71,7 @@ def find_tied(plan: Plan, tied: Sequence[str], stages: Stages) -> list[TiedUnit]
 
 
 def _described(plan: Plan, tied: Sequence[str], stage: int) -> dict[str, Any]:
-    """What the other stages have to know of this one's parameters."""
+    """A description of this stage's parameters for the other stages."""
     units = {unit.name: unit for unit in plan.units}
     missing = next((name for name in tied if name not in units), None)
     names = [segment.name for unit in plan.units if unit.name not in tied for segment in _segments(unit)]
@@ -79,7 +79,7 @@ def _described(plan: Plan, tied: Sequence[str], stage: int) -> dict[str, Any]:
     if missing is not None:
         problem = f"tied: module {missing!r} of pipeline stage {stage} is no unit; it has {', '.join(units)}"
     elif any(group.grad_away for name in tied for group in units[name].groups):
-        problem = "tied layers of a pipeline whose gradients rest in host memory are not built; keep them on the device"
+        problem = "tied layers of a pipeline are not supported with gradients in host memory; keep these on the device"
     return {
         "problem": problem,
         "names": names,
@@ -127,7 +127,7 @@ def _differing(described: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def share_values(model: nn.Module, tied: Sequence[TiedUnit], device: torch.device) -> None:
-    """Take over the first stage's values of what is tied; before the model is sharded."""
+    """Copy the first stage's values of tied modules to the other stages, before the model is sharded."""
     for one in tied:
         module = model.get_submodule(one.name)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -159,7 +159,7 @@ class TiedCopies:
                 group.on_earlier_stage = True
 
     def on_earlier_stage(self, name: str) -> bool:
-        """Whether an earlier stage saves the parameter or buffer of a name."""
+        """Whether an earlier stage holds, and so saves, the parameter or buffer of a name."""
         return any(name.startswith(f"{path}.") for path in self._not_first)
 
     def sum_gradients(self) -> None:

@@ -1,16 +1,18 @@
-"""The checking backend: the engine's own operations on a CPU, with streams that run as late, as early or as mixed as
-the events allow, and a proof that no order can hurt.
+"""A checking backend for tests: streams on a CPU that run as late or as early as the events allow, or in between, and a
+check that every pair of conflicting accesses is ordered by events.
 
 Two checks at once:
 
-    order      what is launched on a side stream sits in its queue; a schedule decides how far queues move on each call.
-               Only an awaited event forces them on. A result that depends on luck differs between schedules.
-    hazards    every stream carries a vector clock; events copy it, waits join it. An access to a buffer that is not
-               ordered after the last conflicting access is a race, whatever order this run happened to take.
+    order      work on a side stream waits in its queue; a schedule decides how far queues advance on each call, and
+    only
+               an awaited event forces them to advance. A result that depends on the order differs between schedules.
+    hazards    every stream has a vector clock; events copy it, waits merge it. An access to a buffer that is not
+    ordered
+               after the last conflicting access is a race, whatever the order in this run was.
 
-Compute itself runs at once on the host, so a side stream can't overtake it here; the clocks cover that direction.
-Slots are poisoned with NaN when another unit takes them over. Rejected: random orders alone, which find a missing wait
-only when compute happens to read in between.
+Compute runs directly on the host, so a side stream can't overtake it here; the clocks cover that direction. Slots are
+filled with NaN when another unit takes them over. Rejected: random orders alone, which find a missing wait only if
+compute happens to read in between.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class VirtualStreams(QueuedStreams):
     """Queued streams under a pace, with hazard checks.
 
     Args:
-        seed: of the pace MIXED; equal on all ranks or not, both must work.
-        drop_wait: whether to leave out a wait of a stream for an event, to show that the checks would notice.
+        seed: for the pace MIXED; the ranks may use the same seed or different ones.
+        drop_wait: whether to omit a wait of a stream for an event, to show that the checks notice it.
     """
 
     poisons = True

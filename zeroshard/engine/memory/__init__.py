@@ -1,1 +1,1 @@
-"""Where state lies: units on the device and in host memory, the memory of peers, and what stands in for it."""
+"""The memory of training state: units, their buffers on each tier, the memory of peers, and placeholders."""

@@ -1,13 +1,13 @@
-"""Values on their way between ranks as codes of 8 or 4 bits, with a float32 scale for each block of elements.
+"""Quantizes values that ranks send each other to codes of 8 or 4 bits, with a float32 scale per block of elements.
 
     record      [ codes | scales, 4 bytes per block ]      one for each rank that sends or gets a part
     code        round(value / scale), from -127 to 127 or from -7 to 7        scale    largest magnitude / 127 or / 7
     4 bits      byte i of a block has element i in its lower half and element size / 2 + i in its upper one
 
-Parameters are gathered so (qwZ) and gradients summed (qgZ; Wang et al. 2023, arXiv:2306.10209, sections 4.1 and 4.3).
-What all ranks compute with are the decoded values, also of the shard that a rank holds exactly, so that they agree. A
-block with an inf or NaN decodes to NaN, as it should be seen. Rejected: one scale per shard, whose largest element
-decides the error of all others; neighbours in one byte, which reads and writes every other element.
+It is used for gathers of parameters (qwZ) and sums of gradients (qgZ; Wang et al. 2023, arXiv:2306.10209, sections 4.1
+and 4.3). All ranks compute with the decoded values, even of their own shard, so that they agree. A block with an inf or
+NaN decodes to NaN, so that the error shows. Rejected: one scale per shard, whose largest element would decide the error
+of all others; two neighbouring elements in one byte, which reads and writes every other element.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def encode(
     """Write the codes and scales of `values` (flat, whole blocks) into the records of so many ranks, uint8.
 
     Args:
-        error: what earlier codes left out, as large as `values`: added before, and renewed as `feedback` says.
+        error: rounding errors of earlier codes, as large as `values`: added first, then renewed as `feedback` says.
     """
     by = kernel_codes if values.is_cuda else native_codes
     if by.encode(values, records, blocks, ranks, error, feedback):
@@ -60,7 +60,7 @@ def encode(
 
 
 def _keep(error: torch.Tensor, left_out: torch.Tensor, feedback: Feedback) -> None:
-    """Renew what is to be added next; what is not finite was seen where it arrived, and is not kept."""
+    """Store the rounding error that is added next time; values that are not finite are stored as 0."""
     left_out = left_out.view(-1)
     if feedback.beta:
         left_out = left_out.mul_(1 - feedback.beta).add_(error, alpha=feedback.beta)
@@ -69,7 +69,7 @@ def _keep(error: torch.Tensor, left_out: torch.Tensor, feedback: Feedback) -> No
 
 @torch.no_grad()
 def decode(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Blocks, *, add: bool = False) -> None:
-    """Write what the records of so many ranks, one after the other, stand for into `values`, flat, or add it there."""
+    """Decode the records of all ranks, one after the other, into the flat `values`, or add them there."""
     by = kernel_codes if values.is_cuda else native_codes
     if by.decode(records, ranks, values, blocks, add=add):
         return
@@ -82,7 +82,7 @@ def decode(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Bloc
 
 @torch.no_grad()
 def decode_sum(records: torch.Tensor, ranks: int, values: torch.Tensor, blocks: Blocks, *, add: bool) -> None:
-    """Write the float32 sum, in the order of ranks, of what their records stand for into `values`, or add it there."""
+    """Write the float32 sum of the decoded records, in the order of ranks, into `values`, or add it there."""
     by = kernel_codes if values.is_cuda else native_codes
     if by.decode(records, ranks, values, blocks, add=add, summed=True):
         return

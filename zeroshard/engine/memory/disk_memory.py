@@ -1,7 +1,7 @@
-"""Disk for training state: what the plan counts, in the folders that it names, opened by all ranks or by none.
+"""Opens the files for training state on disk, in the plan's folders and sizes; on all ranks or on none.
 
-A folder may be wrong on one machine only, so ranks tell each other how it went before anything is built on it.
-Rejected: to let the others find out in the first collective, where a full disk would look like a rank that died.
+A folder may be unusable on one machine only, so the ranks exchange the result before they continue. Rejected: letting
+the other ranks notice in the first collective, where a full disk would look like a lost rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_disk_memory(plan: Plan, rank: int) -> NvmeMemory:
 
 
 def open_on_all_ranks(open_memory: Callable[[], NvmeMemory], control: Collectives, device: torch.device) -> NvmeMemory:
-    """What `open_memory` gives, where it does on all ranks. Raises PlanError with the first rank's reason."""
+    """Call `open_memory` on all ranks. Raises PlanError on all of them, with the first rank's reason, if one fails."""
     problem, memory = None, None
     try:
         memory = open_memory()

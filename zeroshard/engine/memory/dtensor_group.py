@@ -1,10 +1,10 @@
-"""A flat group with parameters that the model divides itself: DTensors, whose local tensors have the memory.
+"""A flat group with parameters that the model itself divides (DTensors); the memory belongs to their local tensors.
 
     parameter     the DTensor: its class says whether it rests; autograd leaves gradients on it
     holder        its local tensor: a view of the slot in use, stretched over one NaN at rest
 
-Plain parameters may be among them, and are their own holders. Rejected: the question in the group that all models
-have, in each forward and backward of a model without DTensors.
+Such a group may also have plain parameters, which are their own holders. Rejected: the same code in `Group`, which
+would test for DTensors in each forward and backward of every model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DTensorGroup(Group):
         self.holders = [holder_of(parameter) for parameter in self.parameters]
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """See Group; partial sums that autograd left are summed over the model's axis, for which all its ranks come."""
+        """See Group; partial sums are summed over the model's axis, so all its ranks call this together."""
         return [
             None if parameter.grad is None else local_gradient(parameter, parameter.grad)
             for parameter in self.parameters

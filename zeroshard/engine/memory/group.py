@@ -1,12 +1,12 @@
 """The tensors of one flat group on a rank, and what each parameter is just now.
 
     in use    the parameter is a view into `whole` (or of `shard`, where it lies within), under its own class
-    at rest   it holds no values, and guards against being read (see sharding.resting)
+    at rest   it holds no values, and refuses to be read (see sharding.resting)
     held      as in use, in memory beside the slot (`take_apart`): something reads it outside of its unit's forward
-    opened    a GatheredParameters has given it memory; nothing here touches it meanwhile
+    opened    a GatheredParameters has given it memory; this class does not change it meanwhile
 
-What the names of the tensors mean stands in storage, which allocates them. Rejected: parameters that stay views of the
-slot for good. They would show another unit's values as soon as the slot goes to its next owner.
+storage.py allocates the tensors and explains their names. Rejected: parameters that always stay views of the slot. They
+would show the values of another unit as soon as the slot is reused.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class Group:
     records: list[Resting]
     classes: list[type[nn.Parameter]]
     holders: Sequence[torch.Tensor]
-    """What has the memory of each parameter: the parameter itself, but for DTensors (see dtensor_group)."""
+    """The tensor that has the memory of each parameter: itself, or the local tensor of a DTensor (dtensor_group)."""
     counts: bool = True
-    """Whether this rank enters sums over all ranks for the group: of ranks that hold the same part, the first does."""
+    """Whether this rank counts the group in sums over all ranks: the first of the ranks that hold the same part does.
+    Whether this rank counts the group in sums over all ranks: the first of the ranks that hold the same part does."""
     on_earlier_stage: bool = False
-    """Whether an earlier pipeline stage holds the same parameters, and enters sums over all stages and saves them."""
+    """Whether an earlier pipeline stage holds the same parameters, saves them and counts them in sums over stages."""
     row: Row | None = None
-    """Where the shard rests that does not lie in place; `shard` has its size and dtype then, and no elements."""
+    """The resting place of a shard that does not lie in place; `shard` then has its size and dtype but no memory."""
     master: Row | None = None
     grad: torch.Tensor | None = None
     wire: torch.Tensor | None = None
@@ -58,11 +59,11 @@ class Group:
     second: torch.Tensor | None = None
     """This rank's part of the second copy of the parameters; of those that rest whole, a part of `whole`."""
     errors: list[torch.Tensor | None] = field(default_factory=list)
-    """By hop of sums in codes, what this rank's codes have left out and is to be added; None where it is dropped."""
+    """Per hop of a quantized reduce, the rounding errors that this rank adds next time; None if they are dropped."""
     in_shard: frozenset[int] = frozenset()
-    """Numbers of the parameters that are used where they lie in `shard`; no gather puts them into `whole`."""
+    """Numbers of the parameters that are used directly in `shard`; no gather copies them into `whole`."""
     read_local: Callable[[int], torch.Tensor | None] | None = None
-    """Gives a parameter's whole gradient on this rank while it may be read, for its stand-in; see memory.guard."""
+    """Returns a parameter's whole local gradient while it may be read, for its placeholder; see memory.guard."""
     opened: set[int] = field(default_factory=set)
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _apart: list[torch.Tensor] | None = None
@@ -71,7 +72,7 @@ class Group:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank enters sums for the group, and saves its part of it."""
+        """Whether this rank counts the group in sums, and saves its part of it."""
         return self.counts and not self.on_earlier_stage
 
     @property
@@ -86,13 +87,13 @@ class Group:
 
     @property
     def copied(self) -> list[tuple[int, int]]:
-        """The elements of the shard that a gather puts into `whole`: parameters that cross the border of the shard."""
+        """The elements of the shard that a gather copies into `whole`: parameters that cross the shard's border."""
         pieces = self.plan.layout.pieces(*self.plan.layout.shard_range(self.rank))
         return [(low, high) for index, low, high in pieces if index not in self.in_shard]
 
     @property
     def wire_part(self) -> torch.Tensor:
-        """What this rank sums for its subgroup, where it lies in `wire`."""
+        """The part of `wire` that this rank sums for its subgroup."""
         assert self.wire is not None
         start, end = self.plan.second_range(self.rank)
         return self.wire[start:end]
@@ -128,11 +129,11 @@ class Group:
         return self.views if not held or self._apart is None else self._apart
 
     def hide_one(self, index: int) -> None:
-        """Let one parameter rest, whoever holds it."""
+        """Let one parameter rest, even if a GatheredParameters holds it."""
         rest(self.parameters[index], self.records[index], self.empties[index])
 
     def show_one(self, index: int) -> None:
-        """Give one parameter its value, whoever holds it."""
+        """Give one parameter its value, even if a GatheredParameters holds it."""
         wake(self.parameters[index], (self.views if self._apart is None else self._apart)[index])
 
     def take_apart(self) -> torch.Tensor:
@@ -159,7 +160,7 @@ class Group:
         return whole[segment.offset : segment.end].view(segment.shape)
 
     def placeholders(self) -> list[torch.Tensor]:
-        """What each parameter's `grad` is while its gradients are in the engine's buffers."""
+        """The tensors that `parameter.grad` holds while the gradients are in the engine's buffers."""
         if not self._placeholders:
             # On the slot, not on the shard: whatever writes past the guard must harm nothing.
             with unguarded():
@@ -176,20 +177,20 @@ class Group:
         return sharded_gradient(self.parameters[index], self._in(self.whole, index))
 
     def find_holders(self) -> None:
-        """The parameters have the dtype and device of the group by now."""
+        """Find the holders; called when the parameters have got the group's dtype and device."""
 
     def gradients(self) -> list[torch.Tensor | None]:
         """What autograd left on each parameter, in the shape of its segment."""
         return [parameter.grad for parameter in self.parameters]
 
     def take_grad(self) -> None:
-        """Allocate the reduced gradients, where they are there between backward and step only."""
+        """Allocate the reduced gradients, if they exist only between backward and step."""
         if self.grad is None:
             assert self.plan.grad is not None
             numel, dtype = self.plan.numel_per_rank(self.plan.grad), torch_dtype(self.plan.grad.dtype)
             self.grad = torch.empty(numel, dtype=dtype, device=self.device)
 
     def drop_grad(self) -> None:
-        """The step has read the gradients: give back what was taken for them."""
+        """Free the reduced gradients after the step, if they exist only between backward and step."""
         if self.plan.grad is not None and self.plan.grad.residency is Residency.AROUND_USE:
             self.grad = None

@@ -1,12 +1,13 @@
-"""Stand-ins for tensors that are elsewhere: their shape may be read, and they refuse to be computed with, or saved.
+"""Placeholders for sharded gradients and parameters: they have a shape and dtype, and refuse computation and saving.
 
-Sharded gradients live in the engine's buffers. Code that reads `parameter.grad` between a backward and the step
-(torch.nn.utils.clip_grad_norm_ first of all) would otherwise find nothing, return a norm of 0 and clip nothing.
-Rejected: leaving None, which is silent. Where `state_dict()` names sharded parameters, saving it would write nothing.
+Sharded gradients are in the engine's buffers. Without a placeholder, code that reads `parameter.grad` between a
+backward and the step (above all torch.nn.utils.clip_grad_norm_) would find None, return a norm of 0 and clip nothing.
+Likewise, saving a `state_dict()` that only names sharded parameters would write no values. Rejected: None, which gives
+no error.
 
 Under no_sync this rank's whole gradient is in one of the buffers, as torch's DistributedDataParallel leaves it on the
-parameter; there the stand-in is computed with as that part of the buffer, in the buffer's dtype. Rejected: a copy in
-the parameter's dtype, for a change of it in place would be lost without a word.
+parameter. Then the placeholder can be computed with: it acts as that part of the buffer, in the buffer's dtype.
+Rejected: a copy in the parameter's dtype, since changes of the copy would be lost without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _METHODS = frozenset(
     | {"_is_view", "is_conj", "is_neg", "is_inference", "storage_offset", "stride", "is_complex", "is_floating_point"}
 )
 _Local = Callable[[], "torch.Tensor | None"]
-"""This rank's whole gradient as a view of the buffer that it is in; None where there is none to show."""
+"""Returns this rank's whole gradient as a view of its buffer; None if it may not be read."""
 _CHANGES = frozenset(
     {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__"}
     | {"__ior__", "__ixor__", "__ilshift__", "__irshift__"}
@@ -42,7 +43,7 @@ _ALIASES = frozenset({"detach", "alias", "view", "as_strided"})
 
 
 class ShardedGradient(torch.Tensor):
-    """A gradient that is elsewhere. Its shape and dtype may be read; everything else is a UsageError.
+    """The placeholder of a gradient. Its shape and dtype may be read; everything else raises UsageError.
 
     That goes for autograd too, which asks nobody in Python before it adds: of a loss that has not come through the
     model (a penalty over parameters by itself) it would add the gradient to what the stand-in stands on.
@@ -112,7 +113,7 @@ def _changes_first(called: str) -> bool:
 
 
 def _with_local(value: Any) -> Any:
-    """Arguments with this rank's gradients in place of their stand-ins; None where one has nothing to show."""
+    """Arguments with this rank's gradients in place of their placeholders; None if one has no readable gradient."""
     if isinstance(value, ShardedGradient):
         return own_gradient(value)
     if isinstance(value, Mapping):
@@ -126,16 +127,16 @@ def _with_local(value: Any) -> Any:
 
 
 def own_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's whole gradient that a stand-in can be computed with just now, as a view; None where it can't."""
+    """This rank's whole gradient behind a placeholder, as a view; None if it may not be read."""
     if not isinstance(gradient, ShardedGradient) or gradient.local is None:
         return None
     return gradient.local()
 
 
 class ShardedValue(torch.Tensor):
-    """A parameter in a `state_dict()` that gives names and shapes alone: a meta tensor that says so when it is saved.
+    """The placeholder of a parameter in a `state_dict()` with names and shapes only: a meta tensor that refuses saving.
 
-    Everything else may be done with it. `save_pretrained` puts files together on all ranks, and writes on one.
+    Everything else is allowed: `save_pretrained` assembles files on all ranks, and writes on one.
     """
 
     @classmethod
@@ -164,21 +165,21 @@ class ShardedValue(torch.Tensor):
 
 
 def sharded_gradient(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """A stand-in with the shape, dtype and device that `parameter.grad` must have, without memory of its own.
+    """A placeholder with the shape, dtype and device that `parameter.grad` must have, without memory of its own.
 
     Args:
-        memory: what it stands on, for it refuses to be computed with; of the parameter's shape.
+        memory: any memory of the parameter's shape; its values are not read.
     """
     stand_in = parameter.detach()
     stand_in.data = memory
     return sharded_gradient_of(stand_in)
 
 
-def sharded_gradient_of(stand_in: torch.Tensor) -> torch.Tensor:
-    """A tensor of the parameter's shape, dtype and device as a stand-in."""
-    return stand_in.as_subclass(ShardedGradient)
+def sharded_gradient_of(placeholder: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, dtype and device as a placeholder of its gradient."""
+    return placeholder.as_subclass(ShardedGradient)
 
 
 def sharded_value(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A stand-in for a whole parameter."""
+    """A placeholder for a whole parameter."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(ShardedValue)

@@ -1,10 +1,10 @@
-"""Host memory for training state: taken once, at the size the plan says, locked where a device copies from it.
+"""Host memory for training state: allocated once, with the size in the plan, and pinned if a device copies from it.
 
     [ master of unit 0 | moments of unit 0 | gradients of unit 0 | master of unit 1 | ... ]      one mapping
 
-Pages of an anonymous mapping are registered with the driver. Rejected: torch's pinned allocator, which rounds every
-tensor up to a power of two, so that 13 GB take 16. Asked for more than the machine has, this refuses before it takes
-anything; the system would otherwise end some process, later, without a word.
+Pages of an anonymous mapping are registered with the driver. A size that the machine does not have is refused before
+anything is allocated; otherwise the system would kill some process later. Rejected: torch's pinned allocator, which
+rounds every tensor up to a power of two, so that 13 GB take 16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.plan.plan import Plan
 from zeroshard.tiers import RowInPlace
 
 _KEPT_FREE = 1 << 30
-"""Bytes that are left to everything else on the machine."""
+"""Bytes that are left for everything else on the machine."""
 _LARGEST_PIECES = 6
 """Tensors of a group at most: master, two moments, gradients, and two buffers beside."""
 
@@ -86,7 +86,7 @@ def open_host_memory(plan: Plan, device: torch.device) -> HostMemory:
     """The host memory that `plan` needs on this rank.
 
     Raises:
-        PlanError: the machine has not so much to give.
+        PlanError: the machine has too little memory.
     """
     groups = sum(group.updated_away for _, group in plan.groups())
     nbytes = host_nbytes(plan) + groups * _LARGEST_PIECES * ALIGNMENT

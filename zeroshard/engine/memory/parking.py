@@ -1,10 +1,10 @@
-"""State that is out of the way for a while: copied to host memory, its place on the device given back.
+"""Moves state to host memory for a while and frees its memory on the device (`offload_states`, `reload_states`).
 
     offload    storage --copy--> host bytes;   storage resized to nothing      tensors and their views stay as they are
     reload     storage resized to its size;    host bytes --copy--> storage
 
-What holds a tensor (the optimizer, views, plans of kernels) holds it still, so nothing has to be told; only addresses
-change. Rejected: new tensors in place of the old ones, for which every holder would need a way to be told.
+The tensors stay the same objects for the optimizer, views and kernels; only their addresses change. Rejected: new
+tensors, which every user of the old ones would have to pick up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.errors import UsageError
 
 
 class Parkable(str, Enum):
-    """What can be out of the way; the values are DeepSpeed's names."""
+    """The kinds of state that can be moved to host memory; the values are DeepSpeed's names."""
 
     OPTIM_STATES = "optim_states"
     HP_PARAMS = "hp_params"
@@ -27,16 +27,16 @@ class Parkable(str, Enum):
 
 
 class Parking:
-    """What is out of the way just now."""
+    """The state that is in host memory at present."""
 
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self.kinds: frozenset[Parkable] = frozenset()
         self.reloads = 0
-        """How often state came back, to other addresses than before."""
+        """How many times state was reloaded, each time to new addresses."""
 
     def refuse(self, what: str, *kinds: Parkable) -> None:
-        """Raises UsageError where `what` needs something that is away: any of `kinds`, or by default anything."""
+        """Raises UsageError if `what` needs state that is in host memory: any of `kinds`, by default of all kinds."""
         away = self.kinds & frozenset(kinds) if kinds else self.kinds
         if away:
             names = ", ".join(sorted(kind.value for kind in away))
@@ -45,9 +45,9 @@ class Parking:
             )
 
     def park(self, kind: Parkable, tensors: Iterable[torch.Tensor], *, pin_memory: bool) -> int:
-        """Move the storages of `tensors` to host memory; what can't be moved stays. Returns the bytes moved.
+        """Move the storages of `tensors` to host memory; storages that can't be resized stay. Returns the bytes moved.
 
-        Compute must be through with them. Copies are finished when this returns.
+        Compute must have finished with them. The copies are complete when this returns.
         """
         moved = 0
         for tensor in tensors:

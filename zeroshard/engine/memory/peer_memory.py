@@ -1,9 +1,9 @@
-"""Puts what ranks reach of each other into peer memory: the shards that are gathered, and the inboxes of gradients.
+"""Allocates shards and reduce slots in peer memory, where ranks of one host can copy from and to each other.
 
-    "shards"    every group that travels, in the order of the plan: its shard, or its whole parameters where they rest
-    "inbox"     the reduce slots; made anew when another order of units needs others
+    "shards"    every group that is gathered, in the order of the plan: its shard, or whole parameters that rest whole
+    "inbox"     the reduce slots; allocated again when another order of units needs other slots
 
-Layouts are the same on all ranks, so a tensor's twin on a peer lies at the same offset.
+Layouts are the same on all ranks, so the same tensor on a peer has the same offset.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_peers(
     """The peer memory of a plan, None where it has none.
 
     Args:
-        factory: what makes the memory, instead of the GPUs' own.
+        factory: allocates the memory; by default symmetric memory of the GPUs.
 
     Raises:
         PlanError: the plan wants copies between peers, but these ranks can't reach each other's memory.

@@ -1,14 +1,14 @@
-"""The values of a group that this rank keeps: what it updates, or of a frozen group what rests here. Read and written.
+"""Reads and writes the parameter values of a group that this rank keeps: those that it updates, or its frozen shard.
 
                   element of `rank_range`
-    float32       master weight, and the parameter is it in compute dtype
-    split         parameter and 16-bit remainder, which are the master weight together
+    float32       the master weight; the parameter is its rounded copy in compute dtype
+    split         the parameter and a 16-bit remainder, which together are the master weight
     no master     the parameter
-    fp8           master weight; codes and scale follow it when all ranks have written (engine.core.scaled_weights)
+    fp8           the master weight; codes and scales are made after all ranks have written (engine.core.scaled_weights)
 
-Whoever looks at parameters outside of a step, or gives them values (checkpoints, GatheredParameters, `safe_*`), comes
-here, so that no master weight is forgotten. Rejected: writing the parameters, and letting master weights follow in the
-next step: what is more precise than the compute dtype would be lost.
+All code that reads or sets parameters outside of a step (checkpoints, GatheredParameters, `safe_*`) uses this module,
+so that no master weight is forgotten. Rejected: writing only the parameters and updating master weights in the next
+step, which would lose the precision beyond the compute dtype.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def rank_range(group: Group) -> tuple[int, int]:
 
 
 def rank_param(group: Group, cut: slice = _ALL) -> torch.Tensor:
-    """The compute-dtype parameters of `rank_range`: where they lie, or read from their row.
+    """The compute-dtype parameters of `rank_range`: a view where they rest, or a copy that is read from their tier.
 
     Args:
-        cut: which of them.
+        cut: which part of them.
     """
     if group.plan.scaled:
         return _kept_master(group)[cut].to(group.dtype)
@@ -65,7 +65,7 @@ def _write_param(group: Group, cut: slice, values: torch.Tensor) -> None:
 
 
 def rank_shard(group: Group) -> torch.Tensor:
-    """This rank's shard of the parameters: where it lies, or read from its row; in fp8 no numbers, but their values."""
+    """This rank's shard of the parameters: a view, or a copy read from its tier; for fp8 the decoded values."""
     if group.plan.scaled:
         master = _kept_master(group)
         own = slice(None) if group.plan.update_axes else slice(*group.plan.layout.shard_range(group.rank))
@@ -74,7 +74,7 @@ def rank_shard(group: Group) -> torch.Tensor:
 
 
 def is_divided(group: Group) -> bool:
-    """Whether other ranks keep other elements."""
+    """Whether other ranks keep other elements of the group."""
     return rank_range(group) != (0, group.plan.layout.numel)
 
 
@@ -84,7 +84,7 @@ def is_split(group: Group) -> bool:
 
 
 def rank_part(group: Group, index: int) -> tuple[slice, slice]:
-    """What this rank keeps of a parameter: as a slice of `rank_range`, and of the flat parameter."""
+    """The part of a parameter that this rank keeps: as a slice of `rank_range`, and of the flat parameter."""
     return _overlap(group.plan.layout.segments[index], *rank_range(group))
 
 
@@ -92,8 +92,8 @@ def read_values(group: Group, cut: slice = _ALL, device: torch.device | None = N
     """Elements of `rank_range`, in float32 where there are master weights; not copied where they lie on `device`.
 
     Args:
-        cut: which of them.
-        device: where they are wanted; None for wherever they rest.
+        cut: which part of them.
+        device: the device of the result; None for wherever they rest.
     """
     if group.master is None:
         return _to(rank_param(group, cut), device)
@@ -120,7 +120,7 @@ def write_values(group: Group, cut: slice, values: torch.Tensor) -> None:
 
 
 def write_parameter(group: Group, index: int, value: torch.Tensor) -> None:
-    """Give parameter `index` its whole value, on every state that this rank holds of it."""
+    """Give parameter `index` its whole value: write all of its state that this rank holds."""
     segment, flat = group.plan.layout.segments[index], value.detach().reshape(-1)
     if group.master is not None:
         own, of_value = rank_part(group, index)
@@ -129,10 +129,10 @@ def write_parameter(group: Group, index: int, value: torch.Tensor) -> None:
 
 
 def write_changed(group: Group, index: int, value: torch.Tensor, before: torch.Tensor | None = None) -> None:
-    """As `write_parameter` from compute dtype, but master weights keep their precision where nothing changed.
+    """As `write_parameter`, from compute dtype, but master weights of unchanged elements keep their precision.
 
     Args:
-        before: the whole parameter as it was, where it has been changed in place; else it is read from its shard.
+        before: the whole parameter before a change in place; by default it is read from its shard.
     """
     segment, flat = group.plan.layout.segments[index], value.detach().reshape(-1)
     if group.master is not None:
@@ -144,7 +144,7 @@ def write_changed(group: Group, index: int, value: torch.Tensor, before: torch.T
 
 
 def update_master_weights(group: Group, index: int, value: torch.Tensor) -> None:
-    """Let master weights follow a whole parameter that was changed in place; unchanged elements keep precision."""
+    """Update master weights from a whole parameter that was changed in place; unchanged elements keep precision."""
     own, of_value = rank_part(group, index)
     old, new = read_values(group, own, group.device), value.reshape(-1)[of_value]
     _write_master(group, own, torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))

@@ -1,19 +1,19 @@
-"""Storage: the tensors behind a plan on one rank. It allocates exactly what the plan says and knows who views what.
+"""Storage: allocates the tensors of a plan on one rank, exactly as the plan says, and makes the views into them.
 
 For each group of each unit:
 
     whole      compute dtype, all ranks' parts: a slot shared with other units, or a buffer that stays
     shard      compute dtype, this rank's part: a buffer of its own, or this rank's slice of `whole`
     second     compute dtype, this rank's part of the copy that each subgroup has, where the plan has one
-    views      one per parameter into `whole`; what `parameter.data` is while the unit is in use. Where ranks copy from
-               each other, a parameter that lies within `shard` is a view of that: it is there already
+    views      one per parameter into `whole`; `parameter.data` is this view while the unit is in use. If ranks copy
+               from each other, a parameter that lies within `shard` is a view of that, and is not gathered
     grad       where reduced gradients rest: the whole or this rank's part
-    wire       whole gradients in wire dtype on their way out, in a reduce slot; `staging` is this rank's reduced part
-    master     float32 truth of the part that this rank updates; the parameters themselves where they are float32
+    wire       whole gradients in wire dtype before their reduce, in a reduce slot; `staging` is the reduced part
+    master     float32 master weights of the part that this rank updates; float32 parameters are their own masters
 
-Where the plan lets the optimizer's state rest in host memory, `master` is there, `grad` may be (gradients pass through
-`staging` on the device), and for an update by the processor so are `landed`, what it reads, and `returning`, what it
-writes: the same buffer where gradients and parameters have one dtype and the gradients rest there.
+If the optimizer's state rests in host memory, so does `master`, and possibly `grad` (gradients then pass through
+`staging` on the device). For an update by the processor host memory also has `landed`, the gradients that it reads, and
+`returning`, the parameters that it writes: one buffer if both have one dtype and the gradients rest in host memory.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from zeroshard.tiers import Row, in_place
 
 
 class Allocator(Protocol):
-    """Where the memory comes from that other ranks reach; called by all ranks in the same order."""
+    """Allocates memory that other ranks can access; called by all ranks in the same order."""
 
     def shard(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that are gathered from: a shard, or whole parameters of which each rank updates a part."""
+        """Zeros from which ranks gather: a shard, or whole parameters of which each rank updates a part."""
         ...
 
     def slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
@@ -63,11 +63,11 @@ class Storage:
         parameters: the model's parameters by name; their data is replaced by views or by empty tensors.
         rank: this rank's number in the plan's mesh.
         device: where the state lives.
-        allocator: where shards and reduce slots come from, instead of torch's allocator.
-        tiers: where the state comes from that is this rank's alone.
+        allocator: allocates shards and reduce slots; by default torch's allocator.
+        tiers: allocate all other state.
 
-    Allocates unit by unit and takes over each parameter's values on the way, so that starting up holds at most one
-    unit twice. Parameters on the meta device have no values; they are written later (rank_values).
+    It allocates one unit after the other and copies the parameters' values at once, so that at most one unit is held
+    twice. Parameters on the meta device have no values; they are written later (rank_values).
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Storage:
         self.units: list[Unit] = []
         nbytes = window_nbytes(plan)
         self.window = in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
-        """Host memory through which state passes that does not lie in place; the first, so it begins at a page."""
+        """Host memory to read and write state that does not lie in place. Allocated first, so it begins at a page."""
         nbytes = read_window_nbytes(plan)
         self.read_windows = [
             in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) for _ in range(READ_WINDOWS if nbytes else 0)
         ]
-        """Host memory through which gathers get parameters that don't lie in place; behind it, so at pages too."""
+        """Host memory to read parameters that do not lie in place for gathers. Allocated second, so also at pages."""
         self._allocate_slots(plan)
         for index, unit in enumerate(plan.units):
             groups = [
@@ -109,12 +109,12 @@ class Storage:
         self.gather_slots = self._slots(plan.gather_slots.nbytes)
         coded = any(group.record_nbytes for _, group in plan.groups())
         self.records = self.gather_slots[-1] if coded else None
-        """Where gathers in codes bring shards together, one after the other."""
+        """The buffer of quantized gathers, used by one gather after the other."""
         shared, nbytes = self._shared, plan.reduce_slots.nbytes
         self.reduce_slots = self._slots(nbytes) if shared is None else shared.slots(nbytes)
         summed = any(group.hops for _, group in plan.groups())
         self.exchange = self.reduce_slots[-1] if summed else None
-        """What sums of gradients in codes pass through, one group after the other."""
+        """The buffer of quantized reduces, used by one group after the other."""
 
     def _slots(self, nbytes: Sequence[int]) -> list[torch.Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in nbytes]
@@ -159,7 +159,7 @@ class Storage:
         return group
 
     def _shard(self, plan: GroupPlan, numel: int) -> tuple[torch.Tensor, Row | None]:
-        """Elements where they lie; or on the meta device, and the row that they have to be read from."""
+        """The shard's elements in place; or a meta tensor, and the row that the elements have to be read from."""
         dtype = torch_dtype(plan.param.dtype)
         if self._shared is not None and plan.travels and not plan.param.away:
             return self._shared.shard(numel, dtype), None
@@ -177,7 +177,7 @@ class Storage:
             self._place_reduced(unit, plan.reduce_slots.of_unit[unit.index])
 
     def adopt(self, plan: Plan) -> None:
-        """Take the slots and gradients of a plan with another order, or with accumulators; nothing may be in flight."""
+        """Allocate slots and gradients for a plan with another order or accumulators; no operation may be running."""
         self.plan = plan
         for unit in self.units:
             for group, planned in zip(unit.groups, plan.units[unit.index].groups, strict=True):
@@ -199,7 +199,7 @@ class Storage:
         return self.tiers[placement.tier].allocate(numel, torch_dtype(placement.dtype))
 
     def _place_on_host(self, group: Group) -> None:
-        """Buffers on the host through which the processor gets gradients and gives parameters back."""
+        """Allocate the host buffers of an update by the processor: gradients to read, and parameters to write."""
         plan = group.plan
         if plan.update is not HostUpdate.PROCESSOR:
             return
@@ -213,7 +213,7 @@ class Storage:
             if not first:  # a plan that begins to accumulate in mid-run
                 host.reserve(numel * dtype.itemsize)
             group.landed = in_place(host.allocate(numel, dtype))
-        if first:  # else it may have been in the place of the gradients, and stays there when they are accumulated
+        if first:  # else it may share the gradients' buffer, and keeps it when they are accumulated
             if plan.param.away:
                 return
             own = returns_beside(plan)

@@ -1,11 +1,11 @@
-"""The memory of a plan's tiers on this rank; what rests where stands in the plan.
+"""Opens the memory of each tier that a plan uses on this rank. The plan says which state rests on which tier.
 
     Tier.DEVICE   DeviceMemory            Tier.HOST   HostMemory, of the size that the plan counts
     Tier.NVME     NvmeMemory, in the folders that the plan names
-    others        what the engine is given for them (build_handle's `tiers`), also in place of NvmeMemory
+    others        made by factories that the engine is given (build_handle's `tiers`), which may also replace NvmeMemory
 
-Gradients are written where they lie, by reduces, so they rest in place; parameters, master weights and moments may rest
-in a tier that is only read and written.
+Reduces write gradients directly, so gradients must lie in place. Parameters, master weights and moments may rest in a
+tier that can only be read and written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard.tiers import RowInPlace, TierMemory
 
 Tiers = Mapping[Tier, TierMemory]
 TierFactory = Callable[[Plan, torch.device], TierMemory]
-"""Makes the memory of a tier on this rank. Raises PlanError where the machine has not what the plan needs."""
+"""Makes the memory of a tier on this rank. Raises PlanError if the machine has less than the plan needs."""
 
 
 class DeviceMemory:
@@ -53,11 +53,11 @@ def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactor
     """The memory of each tier that the plan uses; called by all ranks.
 
     Args:
-        given: what makes the memory of tiers below host memory, instead of this package's own.
-        control: all ranks, of which each opens files of its own.
+        given: factories for tiers other than device and host, which replace this package's own.
+        control: the communicator of all ranks, each of which opens files of its own.
 
     Raises:
-        PlanError: the machine has not so much to give, or there is no memory for a tier.
+        PlanError: the machine has too little memory, or a tier has no factory.
     """
     found: dict[Tier, TierMemory] = {Tier.DEVICE: DeviceMemory(device)}
     if plan.away:
@@ -70,7 +70,7 @@ def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactor
 
 
 def check_tiers(plan: Plan, given: Mapping[Tier, TierFactory]) -> None:
-    """Before anything is allocated. Raises PlanError for a tier that there is no memory for."""
+    """Check the tiers before anything is allocated. Raises PlanError for a tier without memory."""
     for unit, group in plan.groups():
         for kind in StateKind:
             held = group.placement(kind)

@@ -1,4 +1,4 @@
-"""A unit on a rank, and the two things that are known of it: what its parameters show, and which gradients it has.
+"""A unit on a rank, with its two states: where its parameters' values are, and which gradients it has.
 
     values      RESTING --gather--> GATHERING --landed--> GATHERED --use--> IN_USE --gradients awaited--> PENDING
                    ^                    |                  |    ^              |                             |
@@ -7,9 +7,9 @@
 
     gradients   NONE --> LOCAL (whole, this rank's) or REDUCED (this rank's part of the sum), or both --> NONE
 
-`become` is the one place that changes the first, and knows which changes there are. A unit that rests whole always
-shows its values; for it the states say whether they are current. Rejected: a flag per question ("in use", "gathering",
-"awaited"), of which some combinations mean nothing and nobody says which.
+Only `become` changes the first state, and it checks that the change is allowed. A unit that rests whole always shows
+its values; its state says whether they are current. Rejected: separate flags ("in use", "gathering", "awaited"), some
+of whose combinations have no meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UnitState(Enum):
     RESTING = "resting"
     """Nowhere, or out of date."""
     GATHERING = "gathering"
-    """On their way into the slot; nothing has waited for them yet."""
+    """Being gathered into the slot; compute has not waited for the gather yet."""
     IN_USE = "in use"
     """In the slot, where the parameters show them."""
     PENDING = "pending"
@@ -40,10 +40,10 @@ class UnitState(Enum):
 CHANGES: Mapping[UnitState, frozenset[UnitState]] = {
     UnitState.RESTING: frozenset({UnitState.GATHERING}),
     UnitState.GATHERING: frozenset({UnitState.GATHERED, UnitState.RESTING}),
-    # A unit in use goes to rest where another one needs the slot, and one that rests whole where a step writes.
+    # A unit in use goes to rest when another unit needs its slot; a unit that rests whole does so when a step writes.
     UnitState.IN_USE: frozenset({UnitState.PENDING, UnitState.GATHERED, UnitState.RESTING}),
-    # The root is in use on when its gradients have been collected. Where the order of a graph is not known, all units
-    # wait for its end, and others need their slots before.
+    # The root stays in use after its gradients were collected. If the order of a graph is not known, all units wait for
+    # its end, and other units need their slots before that.
     UnitState.PENDING: frozenset({UnitState.GATHERED, UnitState.IN_USE, UnitState.RESTING}),
     UnitState.GATHERED: frozenset({UnitState.IN_USE, UnitState.RESTING}),
 }
@@ -55,11 +55,11 @@ class GradientState(Enum):
 
     NONE = "none"
     LOCAL = "local"
-    """This rank's whole ones, which wait for a reduce."""
+    """This rank's whole gradients, pending reduction."""
     REDUCED = "reduced"
     """This rank's part of the sum over ranks."""
     BOTH = "both"
-    """Local ones of the last backwards, beside the sum of those before."""
+    """Local gradients of the last backwards, beside the reduced sum of earlier ones."""
 
     @property
     def local(self) -> bool:
@@ -78,7 +78,7 @@ class Unit:
 
     Attributes:
         rests_whole: the plan gives the unit no slot: its parameters are views of its own buffer, and always shown.
-        held: its parameters have memory of their own just now, for reads outside of the unit's own forward.
+        held: its parameters have extra memory at present, for reads outside of the unit's own forward.
     """
 
     plan: UnitPlan

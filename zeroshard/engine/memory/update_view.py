@@ -22,14 +22,15 @@ def update_range(group: Group) -> tuple[int, int]:
 
 
 def update_param(group: Group) -> torch.Tensor:
-    """The compute-dtype parameters that this rank's optimizer step writes; on the meta device where those don't lie."""
+    """The compute-dtype parameters that this rank's optimizer step writes; a meta tensor if they do not lie in place.
+    The compute-dtype parameters that this rank's optimizer step writes; a meta tensor if they do not lie in place."""
     return group.shard if group.plan.update_axes else group.whole
 
 
 def update_master(group: Group) -> torch.Tensor:
-    """What the optimizer step keeps beside (or as) the parameters: float32, or the remainder of split master weights.
+    """The master weights of the optimizer step: float32, the remainder of split ones, or the parameters themselves.
 
-    Of master weights that do not lie in place it has the size and dtype alone, on the meta device.
+    For master weights that do not lie in place it is a meta tensor of their size and dtype.
     """
     if group.master is None:
         return update_param(group)
@@ -54,13 +55,15 @@ def own_grad(group: Group) -> torch.Tensor:
 
 
 def own_pieces(group: Group) -> list[tuple[int, int]]:
-    """What of this rank's part of the group belongs to parameters: (start, end), relative to the part."""
+    """The pieces of this rank's part of the group that belong to parameters: (start, end), relative to the part."""
     return [(low, high) for _, low, high in group.plan.layout.pieces(*group.plan.layout.shard_range(group.rank))]
 
 
 def step_param(group: Group) -> torch.Tensor | None:
-    """What an update writes in compute dtype beside `update_master`; None where that is all there is, and for numbers
-    in fp8, which are made of all master weights together."""
+    """The compute-dtype parameters that an update writes beside `update_master`.
+
+    None if there are only master weights, and for fp8 codes, which are made of all master weights together.
+    """
     if group.returning is not None:
         return group.returning
     return None if group.master is None or group.plan.scaled else update_param(group)
