@@ -79,7 +79,7 @@ def test_a_change_amid_an_accumulation_or_to_what_does_not_divide_is_refused() -
         engine.set_train_micro_batch_size(0)
     engine.backward(loss_of(engine, 0))
     engine.step()
-    with pytest.raises(UsageError, match="amid an accumulation"):
+    with pytest.raises(UsageError, match="within an accumulation"):
         engine.set_train_batch_size(4)
     engine.backward(loss_of(engine, 1))
     engine.step()

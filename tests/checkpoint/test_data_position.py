@@ -170,7 +170,7 @@ def test_other_data_is_read_from_its_beginning_with_a_warning(tmp_path: Any) -> 
     engine, _, loader, _ = zeroshard.initialize(model=model, config=config, training_data=TensorDataset(torch.ones(9)))
     assert isinstance(loader, TrainLoader)
     with (
-        pytest.warns(ZeroShardWarning, match="amid a dataset of 44 samples, this one has 9"),
+        pytest.warns(ZeroShardWarning, match="within a dataset of 44 samples, this one has 9"),
         pytest.warns(ZeroShardWarning, match="trained with 8 samples per step, this run takes 6"),
     ):
         engine.load_checkpoint(tmp_path)

@@ -385,7 +385,7 @@ def _warned(task: Task, stage: int, rank: int, *, trains: bool) -> list[str]:
                 with torch.no_grad():
                     _loss(model, Batch(step, 0, rank))
     zeroshard.close(model)
-    return [str(each.message) for each in caught if "kept beyond it" in str(each.message)]
+    return [str(each.message) for each in caught if "kept after that forward" in str(each.message)]
 
 
 def _keeps_views(rank: int, world: int) -> None:

@@ -387,7 +387,7 @@ def _steps_inside(rank: int, world: int) -> None:
     square_loss(model, Batch(0, 0, rank)).backward()
     with (
         zeroshard.GatheredParameters(model),
-        pytest.raises(UsageError, match=r"'inner.weight' is held by a zeroshard.GatheredParameters that is open"),
+        pytest.raises(UsageError, match=r"'inner.weight' is whole in an open zeroshard.GatheredParameters block"),
     ):
         optimizer.step()
     optimizer.step()

@@ -1,9 +1,9 @@
-"""`plan="auto"`: what is free on these ranks, one choice for all of them, and the log line that says why.
+"""`plan="auto"`: measures the free memory of all ranks, lets the planner choose one plan, and logs the reason.
 
-    every rank    free bytes of device and host  --least of any-->  rank 0 traces and chooses  --broadcast-->  all ranks
+    every rank    free bytes of device and host  --minimum-->  rank 0 traces and chooses  --broadcast-->  all ranks
 
-Only rank 0 traces: the answer is one number, and ranks that computed it apart could differ. What it can't do is
-broadcast too, so that all ranks raise the same error and none waits.
+Only rank 0 traces, because ranks that choose separately could differ. Its errors are broadcast, too, so that all ranks
+raise the same error and none waits.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from zeroshard.sharding.units import UnitSpec
 
 _LOGGER = logging.getLogger("zeroshard")
 COMMUNICATORS = 2**29
-"""Device bytes that are kept for the communicators which are still to be made. An assumption."""
+"""Device bytes reserved for the communicators, which are made later. An assumption."""
 HOST_KEPT_FREE = 2 * 2**30
-LONGEST = 4096
-"""Tokens of a sequence where nobody says how long it is, or as many as the model takes."""
+DEFAULT_TOKENS = 4096
+"""Tokens per sequence if the length is not given; fewer if the model takes fewer."""
 OFFLOADS = (Offload.NONE, Offload.CPU, Offload.CPU_PARAM)
 
 
 @dataclass(frozen=True)
 class AutoPlan:
-    """Let the planner choose stage and offload, by what is free when `shard` is called. `plan="auto"` is AutoPlan().
+    """Let the planner choose stage and offload by the memory that is free. `plan="auto"` is AutoPlan().
 
     Attributes:
-        recipe: everything else; its sharding and offload, with the share that goes, are what is chosen.
-        example: one micro-batch as the forward takes it, from which activations are traced: a mapping of keyword
-            arguments, a tuple of positional ones, or a tensor. On any device; values are not read.
-        device_memory: bytes that may be taken of each device; None is what is free (on a CPU, of the machine).
-        offload: whether host memory may be used where nothing fits without. On a CPU it needs `device_memory`.
+        recipe: all other choices; the planner sets its sharding and its offload, with the offloaded share.
+        example: one micro-batch as the forward takes it, to trace activations: a mapping of keyword arguments, a
+            tuple of positional ones, or a tensor. It may be on any device; its values are not read.
+        device_memory: bytes to use of each device; None for all free memory (on a CPU, of the machine).
+        offload: whether host memory may be used if nothing fits without it. On a CPU it needs `device_memory`.
     """
 
     recipe: Recipe = field(default_factory=Recipe)
@@ -79,17 +79,17 @@ def example_of(batch: Any) -> Example | None:
 
 
 def assumed_example(model: nn.Module, samples: int, length: int | None) -> Example | None:
-    """What the forward of a model of ids, or of transformers, would be called with; None for any other."""
+    """An assumed micro-batch for a model that takes token ids or is of transformers; None for other models."""
     config: Any = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
-    tokens = length or min(LONGEST, limit if isinstance(limit, int) else LONGEST)
+    tokens = length or min(DEFAULT_TOKENS, limit if isinstance(limit, int) else DEFAULT_TOKENS)
     try:
         with torch.device("meta"):
             batch = guessed_batch(meta_twin(model), type(model).__name__, samples, tokens)
     except (ZeroShardError, AttributeError, TypeError, ValueError):
         return None
-    said = "" if length else ", as nobody said how long they are"
-    return Example((), dict(batch), f"{samples} sequences of {tokens} tokens{said}")
+    found = "" if length else ", as nobody found how long they are"
+    return Example((), dict(batch), f"{samples} sequences of {tokens} tokens{found}")
 
 
 def choose(
@@ -111,41 +111,41 @@ def choose(
     Raises:
         PlanError: nothing fits, with the cheapest change; on every rank.
     """
-    room = _room(model, device, limit)
+    room = _free_on_ranks(model, device, limit)
     decision: Decision | None = None
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     cause: Exception | None = None
     if _rank() == 0:
         try:
             decision = decide(model, units, make, room, example, offloads=tuple(offloads), share=share)
-            said = {"stage": decision.stage, "offload": decision.offload.value, "share": decision.share}
-            said["reason"] = decision.reason
+            found = {"stage": decision.stage, "offload": decision.offload.value, "share": decision.share}
+            found["reason"] = decision.reason
         except ZeroShardError as error:
-            said = {"error": str(error)}
-        except Exception as error:  # of whatever kind: the others wait
-            cause, said = error, {"error": f"auto: {type(error).__name__}: {error}"}
-    said = _from_first(said, device)
-    if "error" in said:
-        raise PlanError(said["error"]) from cause
-    decision = Decision(int(said["stage"]), Offload(said["offload"]), str(said["reason"]), float(said["share"]))
+            found = {"error": str(error)}
+        except Exception as error:  # of any kind, since the other ranks wait for the broadcast
+            cause, found = error, {"error": f"auto: {type(error).__name__}: {error}"}
+    found = _broadcast_json(found, device)
+    if "error" in found:
+        raise PlanError(found["error"]) from cause
+    decision = Decision(int(found["stage"]), Offload(found["offload"]), str(found["reason"]), float(found["share"]))
     if _rank() == 0:
         _LOGGER.info("auto: %s", decision.reason)
     return decision
 
 
 def reachable(device: torch.device) -> bool:
-    """Whether plans copy between peers here; called by all ranks before `choose`, since plans are made on rank 0."""
+    """Whether plans may copy between peers on these ranks; called by all ranks before `choose`."""
     return device.type == "cuda" and gpus_reachable(device)
 
 
-def _room(model: nn.Module, device: torch.device, limit: float | None) -> Room:
-    """The least that is free on any rank."""
+def _free_on_ranks(model: nn.Module, device: torch.device, limit: float | None) -> Room:
+    """The least free memory of any rank."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
     free = available_bytes()
     host = 0 if free is None else max(0, free - HOST_KEPT_FREE) // max(1, local)
     own, cluster = _free(model, device, limit, host)
     if device.type != "cuda" and limit is None:
-        host = 0  # the device is the host: nothing can be moved away
+        host = 0  # the device is the host, so there is nothing to offload to
     least = torch.tensor([own, host], dtype=torch.int64, device=device)
     if world_size() > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -154,7 +154,7 @@ def _room(model: nn.Module, device: torch.device, limit: float | None) -> Room:
 
 
 def _free(model: nn.Module, device: torch.device, limit: float | None, host: int) -> tuple[int, Cluster | None]:
-    """Bytes that this rank may take, and the cluster of which the planner knows rates."""
+    """Bytes that this rank may use, and the cluster if the planner knows its rates."""
     if device.type != "cuda":
         free = int(limit) if limit is not None else host
         if free <= 0:
@@ -173,11 +173,11 @@ def _free(model: nn.Module, device: torch.device, limit: float | None, host: int
     return int(min(free, limit or free)), parse_cluster(f"{world_size()}x{card.name}", per_node=per_node)
 
 
-def _from_first(said: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What rank 0 said, on every rank; as JSON in a tensor."""
+def _broadcast_json(found: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Rank 0's answer, on every rank; sent as JSON in a tensor."""
     if world_size() == 1:
-        return said
-    text = json.dumps(said).encode()
+        return found
+    text = json.dumps(found).encode()
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
     dist.broadcast(length, 0)
     payload = torch.zeros(int(length), dtype=torch.uint8)

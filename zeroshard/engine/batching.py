@@ -1,4 +1,4 @@
-"""The batch triple of a run and where in it the run is: how many micro-batches make a step, and which one this is."""
+"""The batch sizes of a run (step, micro-batch, accumulation steps), and the count of micro-batches within a step."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Batching:
 
     @property
     def manual(self) -> bool:
-        """Whether somebody else decides which micro-batch is the last."""
+        """Whether the user's calls decide which micro-batch is the last, instead of the count."""
         return self._manual is not None
 
     def decide(self, is_boundary: bool | None) -> None:
-        """Take over the decision; None gives it back. Raises UsageError for anything else than these."""
+        """Set whether the coming micro-batch is the last one; None returns to counting. Raises UsageError otherwise."""
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise UsageError(
                 f"set_gradient_accumulation_boundary({is_boundary!r}): True, False, or None to count again"
@@ -64,13 +64,13 @@ class Batching:
         self._manual = is_boundary
 
     def count(self) -> bool:
-        """A micro-batch is over; whether it was the last before the update."""
+        """Count a finished micro-batch; returns whether it was the last before the update."""
         boundary = self.step_updates
         self.since_step = 0 if boundary else self.since_step + 1
         return boundary
 
     def compare(self, before: int | None) -> None:
-        """Warn where a run goes on with another batch than it had."""
+        """Warn if a run continues with another batch size than its checkpoint had."""
         if before not in (None, self.sizes.train):
             warnings.warn(
                 f"the checkpoint was trained with {before} samples per step, this run takes {self.sizes.train}; with "

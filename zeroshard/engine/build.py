@@ -1,4 +1,4 @@
-"""Puts a plan to work on a model: device, communicators, storage, streams, hooks."""
+"""Builds the running engine of a model from its plan: communicators, storage, streams, runtime and hooks."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def build_handle(
     Args:
         device: where state lives; by default this rank's GPU, else the CPU.
         sync_parameters: start from rank 0's parameters and buffers everywhere.
-        streams: backend to run on instead of the device's own (the checking one, say).
-        peer_memory: what makes the memory that ranks share where the plan copies between peers, instead of the GPUs'.
-        tiers: what makes the memory of tiers below host memory.
-        place: this rank's place among pipeline stages, where `model` is one of them; the plan is for the stage's ranks.
-        tied: paths of modules that other stages hold a copy of.
+        streams: the streams to run on instead of the device's own (for example the checking backend).
+        peer_memory: allocates the memory that peers copy from and to, instead of the GPUs' symmetric memory.
+        tiers: factories for the memory of tiers other than device and host.
+        place: this rank's place among pipeline stages if `model` is a stage; the plan is for the stage's ranks.
+        tied: paths of modules of which other stages hold copies.
 
     Raises:
-        PlanError: the plan is for other ranks or other parameters, or keeps state in a tier that is not there.
+        PlanError: the plan is for other ranks or other parameters, or uses a tier without memory.
         UsageError: the model is sharded already.
     """
     if find_handle(model) is not None:
@@ -102,7 +102,7 @@ def _start_engine(
     tiers: Mapping[Tier, TierFactory],
     tied: Sequence[TiedUnit],
 ) -> Handle:
-    """`build_handle` once there are communicators."""
+    """The part of `build_handle` after the communicators were made."""
     parameters = dict(model.named_parameters())
     _move_buffers(model, device)
     if plan.policy.products is not None:
@@ -113,9 +113,9 @@ def _start_engine(
     _share_random_state(comm, device)
     peers = open_peers(plan, comm.mesh, device, comm.sent, comm.watchdog, peer_memory)
     allocator = None if peers is None else PeerAllocator(peers, plan)
-    opened = open_tiers(plan, device, tiers, comm.control)
+    memory = open_tiers(plan, device, tiers, comm.control)
     try:
-        storage = Storage(plan, parameters, comm.mesh.rank, device, opened, allocator)
+        storage = Storage(plan, parameters, comm.mesh.rank, device, memory, allocator)
         if is_deferred(model):
             _materialize(model, plan, storage, device)
     except SpillError as error:  # the first values could not be written
@@ -125,8 +125,8 @@ def _start_engine(
     unguard_closed_state(model)
     if streams is None:
         streams = CudaStreams(device) if device.type == "cuda" else QueuedStreams(Waiter(comm.watchdog))
-    tell = comm.watchdog.announce
-    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers, tell)
+    report_failure = comm.watchdog.announce
+    runtime = Runtime(model, plan, storage, streams, comm.gathers, comm.reduces, comm.log, peers, report_failure)
     runtime.scale_weights(comm.control)
     if comm.stages is not None and tied:
         runtime.tied = TiedCopies(runtime.units, tied, runtime.gradients, comm.stages.place.index)
@@ -136,10 +136,10 @@ def _start_engine(
 
 
 def _leave_communicators(comm: Comm, device: torch.device, *, idle: bool) -> None:
-    """The model was not sharded, and the program may go on: tell the others that this rank has left.
+    """Close the communicators after a failed start, so that the other ranks learn that this rank has left.
 
     Args:
-        idle: nothing failed in a communicator; one that did must not be destroyed.
+        idle: no communicator failed; a failed one must not be destroyed.
     """
     if idle and device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -150,7 +150,7 @@ def default_device() -> torch.device:
     """This rank's GPU (LOCAL_RANK, as torchrun sets it), or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # A starter that shows each rank its own GPU only leaves no choice, whatever the rank's number on its node.
+    # Some launchers make only one GPU visible to each rank; then it is number 0, whatever LOCAL_RANK is.
     seen = torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if seen > 1 else 0
     device = torch.device("cuda", local)
@@ -168,7 +168,8 @@ def _check_model(model: nn.Module) -> None:
         if is_traceable_wrapper_subclass(parameter) and as_dtensor(parameter) is None:
             raise UsageError(
                 f"parameter {name!r} is a {type(parameter).__name__}, a tensor made of others (a quantized one, say): "
-                "zeroshard shards plain tensors, and DTensors of tensor parallelism. Take the model as it was before"
+                "zeroshard shards plain tensors, and DTensors of tensor parallelism. Pass the model without this "
+                "conversion"
             )
         place = place_of(parameter)
         if place is None:
@@ -183,7 +184,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_plan(model: nn.Module, plan: Plan, place: StagePlace | None) -> None:
-    """Before any communicator is made: the mesh of a plan for other ranks would be an error of another kind."""
+    """Check the plan before any communicator is made, since a mesh for other ranks would fail less clearly there."""
     world = world_size() if place is None else place.own.world_size
     if plan.mesh.world_size != world:
         running = "1 is" if world == 1 else f"{world} are"
@@ -202,7 +203,7 @@ def _check_plan(model: nn.Module, plan: Plan, place: StagePlace | None) -> None:
 
 
 def _axes_of(plan: Plan) -> list[Axes]:
-    """The axes over which something is sent: those of units, what is left of their sums, and of the mesh."""
+    """The sets of axes that need communicators: those of units, of their replicas, and single axes of the mesh."""
     found: list[Axes] = []
     for unit, group in plan.groups():
         axes = unit.axes_of(group)
@@ -236,8 +237,8 @@ def _communicators(mesh: RankMesh) -> Comm:
         for found, purpose, whole in ((gathers, "gather", group.gather), (reduces, "reduce", group.reduce)):
             name = named(NESTED, purpose)
             found[NESTED] = NestedCollectives(whole, name, counted, watchdog, found[inner], found[outer])
-    everyone = mesh.mesh.names
-    control = Collectives(mesh.over(everyone).control, named(everyone, "control"), counted, watchdog, log)
+    all_axes = mesh.mesh.names
+    control = Collectives(mesh.over(all_axes).control, named(all_axes, "control"), counted, watchdog, log)
     return Comm(mesh, log, counted, watchdog, control, gathers, reduces)
 
 
@@ -249,7 +250,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _broadcast(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> None:
-    """Take over rank 0's parameters and buffers, one tensor at a time; as bytes, for gloo does not send all dtypes."""
+    """Broadcast rank 0's parameters and buffers, one tensor at a time; as bytes, since gloo lacks some dtypes."""
     if comm.control.size == 1:
         return
     divided = {
@@ -262,7 +263,7 @@ def _broadcast(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -
         if tensor.numel() == 0 or tensor.is_meta:
             continue
         tensor, over = holder_of(tensor), comm.control
-        if name in divided:  # of each part its first rank's, for no rank has the whole
+        if name in divided:  # no rank has the whole parameter, so each part is broadcast by its first rank
             over = comm.gathers[comm.mesh.mesh.without(divided[name])]
         value = tensor.detach().to(device).contiguous()
         over.wait(over.broadcast(value.view(-1).view(torch.uint8), 0, name))
@@ -273,7 +274,7 @@ def _broadcast(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -
 
 
 def _share_random_state(comm: Comm, device: torch.device) -> None:
-    """Let ranks of an axis that read the same data draw what the first one draws: they drop out the same."""
+    """Give ranks of an axis that read the same data the random state of the first one, so that dropout is equal."""
     for axis in comm.mesh.mesh.among((TENSOR,)):
         over = comm.gathers.get((axis,))
         if over is None or over.size == 1:

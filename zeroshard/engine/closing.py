@@ -1,8 +1,9 @@
-"""Closing a sharded model: hooks and communicators go, and its parameters stay usable.
+"""Closes a sharded model: removes hooks and communicators, and keeps its parameters usable.
 
-What rests whole stays whole. What is sharded becomes unowned (see sharding.unowned): GatheredParameters reads it and
-another `initialize` shards it again, with the precision of its master weights. Of what each subgroup of ranks has, the
-part of the first one is kept. No communication: a rank that closes alone, in an error say, does not wait for others.
+Parameters that rest whole stay whole. Sharded ones become unowned (see sharding.unowned): GatheredParameters reads them
+and another `initialize` shards them again, with the precision of their master weights. If several subgroups of ranks
+hold copies, the copy of the first subgroup is kept. Closing does not communicate, so that a rank that closes alone, for
+example after an error, does not wait for others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zeroshard.fp8.convert import restore
 from zeroshard.plan.groups import UnitPlan
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import unguarded, wake
-from zeroshard.sharding.unowned import hang, rest_unowned
+from zeroshard.sharding.unowned import keep_shard, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
 from zeroshard.tiers import Row, loaded
 
@@ -40,7 +41,7 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
     """Close the model of `handle`. Raises UsageError inside of an open GatheredParameters of its parameters.
 
     Args:
-        available: bytes of host memory that can be taken; None where nobody knows.
+        available: bytes of host memory that can be allocated; None if unknown.
     """
     _refuse_open(handle)
     reload_states(handle.runtime.model)
@@ -54,7 +55,7 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
                 for parameter in group.parameters:
                     parameter.grad = None
             if group.plan.param.divided:
-                _hang(unit, group, handle.comm.mesh, fits=fits)
+                _keep_shard(unit, group, handle.comm.mesh, fits=fits)
             elif isinstance(group, ScaledGroup):
                 _decode(group)
     restore(handle.runtime.model)
@@ -67,53 +68,55 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
 
 
 def _decode(group: ScaledGroup) -> None:
-    """Give parameters that rest whole in fp8 their values: of the master weights, or of the codes where other ranks
-    have a part of those, as nobody else need be closing."""
+    """Give parameters that rest whole in fp8 their values: from the master weights, or from the codes if other ranks
+    hold a part of the master weights, since those ranks need not be closing."""
     if not group.plan.update_axes:
         flat = rank_param(group)
         parts = [flat[segment.offset : segment.end].view(segment.shape) for segment in group.plan.layout.segments]
     else:
-        _LOGGER.warning("closing, weights in fp8 keep its precision; a checkpoint that was saved before has all of it")
+        _LOGGER.warning("close: fp8 weights keep their precision only; earlier checkpoints have the master weights")
         parts = [decode(record.codes, record.unscale, group.dtype) for record in group.codes]
     for parameter, value in zip(group.parameters, parts, strict=True):
         wake(parameter, value)
 
 
 def _fits(handle: Handle, available: int | None) -> bool:
-    """Whether host memory has room for what rests on disk: its tier goes with the engine."""
-    rows = [row for unit in handle.runtime.units for group in unit.groups if (row := _moved(group)) is not None]
+    """Whether host memory has room for this rank's state on disk, whose files are removed with the engine."""
+    rows = [
+        row for unit in handle.runtime.units for group in unit.groups if (row := _row_outside_memory(group)) is not None
+    ]
     nbytes = sum(row.numel * row.dtype.itemsize for row in rows)
     if not nbytes or has_host_memory(nbytes, available):
         return True
     _LOGGER.warning(
-        "closing, %.2f GiB of this rank's parameters on disk don't fit into host memory and are given up: what is in "
-        "memory keeps the precision of compute, all else becomes NaN; a checkpoint that was saved before has them",
+        "close: %.2f GiB of this rank's parameters on disk don't fit into host memory and are dropped. Parameters that "
+        "are in memory keep the compute dtype's precision, all others become NaN; earlier checkpoints have the values",
         nbytes / 2**30,
     )
     return False
 
 
-def _moved(group: Group) -> Row | None:
-    """Where the values of most precision rest, if they do not lie in memory."""
+def _row_outside_memory(group: Group) -> Row | None:
+    """The row with the most precise values of a group, if they do not lie in memory."""
     row = group.row if group.master is None else group.master
     return None if row is None or row.values is not None else row
 
 
 def _values(group: Group, whole: Row | None) -> torch.Tensor:
-    """What this rank updates, in full precision; in that of compute where the disk that had more of it failed."""
+    """The values that this rank updates, in full precision; in compute dtype if the disk of the masters failed."""
     try:
         return read_values(group, device=group.device) if whole is None else loaded(whole, slice(None))
     except SpillError as error:
-        _LOGGER.warning("closing, parameters keep the precision of compute: %s", error)
+        _LOGGER.warning("close: parameters keep the compute dtype's precision: %s", error)
         return _compute_values(group)
 
 
 def _compute_values(group: Group) -> torch.Tensor:
-    """This rank's shard; NaN where the disk that had it failed."""
+    """This rank's shard; NaN if its disk failed."""
     try:
         return rank_shard(group)
     except SpillError as error:
-        _LOGGER.warning("closing, parameters are lost and become NaN: %s", error)
+        _LOGGER.warning("close: parameters are lost and become NaN: %s", error)
         return torch.full_like(group.shard, math.nan, device=group.device)
 
 
@@ -122,32 +125,32 @@ def _refuse_open(handle: Handle) -> None:
         for group in unit.groups:
             for index in sorted(group.opened):
                 raise UsageError(
-                    f"close: parameter {group.plan.layout.segments[index].name!r} is held by a "
-                    "zeroshard.GatheredParameters that is open, whose end needs the model; leave the block before"
+                    f"close: parameter {group.plan.layout.segments[index].name!r} is whole in an open "
+                    "zeroshard.GatheredParameters block, whose end needs the model; leave the block before"
                 )
 
 
-def _hang(unit: Unit, group: Group, mesh: RankMesh, *, fits: bool) -> None:
+def _keep_shard(unit: Unit, group: Group, mesh: RankMesh, *, fits: bool) -> None:
     layout = group.plan.layout
-    if not fits and _moved(group) is not None:
+    if not fits and _row_outside_memory(group) is not None:
         nothing = torch.full((1,), math.nan, dtype=group.shard.dtype, device=group.device)
         values = group.shard if group.row is None else nothing.expand(group.shard.numel())
     elif group.plan.update_axes:
-        # Master weights in host memory stay there; what does not lie in memory comes there, for its tier may go.
+        # Master weights in host memory stay there; values on other tiers are read into memory, since these are closed.
         values = _values(group, None if is_split(group) else group.master)
     else:
         values = _compute_values(group)
     for parameter, segment, index in zip(group.parameters, layout.segments, range(len(layout.segments)), strict=True):
         parts = [_part(unit.plan, group, segment, mesh, rank) for rank in range(mesh.world_size)]
         own, _ = rank_part(group, index)
-        hang(parameter, segment.shape, parts, values[own] if group.counts else values.new_empty(0))
+        keep_shard(parameter, segment.shape, parts, values[own] if group.counts else values.new_empty(0))
         rest_unowned(parameter, segment.name)
 
 
 def _part(unit: UnitPlan, group: Group, segment: Segment, ranks: RankMesh, rank: int) -> tuple[int, int]:
-    """The elements of a parameter that a rank keeps: those of its shard, in the first copy of the state.
+    """The elements of a parameter that a rank keeps: those of its shard, if it belongs to the first copy of the state.
 
-    Of a parameter that the model divides, none where the rank's elements are those of another part than this rank's.
+    For a parameter that the model divides: none if the rank has another part of it than this rank.
     """
     mesh, divided = ranks.mesh, group.plan.model_axes
     same = mesh.position(rank, divided) == mesh.position(ranks.rank, divided)

@@ -1,10 +1,10 @@
-"""The engine: the training loop with DeepSpeed's calls, and the same for its checkpoints.
+"""The engine that `initialize` returns: the training loop (training_engine.py) and checkpoints, with DeepSpeed's calls.
 
-engine.save_checkpoint(folder)       everything needed to go on
-engine.resume(folder)                the newest one, or nothing if there is none yet
-engine.save_on_sigterm(folder)       a run that is told to stop saves after the step
+engine.save_checkpoint(folder)       save everything that is needed to continue
+engine.resume(folder)                load the newest checkpoint, if there is one
+engine.save_on_sigterm(folder)       save after the running step when SIGTERM arrives, and end
 
-Rejected: one class for loop and checkpoints, which no one reads in one go.
+Rejected: one class for loop and checkpoints, which would be too long to read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOGGER = logging.getLogger("zeroshard")
 
 @dataclass(frozen=True)
 class _OnSigterm:
-    """Where a run that is told to stop saves, and what gives the client state."""
+    """What `save_on_sigterm` was given: where to save, and the function that returns the client state."""
 
     preemption: Preemption
     directory: Path
@@ -66,10 +66,10 @@ class Engine(TrainingEngine):
         """Train in a round of an elastic job: leave it when the ranks change. Called by all ranks.
 
         Args:
-            every: steps after which the state is kept in memory; 0 is never.
+            every: number of steps between two copies of the state in the nodes' memory; 0 for none.
 
         Raises:
-            UsageError: another engine trains in it.
+            UsageError: another engine trains in this round.
         """
         session.take_engine(self)
         self._session = session
@@ -78,13 +78,13 @@ class Engine(TrainingEngine):
         session.on_end(self._abandon)
 
     def keep_client_state(self, client_state: Callable[[], Mapping[str, Any]]) -> None:
-        """In an elastic job, what `client_state` gives is kept with the state in memory; `resume` gives it back."""
+        """In an elastic job, keep what `client_state` returns with the state in memory; `resume` returns it."""
         self._client_state = client_state
 
     def _after_step(self, leaving: Leaving) -> None:
         leaves, holding = leaving.due(self.global_steps), self._holding
         if holding is not None and (leaves or holding.due(self.global_steps)):
-            self._settle("step")
+            self._finish_last_step("step")
             holding.hold(
                 self.global_steps,
                 scheduler=self.lr_scheduler,
@@ -96,7 +96,7 @@ class Engine(TrainingEngine):
             leaving.leave()
 
     def _abandon(self) -> None:
-        """The ranks have changed: let go of those that there were, without them."""
+        """Close the engine without the other ranks, because the ranks of the job have changed."""
         if self._on_sigterm is not None:
             self._on_sigterm.preemption.close(patient=False)
             self._on_sigterm = None
@@ -118,14 +118,14 @@ class Engine(TrainingEngine):
         *,
         background: bool | None = None,
     ) -> bool:
-        """Save everything needed to go on; called by all ranks.
+        """Save everything that is needed to continue; called by all ranks.
 
         Args:
             tag: folder name; by default `global_step<N>`. Where the ranks' differ, rank 0's counts, and
                 `checkpoint.tag_validation` of the config says whether that is an error, a warning or neither.
             client_state: plain values that `load_checkpoint` gives back, or a function that gives them.
             save_latest: make it the one that `load_checkpoint` without a tag loads.
-            exclude_frozen_parameters: leave out what no optimizer trains, the base of a LoRA model say.
+            exclude_frozen_parameters: leave out frozen parameters, for example the base of a LoRA model.
             background: write in a thread while training goes on; by default as `checkpoint.async` of the config says.
 
         Returns:
@@ -135,17 +135,17 @@ class Engine(TrainingEngine):
             CheckpointError: it can't be written, here or on another rank; the older ones are untouched. In the
                 background, the error comes from the next save, load or `wait_for_checkpoint`.
         """
-        self._settle("save_checkpoint")
+        self._finish_last_step("save_checkpoint")
         save = partial(self._save, save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background)
-        with self._seen_disk("save"):
+        with self._observed_disk("save"):
             if self._options.saving.raises:
                 save()
                 return True
-            # The one before too, which is heard of now: it must not keep this one from being written.
-            return all([self._reports(self.wait_for_checkpoint), self._reports(save)])
+            # An error of the last background save appears here; it must not prevent this save.
+            return all([self._succeeds(self.wait_for_checkpoint), self._succeeds(save)])
 
-    def _reports(self, save: Callable[[], object]) -> bool:
-        """Whether a save, or the wait for one, succeeded; a failure, which all ranks see, is a warning on rank 0."""
+    def _succeeds(self, save: Callable[[], object]) -> bool:
+        """Whether a save, or the wait for one, succeeded; rank 0 logs a failure, which is the same on all ranks."""
         try:
             save()
         except (CheckpointError, SpillError) as error:
@@ -180,7 +180,7 @@ class Engine(TrainingEngine):
         )
 
     def _counters(self) -> dict[str, Any]:
-        """What the engine goes on counting from."""
+        """The counters that a checkpoint has."""
         return {
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
@@ -191,7 +191,7 @@ class Engine(TrainingEngine):
             "data": self._data.saved(),
         }
 
-    def _seen_disk(self, what: Disk) -> AbstractContextManager[None]:
+    def _observed_disk(self, what: Disk) -> AbstractContextManager[None]:
         return nullcontext() if self._observer is None else self._observer.disk(what)
 
     def _agreed_tag(self, tag: str) -> str:
@@ -199,7 +199,7 @@ class Engine(TrainingEngine):
         return agreed_tag(barrier, tag, self._options.saving.tag_validation)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a checkpoint that is written in the background is whole. Raises CheckpointError if it failed."""
+        """Wait until the checkpoint in the background is complete. Raises CheckpointError if it failed."""
         checkpoints.wait_for_checkpoint(self.module)
 
     def load_checkpoint(
@@ -212,25 +212,25 @@ class Engine(TrainingEngine):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of the same model, of any number of ranks, stage and dtype; called by all ranks.
+        """Load a checkpoint of the same model, saved with any number of ranks, stage and dtype; called by all ranks.
 
         Args:
             tag: None for the newest.
-            load_module_strict: names that are missing or too many are errors; else warnings.
+            load_module_strict: whether missing and unexpected names are errors; else they are warnings.
             load_optimizer_states: with the optimizer's state, hyper-parameters and the loss scale.
             load_lr_scheduler_states: with the scheduler's.
-            load_module_only: parameters and buffers and nothing else.
+            load_module_only: load only parameters and buffers.
 
         Returns:
-            Its folder and the client state; (None, None) with a warning where no tag was given and the directory has
-            no checkpoint.
+            The checkpoint's folder and the client state; (None, None) with a warning if no tag was given and the
+            directory has no checkpoint.
 
         Raises:
-            CheckpointError: it is damaged or of something else; nothing was changed then.
+            CheckpointError: it is damaged or of another model; nothing was changed.
         """
         if custom_load_fn is not None:
             raise UsageError("load_checkpoint(custom_load_fn=...): weights are not read as a dict here; not supported")
-        self._settle("load_checkpoint")
+        self._finish_last_step("load_checkpoint")
         if tag is None and not checkpoints.any_checkpoint(self.module, load_dir):
             warnings.warn(f"{load_dir} holds no checkpoint; nothing was loaded", ZeroShardWarning, stacklevel=2)
             return None, None
@@ -240,7 +240,7 @@ class Engine(TrainingEngine):
             progress=not load_module_only,
             strict=load_module_strict,
         )
-        with self._seen_disk("load"):
+        with self._observed_disk("load"):
             loaded = checkpoints.load(
                 self.module,
                 load_dir,
@@ -274,13 +274,13 @@ class Engine(TrainingEngine):
         raise SystemExit(PREEMPTED if saved else 1)
 
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from the newest checkpoint if there is one, at any number of ranks; called by all ranks.
+        """Continue from the newest checkpoint if there is one, with any number of ranks; called by all ranks.
 
-        It is looked for in `load_dir`, by default `checkpoint.directory` of the config; in an elastic job, before that
-        in the memory of its nodes.
+        It is searched in `load_dir`, by default `checkpoint.directory` of the config; in an elastic job, first in the
+        memory of its nodes.
 
         Returns:
-            Its folder and the client state; (None, None) where there is none yet.
+            The checkpoint's folder and the client state; (None, None) if there is none yet.
 
         Raises:
             CheckpointError: as `load_checkpoint`.
@@ -331,7 +331,7 @@ class Engine(TrainingEngine):
         self._batching.compare(counters.get("train_batch"))
 
     def _saved_steps(self, directory: str | os.PathLike[str] | None) -> int:
-        """The steps of the newest checkpoint on disk, where this process has not seen the job make as many itself."""
+        """The steps of the newest checkpoint on disk; 0 if this process took part in a later step itself."""
         assert self._session is not None
         if self._session.best or directory is None:
             return 0
@@ -342,13 +342,13 @@ class Engine(TrainingEngine):
             self._holding.close()
             self._holding = None
 
-    def _settle(self, call: str) -> None:
+    def _finish_last_step(self, call: str) -> None:
         if self.optimizer is not None:
             self._stepper(call)
             self.count_outcome()
 
     def destroy(self) -> None:
-        """Take the hooks off the model and stop the watchdog; SIGTERM does again what it did before."""
+        """Remove the hooks from the model, stop the watchdog, and restore the former handler of SIGTERM."""
         if self._on_sigterm is not None:
             self._on_sigterm.preemption.close()
             self._on_sigterm = None
@@ -359,11 +359,11 @@ class Engine(TrainingEngine):
             self._holding.finish()
         self._stop_holding()
         if self._observer is not None:
-            self._tell_last(self._observer)
+            self._report_last_step(self._observer)
         close(self.module)
 
-    def _tell_last(self, observer: Observer) -> None:
-        """Let the observer hear of the last step where its outcome is here; an error of it has no step to end."""
+    def _report_last_step(self, observer: Observer) -> None:
+        """Report the last step to the observer if its outcome is known; errors of that step are ignored here."""
         with suppress(ZeroShardError):
             if self.optimizer is not None and stepper_of(self.module).settled:
                 self.count_outcome()

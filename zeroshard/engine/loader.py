@@ -1,13 +1,13 @@
-"""The loader over `training_data`: each rank its own part of every epoch, in an order that only the seed decides.
+"""The data loader over `training_data`: each rank reads its own part of every epoch, in an order that the seed sets.
 
     epoch 0   samples in the order of seed + 0   rank 0 takes positions 0, n, 2n ...   rank 1 positions 1, n + 1 ...
     epoch 1   samples in the order of seed + 1   ...
 
-torch's DistributedSampler repeats epoch 0 for ever unless the loop calls `set_epoch`; here each pass over the loader
-counts the epoch on, and `set_epoch` still sets it.
+torch's DistributedSampler repeats epoch 0 unless the loop calls `set_epoch`; here each pass over the loader is the next
+epoch, and `set_epoch` still sets it.
 
-All ranks' batches number 0 to k are the first samples of the epoch, whatever the number of ranks. So epoch and offset
-are all that a run has to know to go on, with any other number, at the sample that would have come next.
+The batches 0 to k of all ranks together are the first samples of the epoch, for any number of ranks. So a run with
+another number of ranks needs only the epoch and the offset to continue at the next sample.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Route(enum.Enum):
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """What the config says of loaders.
+    """The config's options of loaders.
 
     Attributes:
         drop_last: leave out samples that don't fill a batch on every rank; else the last batch is smaller, and some
@@ -52,7 +52,7 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class Position:
-    """Where in its data a run is: `offset` samples of an epoch have been read, by all ranks together."""
+    """A position in the data of a run: all ranks together have read `offset` samples of an epoch."""
 
     epoch: int = 0
     offset: int = 0
@@ -64,11 +64,11 @@ class EpochSampler(DistributedSampler[Any]):
     offset = 0
 
     def start_at(self, position: Position) -> None:
-        """Where the next pass begins."""
+        """Begin the next pass at a position."""
         self.epoch, self.offset = position.epoch, position.offset
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass; from its beginning, unless that epoch is the one that was begun."""
+        """Set the epoch of the next pass, which starts at its beginning unless this epoch has begun already."""
         if epoch != self.epoch:
             self.offset = 0
         super().set_epoch(epoch)
@@ -99,35 +99,35 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class TrainLoader(DataLoader[Any]):
-    """A DataLoader that knows where in its data it is, and can go on from there.
+    """A DataLoader that knows its position in the data, and can continue from a position.
 
-    It draws from a generator of its own: torch's would take a number of the global one for each pass, and a run that
-    goes on amid an epoch begins one pass more.
+    It has a generator of its own: torch's default draws a number from the global generator for each pass, and a run
+    that continues within an epoch makes one pass more.
 
     Attributes:
         samples: length of the dataset.
-        position: after the last batch that was given.
+        position: the position after the last batch that was returned.
     """
 
     def __init__(self, data: Dataset[Any], batch_size: int, sampler: EpochSampler, **options: Any) -> None:
         super().__init__(data, batch_size, sampler=sampler, generator=torch.Generator(), **options)
-        self._places = sampler
+        self._epochs = sampler
         self._read_at_once = batch_size * sampler.num_replicas
         self.samples = len(data)  # pyright: ignore[reportArgumentType]  (as above)
         self.position = Position()
 
-    def go_on(self, position: Position) -> None:
-        """Begin the next pass there; where nothing is left of that epoch, with the next one."""
+    def continue_at(self, position: Position) -> None:
+        """Begin the next pass at a position, or at the next epoch if no batch is left of that one."""
         rest = self.samples - position.offset
         if rest < (self._read_at_once if self.drop_last else 1):
             position = Position(position.epoch + 1)
         self.position = position
-        self._places.start_at(position)
+        self._epochs.start_at(position)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        epoch, offset = self._places.epoch, self._places.offset
+        epoch, offset = self._epochs.epoch, self._epochs.offset
         assert isinstance(self.generator, torch.Generator)
-        self.generator.manual_seed(self._places.seed + epoch)
+        self.generator.manual_seed(self._epochs.seed + epoch)
         for batch in super().__iter__():
             offset += self._read_at_once
             self.position = Position(epoch, offset)
@@ -136,55 +136,54 @@ class TrainLoader(DataLoader[Any]):
 
 
 class DataPositions:
-    """The positions of an engine's training loaders as they were after its last step, in the order they were made.
+    """The positions of an engine's training loaders after its last step, in the order in which they were made.
 
-    The gradients of a step that is not finished are in no checkpoint, so a run that goes on reads its micro-batches
-    again.
+    Checkpoints do not have the gradients of an unfinished step, so a run that continues reads its micro-batches again.
     """
 
     def __init__(self) -> None:
         self._loaders: list[TrainLoader] = []
-        self._marks: list[Position] = []
+        self._after_step: list[Position] = []
         self._saved: list[Mapping[str, int]] = []
 
     def adopt(self, loader: DataLoader[Any]) -> None:
-        """Follow a new loader, if it is one that knows where it is."""
+        """Track a new loader, if it is a TrainLoader."""
         if isinstance(loader, TrainLoader):
             self._loaders.append(loader)
-            self._marks.append(Position())
-            self._go_on(len(self._loaders) - 1)
+            self._after_step.append(Position())
+            self._continue(len(self._loaders) - 1)
 
     def mark(self) -> None:
-        """A step is over."""
-        self._marks = [loader.position for loader in self._loaders]
+        """Record the positions at the end of a step."""
+        self._after_step = [loader.position for loader in self._loaders]
 
     def saved(self) -> list[dict[str, int]]:
-        """For the checkpoint."""
+        """The positions as a checkpoint saves them."""
         return [
             {"epoch": mark.epoch, "offset": mark.offset, "samples": loader.samples}
-            for mark, loader in zip(self._marks, self._loaders, strict=True)
+            for mark, loader in zip(self._after_step, self._loaders, strict=True)
         ]
 
     def load(self, saved: Sequence[Mapping[str, int]]) -> None:
-        """Go on from a checkpoint's positions, also with loaders that are made later."""
+        """Continue from a checkpoint's positions; this also applies to loaders that are made later."""
         self._saved = list(saved)
         for number in range(len(self._loaders)):
-            self._go_on(number)
+            self._continue(number)
 
-    def _go_on(self, number: int) -> None:
+    def _continue(self, number: int) -> None:
         if number >= len(self._saved):
             return
         saved, loader = self._saved[number], self._loaders[number]
         if saved["samples"] != loader.samples:
             warnings.warn(
-                f"the checkpoint was amid a dataset of {saved['samples']} samples, this one has {loader.samples}: it "
-                "is read from its beginning",
+                f"the checkpoint was saved within a dataset of {saved['samples']} samples, this one has "
+                f"{loader.samples}: it is read from its beginning",
                 ZeroShardWarning,
                 stacklevel=2,
             )
             return
-        loader.go_on(Position(saved["epoch"], saved["offset"]))
-        self._marks[number] = loader.position
+        loader.continue_at(Position(saved["epoch"], saved["offset"]))
+        self._after_step[number] = loader.position
 
 
 def make_loader(
@@ -199,10 +198,10 @@ def make_loader(
     pin_memory: bool = False,
     place: tuple[int, int] | None = None,
 ) -> DataLoader[Any]:
-    """A loader that gives this rank micro-batches of `batch_size` samples.
+    """A loader of this rank's micro-batches of `batch_size` samples.
 
     Args:
-        place: this rank's number among those that read different data, and how many these are; by default all do.
+        place: this rank's number among the ranks that read different data, and their number; by default all ranks.
 
     Raises:
         UsageError: a batch size below 1, or an unknown route.

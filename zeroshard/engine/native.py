@@ -1,4 +1,4 @@
-"""The native interface, in PyTorch's manner: shard the model and its optimizer, then write the plain loop.
+"""The native interface: `shard` takes a model and a torch optimizer, and training is a plain PyTorch loop.
 
 model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4), plan=3)
 for batch in loader:
@@ -45,7 +45,7 @@ from zeroshard.plan.check import peer_problem
 from zeroshard.plan.offload import Offload
 from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.predict.tiers import Offload as AwayTo
+from zeroshard.planner.predict.tiers import Offload as PlannedOffload
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import axes_of_model, mesh_with_model, refuse_unused
 from zeroshard.sharding.marks import mark_leaf
@@ -114,22 +114,22 @@ def shard(
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one.
         plan: a ZeRO stage (0 to 3), a Recipe, a finished Plan, or "auto" or an AutoPlan: the planner chooses by what
             is free.
-        units: module paths that are gathered as a whole, instead of the ones found.
-        mesh: the ranks as named axes, a torch DeviceMesh say: with `dp_replicate` and `dp_shard` a stage divides the
-            state over `dp_shard`, and each of the subgroups holds a copy. By default all ranks are one subgroup; a
-            model that is divided over an axis `tp` (parallelize_module, tp_plan="auto") has that inside of them. Over
-            an axis `ep` the experts of the model are divided. With `pp` of several ranks `model` is this rank's
-            pipeline stage, its parameters named as in the whole model.
-        tied: paths of modules that several pipeline stages hold a copy of.
-        shard_size: ranks per subgroup, in place of a mesh.
-        accumulate: whether several backwards happen per step; takes an accumulator into the plan.
+        units: paths of the modules that are gathered as a whole, instead of the default ones. mesh: the ranks as named
+        axes, for example a torch DeviceMesh: with `dp_replicate` and `dp_shard` a stage divides
+            the state over `dp_shard`, and each subgroup holds a copy. By default all ranks are one subgroup. An axis
+            `tp` of the model (parallelize_module, tp_plan="auto") lies inside of the subgroups. Over an axis `ep` the
+            experts of the model are divided. With `pp` of several ranks `model` is this rank's pipeline stage, its
+            parameters named as in the whole model.
+        tied: paths of modules of which several pipeline stages hold copies.
+        shard_size: ranks per subgroup, instead of a mesh.
+        accumulate: whether several backwards happen per step; the plan then has accumulators.
         clip_norm: global gradient norm above which gradients are scaled down.
         scaler: loss scale for float16.
         allow_untested: accept an optimizer that is not known to be element-wise.
         device, sync_parameters, streams, peer_memory, tiers: see `build_handle`.
 
     Raises:
-        PlanError, UsageError: what can't be put together, and how to mend it.
+        PlanError, UsageError: the arguments do not fit together; the message says how to correct them.
     """
     refuse_uninitialized(model)
     refuse_shared_memory(model)
@@ -145,7 +145,7 @@ def shard(
         if isinstance(plan, str) and plan != "auto":
             raise PlanError(f"plan={plan!r}: {_PLANS}")
         if place is not None:
-            raise PlanError(f"plan={plan!r}: of pipeline stages nobody chooses it yet; name a stage or a recipe")
+            raise PlanError(f"plan={plan!r} is not supported with pipeline stages; give a ZeRO stage or a recipe")
         auto = AutoPlan() if isinstance(plan, str) else plan
         plan = _chosen(model, auto, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
     for path in tied:
@@ -202,7 +202,7 @@ def build_optimized(
     try:
         stepper = make_stepper(handle, source, scaler)
     except BaseException:
-        close_handle(handle)  # else no other call could shard it
+        close_handle(handle)  # else no later call could shard the model
         raise
     return model, attach_optimizer(model, source, stepper)
 
@@ -210,7 +210,7 @@ def build_optimized(
 def _mesh(
     model: nn.Module, mesh: DeviceMesh | Mesh | None, shard_size: int | None, device: torch.device
 ) -> tuple[Mesh, StagePlace | None]:
-    """The ranks that run the model, as axes, and where these stand among pipeline stages."""
+    """The mesh of the ranks that run the model, and their place among pipeline stages."""
     if mesh is not None and shard_size is not None:
         raise PlanError("shard: give a mesh or shard_size, not both")
     mesh = mesh_from(mesh) if isinstance(mesh, DeviceMesh) else mesh
@@ -242,11 +242,11 @@ def _chosen(
 ) -> Recipe:
     """The recipe that the planner chooses."""
 
-    def recipe(stage: int, offload: AwayTo, share: float) -> Recipe:
-        host = Offload(share, offload is AwayTo.CPU_PARAM) if offload is not AwayTo.NONE else None
+    def recipe(stage: int, offload: PlannedOffload, share: float) -> Recipe:
+        host = Offload(share, offload is PlannedOffload.CPU_PARAM) if offload is not PlannedOffload.NONE else None
         return dataclasses.replace(auto.recipe, sharding=STAGES[stage].on(mesh), offload=host)
 
-    def make(stage: int, offload: AwayTo, more: bool, share: float) -> Plan:
+    def make(stage: int, offload: PlannedOffload, more: bool, share: float) -> Plan:
         chosen = dataclasses.replace(recipe(stage, offload, share), peer_copies=False)
         adds = True if more else accumulate
         plan = make_plan(model, chosen, source, device, units, mesh, accumulate=adds, clip_norm=clip_norm)
@@ -255,7 +255,7 @@ def _chosen(
 
     peers = reachable(device) and auto.recipe.peer_copies is not False
     example = example_of(auto.example) or assumed_example(model, 1, None)
-    offloads = OFFLOADS if auto.offload else (AwayTo.NONE,)
+    offloads = OFFLOADS if auto.offload else (PlannedOffload.NONE,)
     found = choose(model, find_units(model, units), make, example, device, limit=auto.device_memory, offloads=offloads)
     return recipe(found.stage, found.offload, found.share)
 
@@ -286,7 +286,7 @@ def get_global_grad_norm(model: nn.Module) -> float | None:
 
 
 def drain(model: nn.Module) -> None:
-    """Finish all work in flight; afterwards parameters that rest whole may be read outside of a forward."""
+    """Finish all running operations; afterwards parameters that rest whole may be read outside of a forward."""
     handle_of(model).runtime.drain()
 
 
@@ -296,13 +296,13 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def peer_memory_nbytes(model: nn.Module) -> int:
-    """Device bytes on this rank that ranks share and `torch.cuda.memory_allocated` does not count; 0 without copies."""
+    """Bytes of peer memory on this rank, which `torch.cuda.memory_allocated` does not count; 0 without copies."""
     peers = handle_of(model).runtime.peers
     return 0 if peers is None else peers.nbytes
 
 
 def close(model: nn.Module) -> None:
-    """Take zeroshard's hooks off the model and stop its watchdog; parameters stay sharded, and can be sharded anew."""
+    """Remove zeroshard's hooks from the model and stop its watchdog; it stays sharded, and can be sharded again."""
     handle = find_handle(model)
     if handle is not None:
         close_handle(handle)
@@ -310,7 +310,7 @@ def close(model: nn.Module) -> None:
 
 
 def abandon(model: nn.Module) -> None:
-    """Take zeroshard off a model whose ranks are gone, without them; its parameters are not usable any more."""
+    """Close a model without its other ranks, which are lost; its parameters are not usable afterwards."""
     handle = find_handle(model)
     if handle is not None:
         handle.abandon(RanksChanged("the ranks of this model have changed"))

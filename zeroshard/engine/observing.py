@@ -1,13 +1,13 @@
-"""What an engine tells whoever watches its steps: the one seam between training and `zeroshard.observe`.
+"""The interface by which an engine reports its steps to an observer; `zeroshard.observe` implements it.
 
     forward(...)     around each forward
     backward(loss)   around each backward that the engine starts
     update(facts)    around the update of a step
     concluded(...)   once, when the outcome of that step has reached the host
 
-An engine has one observer or none, decided when it is built; without one a step costs what it did before there was
-anything to see. An observer never waits for the device and never sends: what lies on the device it reads when it has
-arrived. Rejected: callbacks that users register, each of which would have to promise that by itself.
+An engine has one observer or none, which is decided when it is built; without one a step has no extra cost. An observer
+never waits for the device and never communicates: it reads values from the device only after their copies have arrived.
+Rejected: callbacks that users register, each of which would have to keep these rules itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Disk = Literal["save", "load"]
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known when the update of a step begins.
+    """The facts of a step when its update begins.
 
     Attributes:
         step: its number, from 1.

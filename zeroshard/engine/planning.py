@@ -1,8 +1,8 @@
-"""From what a caller of `shard` names (a stage, a recipe, a plan) to the plan for the ranks that are running.
+"""Makes the plan for the running ranks from the argument of `shard`: a stage, a recipe or a finished plan.
 
-    what is named -> recipe -> what the optimizer needs -> what this machine does best -> plan -> copies between GPUs
+    argument -> recipe -> the optimizer's needs -> choices for this machine -> plan -> copies between GPUs
 
-What only the machine and the optimizer know is put into the recipe here. `plan.builder` itself asks nobody.
+This module adds to the recipe what depends on the machine and the optimizer; `plan.builder` depends on neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLANS = "a stage from 0 to 3, a Recipe, a Plan, an AutoPlan, or 'auto' is neede
 
 
 def stage_recipe(plan: Plan | Recipe | int, mesh: Mesh) -> Plan | Recipe | int:
-    """What is named for a pipeline stage on its `mesh`, without copies between GPUs, which are for a single mesh."""
+    """The plan argument for a pipeline stage on its `mesh`, without copies between GPUs, which need a single mesh."""
     if isinstance(plan, int) and plan in STAGES:
         plan = Recipe(sharding=STAGES[plan].on(mesh))
     return replace(plan, peer_copies=False) if isinstance(plan, Recipe) else plan
@@ -58,8 +58,8 @@ def make_plan(
     asked = {"accumulate": accumulate, "clip_norm": clip_norm}
     changes = {name: value for name, value in asked.items() if value is not None}
     if isinstance(plan, Plan):
-        return _finished(plan, source, changes)
-    recipe = _with_products(_named(plan, mesh, changes), model, device)
+        return _finished_plan(plan, source, changes)
+    recipe = _with_products(_recipe_of(plan, mesh, changes), model, device)
     recipe = _for_optimizer(recipe, model, source)
     recipe = _for_machine(recipe, model, source, device)
     made = _with_reachable_peers(build_plan(find_units(model, units), recipe, mesh), recipe, device)
@@ -67,15 +67,15 @@ def make_plan(
     return made
 
 
-def _finished(plan: Plan, source: Source | None, changes: Mapping[str, Any]) -> Plan:
-    """A plan that was made before, with what else the caller asks for."""
+def _finished_plan(plan: Plan, source: Source | None, changes: Mapping[str, Any]) -> Plan:
+    """A finished plan, with the other arguments of the caller."""
     if changes.get("accumulate", plan.policy.accumulate) != plan.policy.accumulate:
         raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
     check_wide(plan, source)
     return plan.with_policy(**changes) if changes else plan
 
 
-def _named(plan: Recipe | int, mesh: Mesh, changes: Mapping[str, Any]) -> Recipe:
+def _recipe_of(plan: Recipe | int, mesh: Mesh, changes: Mapping[str, Any]) -> Recipe:
     """The recipe that the caller names."""
     if isinstance(plan, int) and not isinstance(plan, bool):
         if plan not in STAGES:
@@ -87,7 +87,7 @@ def _named(plan: Recipe | int, mesh: Mesh, changes: Mapping[str, Any]) -> Recipe
 
 
 def _with_products(recipe: Recipe, model: nn.Module, device: torch.device) -> Recipe:
-    """The layers that multiply in fp8, where the recipe asks for some; what was decided goes to the log."""
+    """The recipe with the layers that multiply in fp8, if it asks for fp8; the choices are logged."""
     if recipe.precision.matmul is None:
         return recipe
     check_device(device)
@@ -100,7 +100,7 @@ def _with_products(recipe: Recipe, model: nn.Module, device: torch.device) -> Re
 
 
 def _for_optimizer(recipe: Recipe, model: nn.Module, source: Source | None) -> Recipe:
-    """What state the optimizer keeps for each parameter, and what it sends."""
+    """The recipe with the state that the optimizer keeps for each parameter, and what it sends."""
     if source is None:
         return replace(recipe, moments=0)
     sums = replace(recipe.policy, parameter_sums=source.parameter_sums, parameter_maxima=source.parameter_maxima)
@@ -117,7 +117,7 @@ def _for_optimizer(recipe: Recipe, model: nn.Module, source: Source | None) -> R
 
 
 def _for_machine(recipe: Recipe, model: nn.Module, source: Source | None, device: torch.device) -> Recipe:
-    """What the recipe leaves open, as this machine does it best."""
+    """The recipe with its open choices made for this machine."""
     wide = recipe.precision.param is None and _has_wide(model)
     recipe = _with_update(recipe, None if wide else source, device)
     if device.type != "cuda":
@@ -128,7 +128,7 @@ def _for_machine(recipe: Recipe, model: nn.Module, source: Source | None, device
 
 
 def _with_reachable_peers(plan: Plan, recipe: Recipe, device: torch.device) -> Plan:
-    """The plan with copies between GPUs, where these reach each other and the recipe leaves it open."""
+    """The plan with copies between GPUs, if these reach each other and the recipe leaves the choice open."""
     asked = device.type == "cuda" and recipe.peer_copies is None and peer_problem(plan) is None
     return with_peer_copies(plan) if asked and gpus_reachable(device) else plan
 
@@ -166,13 +166,13 @@ def check_update(plan: Plan, source: Source | None) -> None:
 
 
 def _with_update(recipe: Recipe, source: Source | None, device: torch.device) -> Recipe:
-    """Who updates state in host memory, where the recipe leaves that open.
+    """The recipe with the choice of what updates state in host memory, if it is open.
 
-    The GPU if it has a kernel for it and the processors are few; see `processor_keeps_up`.
+    The GPU does if it has a kernel for this optimizer and the processor is too slow; see `processor_keeps_up`.
     """
     if recipe.offload is None or recipe.offload.update is not None:
         return recipe
-    on_disk = recipe.offload.on_disk  # what passes host memory anyway
+    on_disk = recipe.offload.on_disk  # state on disk passes through host memory anyway
     streamed = not on_disk and device.type == "cuda" and source is not None and source.on_device is not None
     streamed = streamed and not (source is not None and source.on_host is not None and processor_keeps_up())
     update = HostUpdate.STREAMED if streamed else HostUpdate.PROCESSOR

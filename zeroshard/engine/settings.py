@@ -1,6 +1,6 @@
-"""What scripts ask the engine about its config, as DeepSpeed's engine answers it.
+"""The engine's methods that answer questions about its config, with the names that DeepSpeed's engine has.
 
-The answers are of what runs: where the config left a choice to zeroshard ("auto"), of what was chosen.
+The answers describe what runs: if the config leaves a choice to zeroshard ("auto"), they give what was chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zeroshard.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Settings:
-    """What the config says that no plan remembers.
+    """The settings of the config that are not in the plan.
 
     Attributes:
         stage: the ZeRO stage.
@@ -24,8 +24,8 @@ class Settings:
     compute: str = "fp32"
 
 
-class AsksSettings(ABC):
-    """The questions. Whoever answers them has the settings and the plan."""
+class AnswersSettings(ABC):
+    """The questions; a subclass has the settings and the plan."""
 
     @property
     @abstractmethod
@@ -42,15 +42,15 @@ class AsksSettings(ABC):
         return self._settings.stage
 
     def zero_optimization(self) -> bool:
-        """Whether anything is divided among ranks by the config."""
+        """Whether the config divides any state among ranks."""
         return self._settings.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are."""
+        """Whether gradients are divided."""
         return self._settings.stage > 1
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are."""
+        """Whether parameters are divided."""
         return self._settings.stage > 2
 
     def bfloat16_enabled(self) -> bool:
@@ -66,5 +66,5 @@ class AsksSettings(ABC):
         return self.plan.policy.clip_norm
 
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed over the ranks."""
+        """The divisor of gradients before they are summed over the ranks."""
         return self.plan.policy.predivide

@@ -1,10 +1,8 @@
-"""DeepSpeed's training object as a thin face of the native interface: the loop, without what is kept on disk.
+"""The engine's training loop, with DeepSpeed's calls on top of the native interface; checkpoints are in engine.py.
 
 loss = engine(**batch).loss          forward
 engine.backward(loss)                scale, divide by the accumulation steps, backward, reduce where it is due
 engine.step()                        at the last micro-batch: update, zero the gradients, next learning rate
-
-`zeroshard.engine.engine.Engine` adds checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.outside_step.unused import refuse_unused
 from zeroshard.engine.saving.how import Saving
-from zeroshard.engine.settings import AsksSettings, Settings
+from zeroshard.engine.settings import AnswersSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
 from zeroshard.engine.step.step_base import StepperBase
@@ -36,13 +34,13 @@ from zeroshard.mesh import READERS
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.plan import Plan
 
-_UNSEEN = nullcontext()
-_NOWHERE = SilentMonitor()
+_UNOBSERVED = nullcontext()
+_NO_MONITOR = SilentMonitor()
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a config says that only the engine obeys.
+    """The config's options for the engine itself.
 
     Attributes:
         accumulate_dtype: of accumulators that are taken in mid-run; None means float32.
@@ -50,12 +48,12 @@ class EngineOptions:
         loader: how loaders are made.
         saving: how checkpoints are saved.
         steps_per_print: optimizer steps between two lines of progress that rank 0 prints; None is none.
-        clip_value: what each element of the gradients is held within; 0 is no limit.
+        clip_value: limit for the magnitude of each gradient element; 0 is no limit.
         ignore_unused: whether parameters may stay without a gradient in a step; else that is an error.
-        check_every_pass: every pass and step looks for what was written past version counters, not only the first ones.
-        observer: what watches the steps, if anything does.
+        check_every_pass: check every pass and step for writes that version counters do not show, not only the first.
+        observer: observes the steps; None for no observer.
         counts_micro_batches: whether the engine counts which micro-batch is the last; else each step() is an update.
-        settings: what is answered to those who ask for it.
+        settings: answers to questions about the config.
     """
 
     accumulate_dtype: str | None = None
@@ -123,10 +121,10 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
             return getattr(self.module, name)
         except AttributeError as error:
             if any(name in vars(kind) for kind in type(self.module).__mro__):
-                raise  # the model has it, and the fault is inside of it
+                raise  # the model has this attribute, and the error is inside of it
             raise AttributeError(
                 f"zeroshard's {type(self).__name__} has no attribute {name!r}, nor has the model that it trains "
-                f"({type(self.module).__name__}); docs/engine.md lists the calls that are there",
+                f"({type(self.module).__name__}); docs/engine.md lists the engine's calls",
                 name=name,
                 obj=self,
             ) from error
@@ -134,8 +132,8 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, under torch.autocast where the config says so."""
         dtype = self._options.autocast
-        seen = _UNSEEN if self._observer is None else self._observer.forward(args, kwargs)
-        with seen, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+        observed = _UNOBSERVED if self._observer is None else self._observer.forward(args, kwargs)
+        with observed, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -151,9 +149,9 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         self._stepper("backward", graphed=self.in_capture)
         self._handle.check_open()
         assert self._backwards is not None
-        divided, scaled = self._backwards.prepared(loss, divide=scale_wrt_gas)
-        seen = _UNSEEN if self._observer is None else self._observer.backward(divided)
-        with seen, self._backwards.of_engine():
+        divided, scaled = self._backwards.divide_and_scale(loss, divide=scale_wrt_gas)
+        observed = _UNOBSERVED if self._observer is None else self._observer.backward(divided)
+        with observed, self._backwards.started_by_engine():
             scaled.backward(retain_graph=retain_graph)
         return divided
 
@@ -217,7 +215,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         if self._observer is not None:
             self._observer.report(self.global_steps, due=due)
 
-    def _seen_update(
+    def _observed_update(
         self, observer: Observer, stepper: StepperBase, batch: int, micro_batches: int
     ) -> AbstractContextManager[None]:
         assert self.optimizer is not None
@@ -227,7 +225,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         return observer.update(StepFacts(self.global_steps, self.global_samples, batch, micro_batches, on_host, scale))
 
     def _update(self, optimizer: ShardedOptimizer) -> None:
-        """Update the parameters from the gradients, as the config says, and forget these."""
+        """Check and clip the gradients as the config says, update the parameters, and drop the gradients."""
         present = self._handle.runtime.gradients.present
         if present and not self._options.ignore_unused:
             refuse_unused(self._handle)
@@ -250,10 +248,10 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         assert self.optimizer is not None
         rates = ", ".join(f"{float(group['lr']):g}" for group in self.optimizer.param_groups if "lr" in group)
         norm = stepper.report.norm
-        told = [f"rate {rates}"] if rates else []
-        told += [] if norm is None else [f"gradient norm {norm:g}"]
-        told += [f"{self.skipped_steps} skipped", *(() if self._observer is None else self._observer.progress())]
-        print(f"step {self.global_steps}: {', '.join(told)}", flush=True)
+        parts = [f"rate {rates}"] if rates else []
+        parts += [] if norm is None else [f"gradient norm {norm:g}"]
+        parts += [f"{self.skipped_steps} skipped", *(() if self._observer is None else self._observer.progress())]
+        print(f"step {self.global_steps}: {', '.join(parts)}", flush=True)
 
     def count_outcome(self) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
@@ -279,10 +277,11 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         return self._batching.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Take over the decision which micro-batch is the last before the update; None gives it back.
+        """Set whether the coming micro-batch is the last before the update; None returns to counting.
 
-        All ranks say the same. A run of one micro-batch per step takes its accumulators when it first says False
-        between a step and the next backward; at stage 3 the next forward, else that step's sums are whole on each rank.
+        All ranks make the same call. A run with one micro-batch per step allocates accumulators at the first False that
+        comes before the next backward (at stage 3: before the next forward); otherwise each rank keeps whole sums in
+        that step.
         """
         self._batching.decide(is_boundary)
         if is_boundary is False:
@@ -293,7 +292,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         return self._options.counts_micro_batches
 
     def _take_accumulators(self) -> None:
-        """Several backwards are to come before a step: make room for their sums, where none is under way."""
+        """Allocate accumulators for several backwards per step, unless a backward is running."""
         if self.optimizer is not None and not self.plan.policy.accumulate and self._handle.runtime.may_accumulate:
             self._stepper("set_gradient_accumulation_boundary").start_accumulating(self._options.accumulate_dtype)
 
@@ -361,19 +360,19 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         """See `zeroshard.reload_states`."""
         reload_states(self.module, non_blocking=non_blocking)
 
-    # What is seen of a run, and what the last step did.
+    # Observation of a run, and the outcome of the last step.
 
     @property
     def monitor(self) -> Monitor:
         """Where `tensorboard`, `csv_monitor`, `wandb` and `comet` of the config write: `enabled`, `write_events`."""
-        return _NOWHERE if self._observer is None else self._observer.monitor
+        return _NO_MONITOR if self._observer is None else self._observer.monitor
 
     @property
     def tput_timer(self) -> Throughput:
         """How fast the steps are: `avg_samples_per_sec()` and more, see docs/observability.md."""
         if self._observer is None:
             raise UsageError(
-                "engine.tput_timer: nothing is timed, because the config asks for nothing that shows it; set "
+                "engine.tput_timer: steps are not timed, because the config asks for no output of it; set "
                 '"steps_per_print", "wall_clock_breakdown" or a monitor'
             )
         return self._observer.throughput
@@ -383,7 +382,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         return self._stepper("get_global_grad_norm").report.norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated the parameters: not amid an accumulation, nor where it was skipped."""
+        """Whether the last `step()` updated the parameters; False within an accumulation and for a skipped step."""
         stepper = self._stepper("was_step_applied")
         return self._batching.since_step == 0 and stepper.report.applied
 
@@ -411,7 +410,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         """From the next step on make updates of so many samples, by more or fewer micro-batches; called by all ranks.
 
         Raises:
-            UsageError: no multiple of micro-batch x ranks, or amid an accumulation.
+            UsageError: no multiple of micro-batch x ranks, or called within an accumulation.
         """
         self._set_sizes(self._batching.with_train(train_batch_size))
 
@@ -428,7 +427,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
 
     def _set_sizes(self, sizes: BatchSizes) -> None:
         if self._batching.since_step:
-            raise UsageError("the batch size can't change amid an accumulation; change it after the step")
+            raise UsageError("the batch size can't change within an accumulation; change it after the step")
         if sizes.accumulation > 1 and self.optimizer is not None:
             self._stepper("set_train_batch_size").start_accumulating(self._options.accumulate_dtype)
         self._batching.sizes = sizes
@@ -445,8 +444,8 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
     ) -> DataLoader[Any]:
         """A loader that gives this rank its part of `dataset`, shuffled anew in each epoch for the route 'train'.
 
-        A run that goes on from a checkpoint reads on at the sample that would have come next, at any number of ranks;
-        not where the dataset is iterable or a sampler is given.
+        A run that continues from a checkpoint reads on at the next sample, with any number of ranks; but not if the
+        dataset is iterable or a sampler is given.
 
         Args:
             batch_size: samples of a batch; by default those of a micro-batch.
@@ -468,7 +467,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
 
     @property
     def _settings(self) -> Settings:
-        """What the config says that is asked for by name."""
+        """Answers to questions about the config."""
         return self._options.settings
 
     @property

@@ -156,7 +156,7 @@ class PipelineCalls(TrainingEngine):
         count = self.micro_batches
         inputs, self._labels = self._read(self._source(data_iter), count)
         self._losses = []
-        with self._backwards.of_engine():
+        with self._backwards.started_by_engine():
             if self._stages is None:
                 for micro, value in enumerate(inputs):
                     self._scaled_loss(self._alone(value), micro).backward()
@@ -275,7 +275,7 @@ class PipelineCalls(TrainingEngine):
         assert self._backwards is not None
         loss = self._loss(output, self._labels[micro])
         self._losses.append(loss.detach())
-        return self._backwards.prepared(loss, divide=True)[1]
+        return self._backwards.divide_and_scale(loss, divide=True)[1]
 
     def _shared_mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean over micro-batches and data ranks, from the ranks that have the losses to all others.

@@ -80,12 +80,14 @@ def shard_unowned(parameter: torch.Tensor, value: torch.Tensor, name: str = "", 
     """
     parts, (start, end) = even_parts(value.numel())
     own = value.detach().reshape(-1)[start:end].to("cpu" if on_host else value.device, copy=True)
-    hang(parameter, tuple(value.shape), parts, own)
+    keep_shard(parameter, tuple(value.shape), parts, own)
     rest_unowned(parameter, name)
 
 
-def hang(parameter: torch.Tensor, shape: Sequence[int], parts: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
-    """Hang this rank's part on `parameter`; `rest_unowned` is to follow."""
+def keep_shard(
+    parameter: torch.Tensor, shape: Sequence[int], parts: Sequence[tuple[int, int]], values: torch.Tensor
+) -> None:
+    """Attach this rank's part to `parameter`; call `rest_unowned` next."""
     vars(parameter)[_UNOWNED] = UnownedShard(tuple(shape), tuple(parts), values)
     vars(parameter)[_COPY] = _Copier(parameter)
 
@@ -113,7 +115,7 @@ class _Copier:
             return type(parameter).__deepcopy__(parameter, memo)
         nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         copied = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
-        hang(copied, unowned.shape, unowned.parts, unowned.values.clone())
+        keep_shard(copied, unowned.shape, unowned.parts, unowned.values.clone())
         rest_unowned(copied)
         memo[id(parameter)] = copied
         return copied
