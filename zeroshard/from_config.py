@@ -38,7 +38,7 @@ from zeroshard.engine.loader import LoaderOptions
 from zeroshard.engine.native import build_optimized, close
 from zeroshard.engine.observing import Observer
 from zeroshard.engine.planning import make_plan
-from zeroshard.engine.saving.how import Saving
+from zeroshard.engine.saving.save_options import SaveOptions
 from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions
@@ -479,7 +479,7 @@ def _engine_options(config: Config, observer: Observer | None) -> EngineOptions:
         accumulate_dtype=config.precision.grad_accum,
         autocast=None if autocast is None else torch_dtype(dtype_name(autocast)),
         loader=LoaderOptions(drop_last=config.drop_last),
-        saving=Saving(
+        saving=SaveOptions(
             config.checkpoint.background,
             config.checkpoint.keep,
             config.checkpoint.directory,

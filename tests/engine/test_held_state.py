@@ -16,7 +16,7 @@ from tests.support.distributed import run_ranks
 from zeroshard.elastic.place import ROUND_VARIABLE, SOCKET_VARIABLE, Place
 from zeroshard.elastic.session import Session, set_session
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.engine.saving.holding import buddy_of, has_twins
+from zeroshard.engine.saving.holding import has_copy_elsewhere, next_keeper
 from zeroshard.launch.elastic.gate import Gate
 from zeroshard.launch.elastic.keeper import Keeper
 
@@ -101,7 +101,7 @@ def _lost(rank: int, size: int, directory: str, shard: int | None, damage: str) 
     addresses = [("127.0.0.1", port) for port in ports]
     session = node.begin(0, addresses)
     engine, *_ = made = _engine(shard)
-    twins = has_twins(handle_of(engine.module), session.place)
+    twins = has_copy_elsewhere(handle_of(engine.module), session.place)
     _train(made, _STEPS)
     dist.barrier()
     held = sorted((image.version[1], image.own) for image in node.keeper._images.values())
@@ -173,7 +173,7 @@ def test_the_next_node_of_the_round_holds_the_copies() -> None:
     nowhere = ("", 0)
     keepers = (("a", 1), ("b", 2), ("spare", 3))
     place = Place(0, 2, 4, 1, 2, nowhere, nowhere, counts=(2, 2), keepers=keepers)
-    assert buddy_of(place) == ("a", 1)
+    assert next_keeper(place) == ("a", 1)
     alone = Place(0, 0, 2, 0, 1, nowhere, nowhere, counts=(2,), keepers=keepers[:1])
-    assert buddy_of(alone) is None
+    assert next_keeper(alone) is None
     assert ROUND_VARIABLE not in os.environ

@@ -20,7 +20,7 @@ from torch import nn
 from zeroshard.checkpoint.safetensors_folder import SafetensorsFolder, StoredWeight
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
-from zeroshard.sharding.unowned import even_parts, hang, rest_unowned, shard_unowned
+from zeroshard.sharding.unowned import even_parts, keep_shard, rest_unowned, shard_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -171,7 +171,7 @@ def _fill(
     parts, (start, end) = even_parts(weight.numel)
     own = files.read(weight.name, start, end)
     fill_in_place(name, tensor, torch.empty(0, dtype=kind, device=device))
-    hang(tensor, weight.shape, parts, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
+    keep_shard(tensor, weight.shape, parts, own.to(device, own.dtype if own.dtype == torch.float32 else kind))
     rest_unowned(tensor, name)
 
 

@@ -24,7 +24,7 @@ from zeroshard.engine.observing import Monitor, Observer, SilentMonitor, StepFac
 from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.outside_step.unused import refuse_unused
-from zeroshard.engine.saving.how import Saving
+from zeroshard.engine.saving.save_options import SaveOptions
 from zeroshard.engine.settings import AnswersSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.engine.step.schedule import advance, step_arguments
@@ -59,7 +59,7 @@ class EngineOptions:
     accumulate_dtype: str | None = None
     autocast: torch.dtype | None = None
     loader: LoaderOptions = field(default_factory=LoaderOptions)
-    saving: Saving = field(default_factory=Saving)
+    saving: SaveOptions = field(default_factory=SaveOptions)
     steps_per_print: int | None = None
     clip_value: float = 0.0
     ignore_unused: bool = True

@@ -1,1 +1,1 @@
-"""What may be asked of a sharded model between steps: whole values, external parameters, its memory for a while."""
+"""Access to a sharded model between steps: whole values, external parameters, memory use, offloading its state."""

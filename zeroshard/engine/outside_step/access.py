@@ -4,10 +4,10 @@
     master    [ a a a a b b | b b b c c . ]        full:   the parameter in its shape, equal on all ranks
     local b         [ b b ]   [ b b b ]            local:  the elements that this rank updates, flat, in order
 
-A full value is put together in memory of its own, bit by bit: each rank lays its elements into zeros, and the ranks
-sum them as integers. So a parameter is never gathered for it, nothing is rounded, and no more than one parameter is
-whole at a time; gathering the flat group would cost the memory of a whole unit. All calls but those that say otherwise
-are made by all ranks in the same order; a rank that calls alone ends in a DivergenceError.
+A full value is assembled in separate memory without rounding: each rank writes its elements into zeros, and the ranks
+sum them as integers. Only one parameter is whole at a time; gathering the flat group would need the memory of a whole
+unit. Unless a function says otherwise all ranks call it, in the same order; a call on one rank alone ends in a
+DivergenceError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_part, read_values, write_parameter, write_values
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_grad
-from zeroshard.engine.outside_step.disk_errors import telling_all
+from zeroshard.engine.outside_step.disk_errors import report_disk_errors
 from zeroshard.engine.outside_step.gathered import own_part, place_of, whole_value
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
@@ -33,8 +33,8 @@ from zeroshard.plan.legs import replica_axes
 from zeroshard.sharding.layout import Segment
 from zeroshard.tiers import RowPart
 
-_NONE, _HERE, _UNKNOWN = 0, 1, 2
-"""What a rank knows of an optimizer state: there is none (yet), it has it, the optimizer has no state of the name."""
+_NONE, _PRESENT, _UNKNOWN = 0, 1, 2
+"""A rank's answer about an optimizer state: not there (yet), present, or unknown to the optimizer."""
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     spot.check_writable("safe_set_full_fp32_param")
     whole = spot.from_rank_0(value, "safe_set_full_fp32_param")
     spot.handle.runtime.parameters.before_write()
-    with torch.no_grad(), telling_all(spot.handle):
+    with torch.no_grad(), report_disk_errors(spot.handle):
         write_parameter(spot.group, spot.index, whole)
     spot.handle.runtime.parameters.mark_written(())
 
@@ -86,12 +86,12 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     part = spot.local_value(value, "safe_set_local_fp32_param")
     runtime = spot.handle.runtime
     runtime.parameters.before_write()
-    with torch.no_grad(), telling_all(spot.handle):
+    with torch.no_grad(), report_disk_errors(spot.handle):
         write_values(spot.group, spot.own, part)
     in_parts = not spot.group.plan.param.divided and spot.divided
     runtime.parameters.mark_written((spot.unit.index,) if in_parts else ())
     if in_parts:
-        runtime.parameters.gather(spot.unit.index)  # it rests whole: let the ranks see each other's parts
+        runtime.parameters.gather(spot.unit.index)  # the unit rests whole, so all ranks need all parts
         runtime.parameters.issue_peer_barrier()
         runtime.parameters.wait_for_gathers()
 
@@ -104,13 +104,13 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         None where no rank has a gradient for it.
     """
     spot = _spot(param)
-    part = _grad(spot)
+    part = _read_grad(spot)
     return None if part is None else spot.full(part)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient of the elements that this rank updates, flat, float32; otherwise as `safe_get_full_grad`."""
-    return _grad(_spot(param))
+    return _read_grad(_spot(param))
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -125,14 +125,14 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     spot = _spot(param)
     _check_gradients(spot, "safe_set_full_grad")
-    _put_grad(spot, spot.from_rank_0(value, "safe_set_full_grad"))
+    _write_grad(spot, spot.from_rank_0(value, "safe_set_full_grad"))
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Give the gradient of this rank's elements a value of their own; as `safe_set_full_grad` otherwise."""
     spot = _spot(param)
     _check_gradients(spot, "safe_set_local_grad")
-    _put_grad(spot, spot.assemble(spot.local_value(value, "safe_set_local_grad")))
+    _write_grad(spot, spot.assemble(spot.local_value(value, "safe_set_local_grad")))
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
@@ -166,7 +166,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     spot = _spot(param)
     part = _existing_state(spot, optim_state_key)
     whole = spot.from_rank_0(value, "safe_set_full_optimizer_state")
-    with torch.no_grad(), telling_all(spot.handle):
+    with torch.no_grad(), report_disk_errors(spot.handle):
         part.write(whole.reshape(-1)[spot.of_whole])
 
 
@@ -175,7 +175,7 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
     spot = _spot(param)
     part = _existing_state(spot, optim_state_key)
     own = spot.local_value(value, "safe_set_local_optimizer_state")
-    with torch.no_grad(), telling_all(spot.handle):
+    with torch.no_grad(), report_disk_errors(spot.handle):
         part.write(own)
 
 
@@ -204,7 +204,7 @@ class _Spot:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What values are handed over in: float32, or the parameter's own dtype where that is wider."""
+        """The dtype of values that callers get and give: float32, or the parameter's dtype if that is wider."""
         return torch.promote_types(self.group.dtype, torch.float32)
 
     @property
@@ -235,16 +235,16 @@ class _Spot:
         gathers.wait(gathers.all_reduce(whole, label))
 
     def agree(self, code: int, call: str) -> int:
-        """The largest of the ranks' codes; `call` is named where some ranks do not come by."""
+        """The largest of the ranks' codes; error messages name `call` if some ranks do not make it."""
         codes = torch.tensor([code], dtype=torch.int64, device=self.handle.device)
         control = self.handle.comm.control
         control.wait(control.all_reduce(codes, f"{self.segment.name} ({call})", op=dist.ReduceOp.MAX))
         return int(codes)
 
     def from_rank_0(self, value: torch.Tensor, call: str) -> torch.Tensor:
-        """Rank 0's value as a flat copy in `dtype` on the state's device; this rank's part where the model divides it.
+        """Rank 0's value as a flat copy in `dtype` on the state's device; this rank's part if the model divides it.
 
-        Whether it could be taken travels with it: a rank that raised alone would leave the others waiting.
+        A flag with the value says whether it is valid, since a rank that raises alone would leave the others waiting.
         """
         control, name = self.handle.comm.control, self.segment.name
         shape = self.segment.whole_shape
@@ -255,20 +255,20 @@ class _Spot:
             sent[-1] = 1
         control.wait(control.broadcast(sent, 0, f"{name} ({call})"))
         if problem is None and not bool(sent[-1]):
-            problem = "what rank 0 gave can't be taken: its own error says why"
+            problem = "can't be set: the value of rank 0 is not valid, see its error"
         if problem is not None:
             raise UsageError(f"{call}: {name!r} {problem}")
         return own_part(self.handle, self.segment, sent[:-1])
 
     def local_value(self, value: torch.Tensor, call: str) -> torch.Tensor:
-        """This rank's value, flat; where several ranks update the same elements, that of the first of them."""
+        """This rank's value, flat; if several ranks update the same elements, the value of the first one."""
         if not self.divided and self.segment.cut is None:
             return self.from_rank_0(value, call)
         count = self.own.stop - self.own.start
         problem = _problem(value, count, f"({count},) on this rank")
-        # A rank that raised alone would leave the others waiting in what follows.
+        # A rank that raises alone would leave the others waiting in the next collective.
         if self.agree(int(problem is not None), call) and problem is None:
-            problem = "what another rank gave can't be taken: its own error says why"
+            problem = "can't be set: the value of another rank is not valid, see its error"
         if problem is not None:
             raise UsageError(f"{call}: {self.segment.name!r} {problem}")
         part = value.detach().to(self.handle.device, self.dtype, copy=True).reshape(-1).contiguous()
@@ -306,7 +306,7 @@ def _spot(param: torch.Tensor) -> _Spot:
 
 
 def _problem(value: object, numel: int, shape: str) -> str | None:
-    """Why a value can't be taken."""
+    """Why a value is not valid; None if it is."""
     if not isinstance(value, torch.Tensor) or value.numel() != numel:
         given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         return f"needs a tensor of shape {shape}, got {given}"
@@ -318,18 +318,18 @@ def _problem(value: object, numel: int, shape: str) -> str | None:
 
 
 def _read(spot: _Spot, part: PackedState) -> torch.Tensor:
-    with telling_all(spot.handle):
+    with report_disk_errors(spot.handle):
         return part.read()
 
 
 def _fp32_part(spot: _Spot) -> torch.Tensor:
-    with telling_all(spot.handle):
+    with report_disk_errors(spot.handle):
         values = read_values(spot.group, spot.own, None if spot.group.master is None else spot.handle.device)
     return values.to(spot.dtype)
 
 
-def _grad(spot: _Spot) -> torch.Tensor | None:
-    """The gradient of this rank's elements: what has been reduced already, and what waits on each rank for it."""
+def _read_grad(spot: _Spot) -> torch.Tensor | None:
+    """The gradient of this rank's elements: the reduced part, plus the sum of pending local gradients."""
     gradients = spot.handle.runtime.gradients
     if not spot.group.plan.trainable or not gradients.present:
         return None
@@ -345,7 +345,7 @@ def _grad(spot: _Spot) -> torch.Tensor | None:
 
 
 def _sum_of_pending(spot: _Spot) -> torch.Tensor:
-    """The sum over ranks of local gradients that the next reduce will take, flat; they stay pending."""
+    """The sum over ranks of pending local gradients, flat; they stay pending."""
     comm, axes = spot.handle.comm, spot.unit.plan.axes_of(spot.group.plan)
     local = spot.handle.runtime.gradients.local(spot.group)[spot.segment.offset : spot.segment.end]
     summed = local.to(spot.dtype) / spot.handle.plan.policy.predivide
@@ -363,8 +363,8 @@ def _check_gradients(spot: _Spot, call: str) -> None:
         raise UsageError(f"{call}: there is no gradient to set; call it after the backward and before the step")
 
 
-def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
-    """Let the whole gradient be `whole` (averaged, unscaled), at whichever place the next step or reduce takes it."""
+def _write_grad(spot: _Spot, whole: torch.Tensor) -> None:
+    """Set the whole gradient to `whole` (averaged, unscaled), in the buffer that the next step or reduce reads."""
     gradients, group = spot.handle.runtime.gradients, spot.group
     stepper = stepper_of(spot.handle.runtime.model)
     summed = whole / stepper.unscale()
@@ -382,7 +382,7 @@ def _put_grad(spot: _Spot, whole: torch.Tensor) -> None:
 
 
 def _state(spot: _Spot, key: str) -> PackedState | None:
-    """This rank's part of a state, agreed on by all ranks: those without an element of it can't know it."""
+    """This rank's part of a state. All ranks agree on its existence, since ranks without elements can't know it."""
     update = stepper_of(spot.handle.runtime.model).update
     part: PackedState | None = None
     names: tuple[str, ...] = ()
@@ -394,7 +394,7 @@ def _state(spot: _Spot, key: str) -> PackedState | None:
         names = known if known is not None else tuple(dict.fromkeys(name for one in parts for name in one.elements))
         mine = (one for one in parts if (one.region, one.index) == (region, spot.index))
         part = next((_values(one, key) for one in mine), None)
-        code = _HERE if part is not None else _UNKNOWN if names and key not in names else _NONE
+        code = _PRESENT if part is not None else _UNKNOWN if names and key not in names else _NONE
     code = spot.agree(code, "safe_get_full_optimizer_state or its kin")
     if code == _UNKNOWN:
         raise UsageError(f"the optimizer has no state {key!r:.80}; it has {', '.join(names) or 'none here'}")
@@ -404,7 +404,7 @@ def _state(spot: _Spot, key: str) -> PackedState | None:
 
 
 def _values(part: StatePart, key: str) -> PackedState | None:
-    """What a part has of a state."""
+    """A part's elements of a state; None if it has none."""
     elements = part.elements.get(key)
     return part.packed.get(key) if elements is None else _plain(elements)
 

@@ -1,8 +1,7 @@
-"""Clips gradients by value, where they rest: each element of what this rank updates is held within a limit.
+"""Clips gradients by value: each rank limits the elements that it updates, in place.
 
-Elements are clipped as they are averaged over the ranks and unscaled, so the result is that of one process. A clipped
-gradient is written back once, whatever the stage; nothing is sent. Rejected: a limit in the update's kernels, which
-every kernel and every tier would have to know for what few trainings use.
+The limit applies to gradients that are averaged over the ranks and unscaled, so the result equals that of one process.
+Nothing is sent. Rejected: a limit in the update's kernels; every kernel and tier would need it, for a rare option.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from zeroshard.errors import UsageError
 def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     """Hold each element of the gradients within [-clip_value, clip_value]; called by all ranks before the step.
 
-    Gradients count averaged over the ranks and without the loss scale. What is not finite stays so, and the step sees
-    it. A limit of the norm (`clip_norm`, `gradient_clipping`) is applied behind it.
+    The limit applies to averaged gradients without the loss scale. Elements that are not finite stay so, and the step
+    detects them. A limit of the norm (`clip_norm`, `gradient_clipping`) is applied afterwards.
 
     Raises:
         UsageError: there are no gradients, a limit that is not above 0, or an optimizer that averages by itself.

@@ -1,6 +1,6 @@
-"""`state_dict()` of a closed model: what is sharded is refused, or there by name and shape, as in the open model.
+"""`state_dict()` of a closed model: refuses sharded parameters, or gives their names and shapes, as before the close.
 
-Its parameters are empty then, and torch would save them so without a word.
+These parameters are empty after the close, and torch would save them empty without an error.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class _ClosedState:
     """A hook of a module, called with its part of the state dict.
 
     Attributes:
-        names: stand-ins with name and shape, instead of an error.
+        names: whether it gives placeholders with name and shape instead of an error.
     """
 
     names: bool
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        """Raises UsageError, or puts a stand-in, where a parameter of the module itself is empty."""
+        """Raises UsageError, or inserts a placeholder, for each empty parameter of the module itself."""
         for name, parameter in reachable_parameters(module):
             unowned = unowned_shard_of(parameter)
             if unowned is None or not is_resting(parameter) or f"{prefix}{name}" not in state:

@@ -1,6 +1,6 @@
-"""A disk that fails under a reader or writer outside of a step: all ranks are told, for they may wait for this one.
+"""Reports a disk error outside of a step to all ranks, since they may be waiting for this rank.
 
-Rejected: telling them wherever a row is read. A checkpoint that can't be written has its own way to end on all ranks.
+Rejected: reporting it wherever a row is read, because saving a checkpoint has its own way to fail on all ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from zeroshard.errors import SpillError
 
 
 @contextmanager
-def telling_all(handle: Handle) -> Iterator[None]:
-    """Inside, an error of a disk is raised on the other ranks too, as soon as they wait for this one."""
+def report_disk_errors(handle: Handle) -> Iterator[None]:
+    """A context whose disk errors are also raised on the other ranks, as soon as they wait for this rank."""
     try:
         yield
     except SpillError as error:

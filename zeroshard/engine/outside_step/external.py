@@ -1,4 +1,4 @@
-"""Parameters that a module reads though another module owns them: DeepSpeed's register_external_parameter."""
+"""Registers parameters that a module reads although another module owns them (DeepSpeed's external parameters)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zeroshard.sharding.marks import add_external, remove_external
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Say that `module.forward` reads a parameter of another module, such as the embedding's weight in a head.
 
-    A parameter that two units read belongs to the root unit, which stays gathered for the whole pass. Once the model
-    is sharded its unit stays gathered so from the next step on. Called by all ranks. What nobody registers is gathered
-    when it is read, and so from the second step on.
+    Called by all ranks. Before shard(): a parameter that two units read becomes part of the root unit, which stays
+    gathered for the whole pass. Later: its unit stays gathered for whole passes from the next step on. An external
+    parameter that is not registered is gathered at its first read, and from the second step on for whole passes.
     """
     _check(module, parameter)
     place = place_of(parameter)

@@ -1,6 +1,6 @@
-"""Whole parameters for readers and writers outside of a forward: GatheredParameters and streaming over all parameters.
+"""Whole parameters outside of a forward: GatheredParameters, and iteration over all parameters.
 
-Gathering goes unit by unit into memory of its own, never into the slots, so it can't disturb a forward in flight.
+Groups are gathered one by one into separate memory, never into the slots, so that no running forward is disturbed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_param, rank_shard, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
-from zeroshard.engine.outside_step.disk_errors import telling_all
+from zeroshard.engine.outside_step.disk_errors import report_disk_errors
 from zeroshard.errors import SpillError, UsageError, ZeroShardWarning
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import holder_of
@@ -31,8 +31,8 @@ from zeroshard.sharding.resting import is_resting, name_at_rest, wake
 from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of, whole_shape
 from zeroshard.sharding.unowned_values import gather_unowned
 
-_HELD = "_zeroshard_gathered"
-"""On a parameter while a GatheredParameters has it."""
+_IN_BLOCK = "_zeroshard_gathered"
+"""Attribute of a parameter while a GatheredParameters block holds it."""
 
 
 def mark_parameters(handle: Handle) -> None:
@@ -55,24 +55,24 @@ Place = tuple[Handle, Unit, Group, int]
 
 
 def place_of(parameter: torch.Tensor) -> Place | None:
-    """Where a parameter lives, None for tensors that no model of ours owns."""
+    """A parameter's handle, unit, group and index; None for tensors that no sharded model owns."""
     found: Place | None = parameter.__dict__.get(PARAMETER_OF)
     return found
 
 
-class Unkept(Enum):
-    """What becomes of values that were changed without a modifier_rank."""
+class ChangePolicy(Enum):
+    """What happens to values that were changed without a modifier_rank."""
 
-    REFUSED = "an error"
-    DROPPED = "the old values again, with a warning"
+    REFUSE = "an error"
+    RESTORE = "the old values again, with a warning"
 
 
 class GatheredParameters:
     """Inside the with-block the given parameters are whole; called by all ranks.
 
-    Of nested blocks the outermost decides about a parameter; inner ones leave it alone and send nothing for it, so one
-    rank may open them by itself. A forward inside uses what the block holds, changes included, and gathers only units
-    of which it does not hold all.
+    If blocks are nested, the outermost one handles a parameter; inner ones ignore it and send nothing for it, so a
+    single rank may open them. A forward inside uses the values of the block, with changes, and gathers only units of
+    which the block does not hold all parameters.
 
     Args:
         params: a parameter, any iterable of them, a module, or None. Tensors that are not sharded are left alone.
@@ -84,7 +84,7 @@ class GatheredParameters:
         UsageError: values were changed though modifier_rank is None; the rank does not exist.
     """
 
-    unkept = Unkept.REFUSED
+    without_modifier = ChangePolicy.REFUSE
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class GatheredParameters:
 
     @suspended()
     def __enter__(self) -> GatheredParameters:
-        free = [member for member in self._members if _HELD not in vars(member)]
+        free = [member for member in self._members if _IN_BLOCK not in vars(member)]
         self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
         self._unowned = [(member, unowned) for member in free if (unowned := unowned_shard_of(member)) is not None]
         handles = {id(place[0]): place[0] for _, place in self._places}
@@ -118,13 +118,13 @@ class GatheredParameters:
         try:
             self._gather()
         except SpillError:
-            self._let_go()
+            self._end_gather()
             raise
         for parameter, unowned in self._unowned:
             wake(parameter, gather_unowned(unowned, parameter.device).to(parameter.dtype))
         self._held = [member for member, _ in (*self._places, *self._unowned)]
         for member in self._held:
-            vars(member)[_HELD] = True
+            vars(member)[_IN_BLOCK] = True
         self._versions = {id(member): holder_of(member)._version for member in self._held}
         self._take_fingerprints()
         self._before = [self._copy_before(*place) for place in self._places]
@@ -137,7 +137,7 @@ class GatheredParameters:
             if not group.plan.param.divided and not group.plan.scaled:
                 continue  # whole already
             if not is_resting(parameter) and self._modifier is None and not group.plan.scaled:
-                # What is in use is here, and other ranks need not come; but a pass inside the block may release it.
+                # The values are here, so no collective is needed; a copy, because a pass in the block may release them.
                 wake(parameter, holder_of(parameter).detach().clone())
             else:
                 if id(group) not in wholes:
@@ -147,14 +147,14 @@ class GatheredParameters:
             group.opened.add(index)
 
     def _take_fingerprints(self) -> None:
-        """Where changes are not kept: what is written through `parameter.data` has no version counter."""
+        """If changes are not kept: take fingerprints, since writes to `parameter.data` change no version counter."""
         for device in {member.device for member in self._held} if self._modifier is None else ():
             members = [member for member in self._held if member.device == device]
             fingerprints = Fingerprints(device)
             self._fingerprints.append((members, fingerprints, fingerprints.of(map(holder_of, members))))
 
     def _changed(self) -> list[torch.Tensor]:
-        """The parameters that are not as they were, in the order in which they were given."""
+        """The parameters that were changed, in the order in which they were given."""
         changed = {id(member) for member in self._held if holder_of(member)._version != self._versions[id(member)]}
         for members, fingerprints, before in self._fingerprints:
             different = (fingerprints.of(map(holder_of, members)) != before).tolist()
@@ -162,16 +162,16 @@ class GatheredParameters:
         return [member for member in self._held if id(member) in changed]
 
     def _copy_before(self, parameter: torch.Tensor, place: Place) -> torch.Tensor | None:
-        """A change of what this block has not gathered overwrites what its master weights, or the old values, are."""
+        """A copy of a parameter that this block has not gathered: a change would overwrite its old values."""
         _, _, group, index = place
-        if index in group.opened or self._stays(parameter):
+        if index in group.opened or self._keeps_anyway(parameter):
             return None
         kept = self._modifier is None or group.master is not None
         return holder_of(parameter).detach().clone() if kept else None
 
     @property
     def _drops(self) -> bool:
-        return self._modifier is None and self.unkept is Unkept.DROPPED
+        return self._modifier is None and self.without_modifier is ChangePolicy.RESTORE
 
     @suspended()
     def __exit__(
@@ -190,21 +190,21 @@ class GatheredParameters:
             elif changed:
                 self._restore(changed)
             if kind is None and self._drops:
-                self._warn_of([member for member in changed if not self._stays(member)])
+                self._warn_of([member for member in changed if not self._keeps_anyway(member)])
             elif kind is None and changed:
                 raise UsageError(
-                    f"{_called(changed[0])} was changed inside GatheredParameters without modifier_rank, so the change "
-                    "would be lost; pass modifier_rank=0 (the rank whose values everybody takes over)"
+                    f"{_describe(changed[0])} was changed inside GatheredParameters without modifier_rank, so the "
+                    "change would be lost; pass modifier_rank=0 (the rank whose values all ranks get)"
                 )
         finally:
-            self._let_go()
+            self._end_gather()
             for parameter, _ in self._unowned:
                 rest_unowned(parameter)
             for parameter, (handle, *_) in self._places:
-                if not self._stays(parameter):
+                if not self._keeps_anyway(parameter):
                     handle.runtime.inspection.accept(parameter)
             for member in self._held:
-                del vars(member)[_HELD]
+                del vars(member)[_IN_BLOCK]
             self._before.clear()
             self._fingerprints.clear()
 
@@ -231,14 +231,14 @@ class GatheredParameters:
     def _warn_of(self, dropped: list[torch.Tensor]) -> None:
         if dropped:
             warnings.warn(
-                f"{_called(dropped[0])} was changed inside GatheredParameters without modifier_rank, and has its old "
+                f"{_describe(dropped[0])} was changed inside GatheredParameters without modifier_rank, and has its old "
                 "values again, as with DeepSpeed at stage 3; pass modifier_rank=0 to keep that rank's change",
                 ZeroShardWarning,
                 stacklevel=4,
             )
 
-    def _let_go(self) -> None:
-        """What was gathered is what it is outside of the block again."""
+    def _end_gather(self) -> None:
+        """Return gathered parameters to their state outside of the block."""
         for unit, group, index in self._gathered:
             group.opened.discard(index)
             group.show_one(index) if unit.in_use or unit.held else group.hide_one(index)
@@ -259,7 +259,7 @@ class GatheredParameters:
         for (parameter, (handle, _, group, index)), before in zip(self._places, self._before, strict=True):
             value = holder_of(parameter).detach().contiguous()
             broadcast_part(handle, group, value, source, name_of(parameter))
-            with telling_all(handle):
+            with report_disk_errors(handle):
                 write_changed(group, index, value, before)
         for handle in handles.values():
             handle.runtime.parameters.mark_written(())
@@ -271,8 +271,8 @@ class GatheredParameters:
 
 
 def broadcast_part(handle: Handle, group: Group, value: torch.Tensor, source: int, label: str) -> None:
-    """Give all ranks that have the same part of a parameter the `value` of one of them: of rank `source`, or where
-    the model divides the parameter, of the rank at the same place of the data axes as that."""
+    """Broadcast a parameter's `value` from rank `source`. If the model divides the parameter, each part is broadcast by
+    the rank that has the same position on the data axes as `source`."""
     plan, comm = handle.plan, handle.comm
     if not group.plan.model_axes:
         comm.control.wait(comm.control.broadcast(value, source, label))
@@ -298,7 +298,7 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | 
     return items
 
 
-def _called(parameter: torch.Tensor) -> str:
+def _describe(parameter: torch.Tensor) -> str:
     """The parameter, for a message."""
     name = name_at_rest(parameter) if place_of(parameter) is None else name_of(parameter)
     return f"parameter {name!r}" if name else "a parameter"
@@ -315,7 +315,7 @@ def _whole_of(handle: Handle, unit: Unit, group: Group) -> torch.Tensor:
     """The parameters of a group, flat, in memory of their own."""
     if group.plan.scaled and not is_divided(group):
         return rank_param(group)
-    with telling_all(handle):
+    with report_disk_errors(handle):
         shard = rank_shard(group)
     return gather_whole(handle, unit, group, shard)
 
@@ -343,7 +343,7 @@ def whole_value(handle: Handle, segment: Segment, flat: torch.Tensor) -> torch.T
 
 
 def own_part(handle: Handle, segment: Segment, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank's group has of a whole parameter, flat."""
+    """The part of a whole parameter that belongs to this rank's group, flat."""
     cut, ranks = segment.cut, handle.comm.mesh
     if cut is None:
         return whole.reshape(-1)
@@ -361,7 +361,7 @@ def iterate_full_parameters(model: nn.Module, *, master: bool = True) -> Iterato
     handle.check_members()
     for unit in handle.runtime.units:
         for group in unit.groups:
-            with telling_all(handle):
+            with report_disk_errors(handle):
                 part = read_values(group, device=group.device) if master else rank_param(group)
             whole = gather_whole(handle, unit, group, part) if is_divided(group) else part
             for segment in group.plan.layout.segments:

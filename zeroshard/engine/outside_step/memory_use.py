@@ -1,7 +1,7 @@
-"""What memory this process uses now: DeepSpeed's see_memory_usage and memory_status.
+"""Reports the memory that this process uses now: DeepSpeed's see_memory_usage and memory_status.
 
-On a GPU the allocator's numbers are read, which waits for nothing; the host's come from /proc. What a plan will need is
-another question, and the plan answers it (plan.memory).
+The numbers of a GPU come from torch's allocator, without a wait; those of the host from /proc. The memory that a plan
+will need is computed by plan.memory.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def memory_use() -> MemoryUse:
             torch.cuda.memory_reserved(),
             torch.cuda.max_memory_reserved(),
         )
-    total, free = _of("/proc/meminfo", "MemTotal:"), _of("/proc/meminfo", "MemAvailable:")
-    return MemoryUse(*device, _of("/proc/self/status", "VmRSS:"), total - free, total)
+    total, free = _proc_bytes("/proc/meminfo", "MemTotal:"), _proc_bytes("/proc/meminfo", "MemAvailable:")
+    return MemoryUse(*device, _proc_bytes("/proc/self/status", "VmRSS:"), total - free, total)
 
 
 def see_memory_usage(message: str, force: bool = False) -> MemoryUse | None:
@@ -104,7 +104,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def _of(path: str, field: str) -> int:
+def _proc_bytes(path: str, field: str) -> int:
     """A field of a /proc file in bytes; 0 where there is none."""
     file = Path(path)
     if not file.exists():

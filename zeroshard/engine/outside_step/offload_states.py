@@ -1,9 +1,8 @@
-"""`offload_states` and `reload_states`: give the device's memory to somebody else for a while, generation say.
+"""`offload_states` and `reload_states`: free the device's memory for a while, for example for generation.
 
-Between the two calls nothing trains and nothing reads state: who tries is told to reload first. What takes part is this
-rank's optimizer state, master weights, parameters in compute dtype, and accumulated gradients; slots stay, and so does
-what rests in host memory anyway. Parameters that ranks copy from each other stay too, for their peers know where they
-are.
+Between the two calls training and reading of state raise an error. The calls move this rank's optimizer state, master
+weights, compute-dtype parameters and accumulated gradients; slots stay, and so does state in host memory. Parameters in
+peer memory stay, too, because the peers use their addresses.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ def offload_states(
     """Move state out of the device's memory until `reload_states`; called by all ranks, between steps.
 
     Args:
-        include: of optim_states, hp_params, lp_params, lp_grads (or DeepSpeed's members of these names); None for all
-            that can go.
+        include: some of optim_states, hp_params, lp_params, lp_grads (or DeepSpeed's enum members of these names); None
+            for all that can be moved.
         device: "cpu".
-        pin_memory: take locked memory, from which it comes back faster.
-        non_blocking: taken, and without effect: the copies have been made when this returns.
+        pin_memory: use pinned host memory, from which the reload is faster.
+        non_blocking: accepted, without effect: the copies are complete when this returns.
 
     Returns:
         Bytes moved on this rank.
 
     Raises:
-        UsageError: an unknown name or device, parameters that can't go, or a call while state is away already.
+        UsageError: an unknown name or device, parameters that can't be moved, or state that is offloaded already.
     """
     handle = handle_of(model)
     runtime = handle.runtime
@@ -68,22 +67,22 @@ def offload_states(
     for kind in sorted(kinds):
         moved += runtime.parking.park(kind, _tensors(handle, model, kind), pin_memory=pin_memory)
     if Parkable.LP_PARAMS in kinds:
-        _show(handle, whole=False)
+        _show_whole(handle, whole=False)
     _LOGGER.info("offload_states: %s moved to host memory", human_bytes(moved))
     return moved
 
 
 def reload_states(model: nn.Module, *, non_blocking: bool = False) -> int:
-    """Bring back what `offload_states` moved; nothing happens if nothing is away. Returns the bytes moved.
+    """Move back the state that `offload_states` moved, if any. Returns the bytes moved.
 
     Args:
-        non_blocking: taken, and without effect.
+        non_blocking: accepted, without effect.
     """
     handle = handle_of(model)
     parked = handle.runtime.parking.kinds
     moved = handle.runtime.parking.reload()
     if Parkable.LP_PARAMS in parked:
-        _show(handle, whole=True)
+        _show_whole(handle, whole=True)
     handle.runtime.gradients.forget_addresses()
     stepper = find_stepper(model)
     if stepper is not None and parked:
@@ -102,7 +101,7 @@ def _kind(name: str) -> Parkable:
 
 
 def _tensors(handle: Handle, model: nn.Module, kind: Parkable) -> list[torch.Tensor]:
-    """What of a kind rests on the device."""
+    """The tensors of a kind that rest on the device."""
     groups = [group for unit in handle.runtime.units for group in unit.groups]
     if kind is Parkable.OPTIM_STATES:
         stepper = find_stepper(model)
@@ -122,8 +121,8 @@ def _rests_whole(group: Group) -> bool:
     return not group.plan.param.divided
 
 
-def _show(handle: Handle, *, whole: bool) -> None:
-    """Give parameters that rest whole their values, or empty ones: a view of memory that is gone must not be read."""
+def _show_whole(handle: Handle, *, whole: bool) -> None:
+    """Show or hide the values of parameters that rest whole, since views of freed memory must not be read."""
     for unit in handle.runtime.units:
         for group in unit.groups:
             if _rests_whole(group):

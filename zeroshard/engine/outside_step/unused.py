@@ -1,7 +1,7 @@
-"""An error for parameters without a gradient, where `zero_optimization.ignore_unused_parameters` asks for one.
+"""Raises an error for parameters without a gradient, if `zero_optimization.ignore_unused_parameters` is false.
 
-All ranks compare before the step, so all of them raise the same error and none waits for another. Rejected: each rank
-looking at its own gradients alone, where those that miss none would step on into a collective by themselves.
+All ranks compare before the step, so that all raise the same error. Rejected: a check on each rank alone; ranks without
+a missing gradient would go on to the step's collectives and wait there.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checkpoints of a sharded model, files of weights, and saving before the machine goes."""
+"""Checkpoints of a sharded model, files of weights, and saving when the job is told to stop."""

@@ -1,8 +1,8 @@
-"""What a checkpoint has to know of the other pipeline stages: their names, and the members of optimizer groups.
+"""Collects what a checkpoint needs from all pipeline stages: parameter names, and the members of optimizer groups.
 
-Tensors need none of this: each rank writes and reads its own, by the names of the whole model. But a name that this
-stage lacks is an error only if all stages lack it, and a group of the optimizer is saved with the members of all.
-Rejected: a checkpoint per stage, which would load in no other layout.
+Each rank writes and reads its own tensors, by the names of the whole model. But a name is missing only if all stages
+lack it, and an optimizer group is saved with its members on all stages. Rejected: a checkpoint per stage, which could
+not be loaded in another layout.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def whole_model(handle: Handle, model: nn.Module) -> WholeModel:
     stages = handle.comm.stages
     if stages is None:
         return own
-    told = stages.gather_text(json.dumps([sorted(own.names), dict(own.aliases), own.groups]))
-    parts = [WholeModel(frozenset(names), aliases, groups) for names, aliases, groups in map(json.loads, told)]
+    texts = stages.gather_text(json.dumps([sorted(own.names), dict(own.aliases), own.groups]))
+    parts = [WholeModel(frozenset(names), aliases, groups) for names, aliases, groups in map(json.loads, texts)]
     counts = [0 if part.groups is None else len(part.groups) for part in parts]
     if len(set(counts)) > 1:
         raise CheckpointError(
@@ -59,10 +59,10 @@ def whole_model(handle: Handle, model: nn.Module) -> WholeModel:
     return WholeModel(
         frozenset(name for part in parts for name in part.names),
         {alias: name for part in parts for alias, name in part.aliases.items()},
-        None if own.groups is None else [_joined(parts, number) for number in range(counts[0])],
+        None if own.groups is None else [_all_members(parts, number) for number in range(counts[0])],
     )
 
 
-def _joined(parts: Sequence[WholeModel], number: int) -> list[str]:
+def _all_members(parts: Sequence[WholeModel], number: int) -> list[str]:
     """The members of a group on all stages, one that several hold once."""
     return list(dict.fromkeys(name for part in parts if part.groups is not None for name in part.groups[number]))

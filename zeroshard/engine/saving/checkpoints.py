@@ -1,11 +1,11 @@
-"""Save and load a sharded model, its optimizer and all that a run goes on from: `zeroshard.save` and `zeroshard.load`.
+"""Saves and loads a sharded model, its optimizer and the state of a run: `zeroshard.save` and `zeroshard.load`.
 
     zeroshard.save(model, "checkpoints", "step100", scheduler=scheduler, client_state={"epoch": 3})
     loaded = zeroshard.load(model, "checkpoints", scheduler=scheduler)
 
-What is in a checkpoint has the names and shapes of the model, nothing of the plan: it loads at any number of ranks,
-stage, dtype and accumulation. Called by all ranks. The engine's `save_checkpoint` and `load_checkpoint` are these with
-its counters added.
+A checkpoint has the names and shapes of the model and does not depend on the plan: it can be loaded with any number of
+ranks, stage, dtype and accumulation. All ranks call these functions. The engine's `save_checkpoint` and
+`load_checkpoint` add its counters.
 """
 
 from __future__ import annotations
@@ -74,19 +74,18 @@ def save(
         background: copy the state into host memory and write it in a thread. The next save, load or
             `wait_for_checkpoint` waits for it and raises its error.
         latest: make it the one that a load without a tag finds.
-        keep: remove all but so many of the newest checkpoints in the directory afterwards.
-        frozen: with parameters that no optimizer trains.
-        counters: the engine's.
-        encryption_key: encrypts it; `file:PATH`, `env:NAME`, `command:PROGRAM`, or a KeyService of your own.
-        audit: log from here on what is done with the checkpoints of the directory.
-        remote: URL for fsspec (s3://bucket/run), to which the checkpoint is copied when it is whole; `keep` holds there
-            too.
+        keep: the number of newest checkpoints that stay in the directory; older ones are removed afterwards.
+        frozen: also save frozen parameters.
+        counters: the engine's counters.
+        encryption_key: encrypts the checkpoint; `file:PATH`, `env:NAME`, `command:PROGRAM`, or a KeyService.
+        audit: from now on log all saves, loads and removals of checkpoints in the directory.
+        remote: fsspec URL (s3://bucket/run) to which the complete checkpoint is copied; `keep` also applies there.
 
     Returns:
         The checkpoint's folder, there once the save has ended.
 
     Raises:
-        CheckpointError: it can't be written, on this rank or another; what was there is still there.
+        CheckpointError: it can't be written, on this rank or another; older checkpoints are unchanged.
     """
     handle, stepper = handle_of(model), find_stepper(model)
     saver = saver_of(handle)
@@ -94,11 +93,11 @@ def save(
 
     def prepare() -> tuple[Request, dict[str, int]]:
         base = checked_directory(save_dir)
-        base = _from_anywhere(base) if background else base
+        base = _absolute(base) if background else base
         directory.check_tag(tag)
         if keep is not None and keep < 1:
             raise UsageError(f"save(keep={keep}): at least the new checkpoint is kept; None keeps all")
-        _settle(handle, saver)
+        _finish_running(handle, saver)
         state = saved_state(handle, model, stepper, scheduler, client_state, counters, frozen, names)
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
@@ -145,7 +144,7 @@ def load(
     saver = saver_of(handle)
 
     def settle() -> Path:
-        _settle(handle, saver)
+        _finish_running(handle, saver)
         return checked_directory(load_dir)
 
     folder = _agreed_folder(saver.barrier(), on_all_ranks(saver.barrier(), settle, load_dir), tag)
@@ -230,8 +229,8 @@ def saver_of(handle: Handle) -> Saver:
     return handle.saver
 
 
-def _settle(handle: Handle, saver: Saver) -> None:
-    """Finish everything in flight, a save too. Raises CheckpointError where that failed."""
+def _finish_running(handle: Handle, saver: Saver) -> None:
+    """Finish all running operations and the last save. Raises CheckpointError if that save failed."""
     saver.wait()
     handle.runtime.drain()
     handle.check_members()
@@ -250,15 +249,15 @@ def _warn_of_gradients(handle: Handle) -> None:
 def _warn_of_plain(reader: CheckpointReader, service: KeyService | None) -> None:
     if service is not None and reader.manifest.seal is None:
         warnings.warn(
-            f"{reader.folder} is not encrypted, though this run has a key for checkpoints: nothing shows that it is "
-            "what was saved",
+            f"{reader.folder} is not encrypted, although this run has a key for checkpoints: it may have been changed "
+            "since it was saved",
             ZeroShardWarning,
             stacklevel=3,
         )
 
 
 def _agreed_folder(barrier: CollectiveBarrier, base: Path, tag: str | None) -> Path:
-    """The checkpoint that rank 0 finds: on a network's disk another rank might not see the newest one yet."""
+    """The checkpoint that rank 0 finds; on a network file system other ranks might not see the newest one yet."""
     found = on_all_ranks(barrier, lambda: directory.find(base, tag).name if barrier.rank == 0 else "", base)
     return base / barrier.broadcast_text(found, 0)
 
@@ -267,7 +266,7 @@ def _agreed_folder(barrier: CollectiveBarrier, base: Path, tag: str | None) -> P
 
 
 def checked_directory(path: str | os.PathLike[str]) -> Path:
-    """A directory of checkpoints as it was given. Raises UsageError for empty text and what is no path."""
+    """A directory of checkpoints as a path. Raises UsageError for empty text, and for other types."""
     if isinstance(path, str) and not path:
         raise UsageError("a checkpoint's directory is empty text; '.' is the current one")
     try:
@@ -276,8 +275,8 @@ def checked_directory(path: str | os.PathLike[str]) -> Path:
         raise UsageError(f"a checkpoint's directory is a {type(path).__name__}; give text or a pathlib.Path") from error
 
 
-def _from_anywhere(directory: Path) -> Path:
-    """The directory for a save that comes later: programs change theirs meanwhile, and the text would mean another."""
+def _absolute(directory: Path) -> Path:
+    """The absolute path, for a background save: the program may change its working directory in the meantime."""
     try:
         return directory.absolute()
     except OSError:  # there is no working directory any more; the save says so

@@ -1,10 +1,10 @@
-"""Go on from what the nodes of an elastic job hold in memory: which version is whole, and the load of it.
+"""Loads the state that the nodes of an elastic job hold in memory: the newest version that is complete.
 
-    rank 0       asks all keepers what they hold ---> tells all ranks the versions, newest first
-    every rank   reads the tables of one version, checks it to its end, and takes over its part
+    rank 0       asks all keepers for their versions ---> broadcasts the list, newest first
+    every rank   reads the tables of one version, verifies all of it, and loads its part
 
-A version that some rank can't read whole is passed over by all of them for the one before. Where none is left the job
-goes on from its newest checkpoint on disk.
+If some rank can't read a version completely, all ranks try the one before. If none is left, the job continues from its
+newest checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def load_held(model: nn.Module, place: Place, scheduler: Any, least: int) -> Loa
                 return _load(handle, model, scheduler, keepers, (number, step), names)
             except CheckpointError as error:
                 if barrier.rank == 0:
-                    _LOGGER.warning("the state of step %d in memory is passed over: %s", step, error)
+                    _LOGGER.warning("the state of step %d in memory is not used: %s", step, error)
         return None
     finally:
         keepers.close()

@@ -1,12 +1,12 @@
-"""What an elastic job keeps of its state in memory, so that it goes on without a disk when ranks are lost.
+"""Keeps copies of an elastic job's state in the nodes' memory, so that it continues without a disk after a loss.
 
-    main thread   copy this rank's part into memory that its node holds      every few steps, and when the round ends
-    a thread      checksums, table, hold; a copy to the next node, where no other rank has the same part
+    main thread   copy this rank's part into its node's memory       every few steps, and when the round ends
+    a thread      checksums, table, hold; then a copy to the next node, unless another rank has the same part
 
-A version (round, step) is whole when all ranks hold it, which they count in their store. Of the two slots of a rank one
-always keeps the newest version that is known to be whole, so that at any moment some version is whole on all nodes.
+A version (round, step) is whole when all ranks hold it, which they count in their store. One of a rank's two slots
+always keeps the newest version that is known to be whole, so that there is always a version that is whole on all nodes.
 
-With several copies of the state (`dp_replicate`) on other nodes nothing is sent: the other subgroup is the copy.
+If there are replicas of the state on other nodes (`dp_replicate`) nothing is sent, since they are the copy.
 Rejected: copies through collectives, which would have to be issued by all ranks in the order of the training's own.
 """
 
@@ -41,7 +41,7 @@ _NOTHING: Version = (-1, -1)
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a thread has to finish: this rank's part after a step, in its slot."""
+    """A copy of this rank's part after a step, in its slot, for the thread to finish."""
 
     slot: Slot
     version: Version
@@ -59,7 +59,7 @@ class Holding:
         self._memory = NodeMemory()
         self._store = _round_store(handle, self._place)
         self._ranks, self._rank = handle.comm.ranks, handle.comm.rank
-        self._buddy = None if has_twins(handle, self._place) else buddy_of(self._place)
+        self._next_keeper = None if has_copy_elsewhere(handle, self._place) else next_keeper(self._place)
         self._names: WholeModel | None = None
         self._running: threading.Thread | None = None
         self._whole, self._latest = _NOTHING, _NOTHING
@@ -82,7 +82,7 @@ class Holding:
         counters: Mapping[str, Any],
         patient: bool = False,
     ) -> None:
-        """Keep the state as it is now. Passed over while the one before is not done, unless `patient`.
+        """Keep the present state; does nothing while the last copy is unfinished, unless `patient`.
 
         Args:
             patient: return when it is kept.
@@ -93,7 +93,7 @@ class Holding:
             self.finish()
             return
         self.finish()
-        self._look_whole()
+        self._update_newest_whole()
         copied = self._copy(steps, scheduler, client_state, counters)
         self._latest = copied.version
         self._running = threading.Thread(target=self._finish, args=(copied,), name="zeroshard-holding", daemon=True)
@@ -111,8 +111,8 @@ class Holding:
         """Keep no more; what is kept stays."""
         self._memory.close()
 
-    def _look_whole(self) -> None:
-        """Whether the version before is held by all ranks by now."""
+    def _update_newest_whole(self) -> None:
+        """Update the newest whole version, if all ranks hold the latest one now."""
         if self._latest != _NOTHING and self._store.add(_key(self._latest), 0) >= self._ranks:
             self._whole = self._latest
 
@@ -140,8 +140,8 @@ class Holding:
         try:
             table = describe(copied.parts, copied.slot.values, copied.rest)
             self._memory.hold(copied.slot, copied.version, self._rank, table, copied.before)
-            if self._buddy is not None:
-                link = KeeperLink(self._buddy, self._place.token)
+            if self._next_keeper is not None:
+                link = KeeperLink(self._next_keeper, self._place.token)
                 try:
                     link.push(copied.slot, copied.version, self._rank, table.encode(), copied.before)
                 finally:
@@ -164,13 +164,13 @@ def _key(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def buddy_of(place: Place) -> tuple[str, int] | None:
+def next_keeper(place: Place) -> tuple[str, int] | None:
     """The keeper of the next node of the round; None where there is one node alone."""
     nodes = len(place.counts)
     return place.keepers[(place.group_rank + 1) % nodes] if nodes > 1 else None
 
 
-def has_twins(handle: Handle, place: Place) -> bool:
+def has_copy_elsewhere(handle: Handle, place: Place) -> bool:
     """Whether a rank on another node holds the same part of all state as this one."""
     mesh = handle.plan.mesh
     if handle.comm.stages is not None or any(

@@ -1,6 +1,6 @@
-"""The ranks of an elastic job leave its round together: after the same step when nodes come or go, at once in trouble.
+"""Lets the ranks of an elastic job leave a round together: after the same step when nodes join or leave the job.
 
-`comm/stopping.py` finds the step, as for SIGTERM. Until then a step costs a counter.
+`comm/stopping.py` chooses the step, as for SIGTERM. Otherwise a step costs only a counter.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Leaving:
         self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, session.asked.wait, self._give_up)
 
     def due(self, steps: int) -> bool:
-        """A step is over, the `steps`th of the run. Whether it was the last one of the round; on all ranks alike."""
+        """Called after step number `steps`; whether it was the last one of the round, which is equal on all ranks."""
         self._session.best = max(self._session.best, steps)
         return self._stopping.boundary()
 
     def leave(self) -> NoReturn:
         """Leave the round, with all ranks. Raises RanksChanged, or SystemExit where the process does not go on."""
-        self._session.leave("nodes come or go")
+        self._session.leave("nodes join or leave")
 
     def close(self, *, patient: bool = True) -> None:
         """No step follows here. Not `patient` where other ranks are gone."""
@@ -45,4 +45,4 @@ class Leaving:
 
     def _give_up(self, reason: str) -> None:
         """In the thread: the ranks can't agree on a step, which the node hears of as well."""
-        _LOGGER.info("leaving the round amid a step: %s", reason)
+        _LOGGER.info("leaving the round within a step: %s", reason)

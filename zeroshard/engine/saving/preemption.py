@@ -7,9 +7,10 @@
             zeroshard.save(model, "checkpoints", f"step{step}")
             sys.exit(zeroshard.PREEMPTED)
 
-The signal may reach one rank only; `comm/stopping.py` finds the step. It is heard by a thread, through the descriptor
-that C code writes to: a Python handler would run only when a collective that the main thread waits in has ended, and
-when a launcher ends the survivors of a dead rank by SIGTERM, that collective never ends. They end at once then.
+The signal may reach one rank only; `comm/stopping.py` chooses the step after which all ranks stop. A thread receives
+the signal through a wake-up file descriptor. Rejected: a Python handler, which runs only after the collective in which
+the main thread waits; when a launcher ends the survivors of a lost rank by SIGTERM, that collective never ends.
+Survivors of a lost rank end at once.
 """
 
 from __future__ import annotations
@@ -35,17 +36,16 @@ from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 
 PREEMPTED = 75
-"""Exit status of a run that was told to stop and has saved; EX_TEMPFAIL of sysexits.h, "try again later"."""
+"""Exit status of a run that saved after SIGTERM; EX_TEMPFAIL of sysexits.h, "try again later"."""
 FILES_VARIABLE = "ZEROSHARD_RANK_FILES"
-"""Where `zeroshard run` looks for what its ranks say: the number of the rank's process, a colon, a directory."""
+"""Where ranks leave files for `zeroshard run`: the rank's process id, a colon, a directory."""
 _LOGGER = logging.getLogger("zeroshard")
 
 
 class Preemption:
-    """Hears SIGTERM for all ranks; made and asked by all ranks, one per process, in the main thread.
+    """Receives SIGTERM for all ranks; all ranks make one, in the main thread, and call `due` after each step.
 
-    Where `zeroshard run` is told to stop it passes SIGTERM to ranks that have one of these, and waits for them as long
-    as they take.
+    When `zeroshard run` is told to stop it passes SIGTERM to ranks that have a Preemption, and waits for their end.
 
     Raises:
         UsageError: in another thread than the main one, or beside another `Preemption`.
@@ -64,8 +64,8 @@ class Preemption:
             store, watchdog = comm.stages.store, comm.stages.watchdog
         self._elastic = current_session() is not None
         self._pid = os.getpid()
-        self._heard, self._written = socket.socketpair()
-        self._written.setblocking(False)
+        self._reader_end, self._writer_end = socket.socketpair()
+        self._writer_end.setblocking(False)
         self._former, self._closed, self._is_asked = former, False, False
         signal.signal(signal.SIGTERM, self._handle)
         self._outer = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
@@ -81,20 +81,20 @@ class Preemption:
         return self._stopping.boundary()
 
     def close(self, *, patient: bool = True) -> None:
-        """Hear no more: SIGTERM does what it did before. Not `patient` where other ranks are gone."""
+        """Restore the former handler of SIGTERM. With `patient=False` it does not wait for other ranks (lost ones)."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._stopping.close(patient=patient)
         atexit.unregister(self.close)
         if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._outer)
+            signal.set_wakeup_fd(self._former_wakeup_fd)
             signal.signal(signal.SIGTERM, self._former if self._former is not None else signal.SIG_DFL)
-        self._heard.close()
-        self._written.close()
+        self._reader_end.close()
+        self._writer_end.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Everything is done where the wake-up is read; that there is a handler keeps the process alive."""
+        """Does nothing: the thread reads the wake-up descriptor. A handler must exist to keep the process alive."""
 
     def _wake(self) -> None:
         """End a wait for SIGTERM that runs in the thread; no signal has number 0."""
@@ -103,12 +103,12 @@ class Preemption:
 
     def _asked(self, seconds: float) -> bool:
         """In the thread: whether SIGTERM came within the time."""
-        if not select.select([self._heard], [], [], seconds)[0]:
+        if not select.select([self._reader_end], [], [], seconds)[0]:
             return False
         numbers = self._heard.recv(64).replace(bytes(1), b"")
         if self._outer != -1 and numbers:
             with suppress(OSError):
-                os.write(self._outer, numbers)
+                os.write(self._former_wakeup_fd, numbers)
         asked = signal.SIGTERM in numbers
         if asked:
             self._is_asked = True
@@ -116,9 +116,9 @@ class Preemption:
         return asked
 
     def _end_without_saving(self, reason: str) -> None:
-        """In the thread: end as if SIGTERM had never been heard. Python can set handlers in the main thread only.
+        """In the thread: end the process by SIGTERM's default action. Python can't set it in a thread, C can.
 
-        In an elastic job a rank that was not itself asked goes on: those that are left will train without the others.
+        In an elastic job a rank that did not get the signal itself continues, without the ranks that ended.
         """
         if self._elastic and not self._is_asked:
             _LOGGER.info("another rank was asked to stop, but %s", reason)
@@ -135,10 +135,10 @@ class Preemption:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _leave_out_children(preemption: Preemption) -> None:
-    """The signals of forked children, such as workers of a data loader, are not the rank's.
+def _ignore_children(preemption: Preemption) -> None:
+    """Ignore signals to forked children, such as workers of a data loader.
 
-    A child writes to the rank's descriptor until `forget` has run, so the signal waits for that.
+    Until `forget` runs a child would write to the rank's descriptor, so the signal is blocked until then.
     """
     own = weakref.ref(preemption)
     masks: list[set[signal.Signals]] = []
@@ -161,7 +161,7 @@ def _leave_out_children(preemption: Preemption) -> None:
 
 
 def _tell_launcher() -> None:
-    """That this rank saves at SIGTERM, by a file for which the agent of `zeroshard run` looks."""
+    """Tell `zeroshard run`, by a file, that this rank saves at SIGTERM."""
     pid, _, directory = os.environ.get(FILES_VARIABLE, "").partition(":")
     if pid == str(os.getpid()):
         with suppress(OSError):

@@ -1,10 +1,9 @@
-"""A load that was checked to its end before anything of the model is changed; what is left to do is to write.
+"""A checkpoint load in two phases: everything is checked first, and only then the model is changed.
 
-    made       table, names, shapes, optimizer, scheduler, every checksum of what this rank will read
-    apply      tensors, then what depends on them, on all ranks alike
+    made       check table, names, shapes, optimizer, scheduler, and all checksums of this rank's tensors
+    apply      write tensors, then what depends on them, on all ranks
 
-Rejected: checking tensor by tensor while they are written, which leaves half a model behind where the last one is
-damaged.
+Rejected: checking each tensor just before it is written, which leaves half a model if the last one is damaged.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from zeroshard.errors import CheckpointError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.plan.placement import Residency
 
-_HALF_DONE = "some of it was loaded and some not: do not train on with this model; load a whole checkpoint"
+_HALF_DONE = "only a part of it was loaded: do not continue with this model; load an undamaged checkpoint"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint is loaded.
+    """The parts of a checkpoint that are loaded.
 
     Attributes:
         optimizer: optimizer state, hyper-parameters and loss scale.
@@ -132,10 +131,10 @@ class PreparedLoad:
         own |= {self.reader.aliases.get(name, name) for name in self._names.names}
         for name in self.reader.names(TensorKind.PARAMETER):
             if name not in own:
-                self._other(f"tensor {name!r} is there, but this model has no such parameter")
+                self._name_problem(f"tensor {name!r} is there, but this model has no such parameter")
         return targets
 
-    def _other(self, problem: str) -> None:
+    def _name_problem(self, problem: str) -> None:
         """A name that is missing or too many."""
         if self._selection.strict:
             self._problems.append(problem)
@@ -155,7 +154,7 @@ class PreparedLoad:
             if loading.has(self.reader, target.name):
                 found.append(target)
             elif self.reader.state.get("frozen") is not False or target.name not in frozen:
-                self._other(f"tensor {target.name!r} is missing")
+                self._name_problem(f"tensor {target.name!r} is missing")
         return found
 
     def _check_optimizer(self, optimizer: ShardedOptimizer, stepper: StepperBase) -> None:
@@ -198,7 +197,7 @@ class PreparedLoad:
             )
 
     def _without_elements(self) -> set[str]:
-        """Parameters that no optimizer has anything to do with; DeepSpeed's leave them out."""
+        """Parameters without elements; DeepSpeed's optimizers leave them out."""
         segments = (segment for _, group in self._handle.plan.groups() for segment in group.layout.segments)
         return {segment.name for segment in segments if not segment.numel}
 
@@ -207,14 +206,14 @@ class PreparedLoad:
             check_generators(own)
 
     def _generators(self) -> Any:
-        """This rank's states, where they are gone on from; what is imported has none."""
+        """This rank's saved states of random generators, if they apply; imported checkpoints have none."""
         manifest, comm = self.reader.manifest, self._handle.comm
         if not self._selection.progress or manifest.world_size != comm.ranks:
             return None
         return manifest.ranks[comm.rank].get("generators")
 
     def apply(self, barrier: CollectiveBarrier) -> None:
-        """Take everything over, on all ranks. Raises CheckpointError where a file was lost or damaged in the end."""
+        """Write all state, on all ranks. Raises CheckpointError if a file was lost or damaged after the checks."""
         try:
             on_all_ranks(barrier, self._write, self.reader.folder)
             if self._state_load is not None and self._stepper is not None:

@@ -1,11 +1,11 @@
-"""A sharded model and its optimizer as a checkpoint sees them: pieces of named tensors to write, targets to read into.
+"""A sharded model and its optimizer for checkpoints: the pieces that each rank writes, and the targets that it reads.
 
     group of a unit   [ w1 . | w2 . . | w3 ]            what a rank saves: its shard of the group, cut at parameters,
     rank 0's shard    [ w1 . | w2 ]                     as fp32 master where there is one
     rank 1's shard            [ . . | w3 ]              what it loads: all that it holds of the group
 
-Whichever stage the plan has, each element is saved by one rank: the owner of its shard, in the first copy of the state.
-Parameters that rest whole but are updated in shards are loaded in shards too, and gathered.
+In every stage each element is saved by one rank: the owner of its shard, in the first copy of the state. Parameters
+that rest whole but are updated in shards are also loaded in shards, and then gathered.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _write_buffer(buffer: torch.Tensor, low: int, values: torch.Tensor) -> None:
 
 @dataclass
 class _PartLoad:
-    """One parameter's state in one region: what is there for it, and after `open` what takes it."""
+    """The load of one parameter's state in one region: the saved values, and after `open` the rows to write."""
 
     region: int
     index: int
@@ -307,7 +307,7 @@ class StateLoad:
     """The optimizer state that this rank takes over.
 
     Attributes:
-        problems: what keeps the checkpoint's optimizer state from being that of this run.
+        problems: why the checkpoint's optimizer state can't be loaded into this run.
         targets: to be written to after `open`.
     """
 
@@ -367,7 +367,7 @@ class StateLoad:
             self.targets.append(part_target(self._handle, segment, target))
 
     def open(self) -> None:
-        """Forget the optimizer's state and make room for what is to come. The first change of a load."""
+        """Reset the optimizer's state and allocate the loaded state. This is the first change of a load."""
         self._update.reset_state()
         for part in self._parts:
             part.rows.update(self._update.open_part(part.region, part.index, part.dtypes, part.scalars))

@@ -1,9 +1,9 @@
-"""Hyper-parameters and counters in a checkpoint: plain numbers there, and in this run what they were.
+"""Saves hyper-parameters and counters as plain numbers, and loads them in the types that this run uses.
 
     lr = torch.tensor(1e-3)   saved as 0.001   loaded by filling the tensor that this run has
     lr = numpy.float32(1e-3)  saved as 0.001   loaded as numpy.float32
 
-What can't be kept is an error at the save that names it; a value of another kind than this run's, one at the load.
+A value that can't be saved is an error at the save, which names it; a value of another kind is an error at the load.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Parameters that the model divides, as checkpoints hold them: whole, in pieces that are connected ranges of the whole.
+"""Saves parameters that the model divides (tensor parallelism) as whole tensors, in contiguous pieces.
 
     what two ranks have of two columns of a weight      rank 0   a0 a1 | a2 a3 | a4      rank 1   b0 b1 | b2 b3 | b4
     the whole, row by row                               a0 a1 b0 b1 | a2 a3 b2 b3 | a4 . b4 .
     rank 0 writes                                       a0 a1 b0 b1 |             | a4
     rank 1 writes                                                   | a2 a3 b2 b3 |      b4
 
-Of the rows that the ranks of an axis have together each of them writes a share, for which they exchange what they have
-of it; what begins or ends inside of a row each writes itself. So a checkpoint says nothing of how the model was
-divided, and loads in any other way. Rejected: a part per row, thousands of them for one weight; and gathering whole
-parameters on one rank, which writes what all others wait for.
+Each rank of the axis writes a share of the complete rows, for which the ranks exchange their parts; parts of incomplete
+rows are written by the rank that has them. So a checkpoint does not depend on how the model was divided. Rejected: a
+piece per row, which are thousands for one weight; gathering whole parameters on one rank, for which all others wait.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from zeroshard.sharding.layout import Segment
 Write = Callable[[int, torch.Tensor], None]
 
 
-def part_of(handle: Handle, cut: Cut) -> int:
+def axis_rank(handle: Handle, cut: Cut) -> int:
     """This rank's number along the axis of a cut."""
     return handle.comm.mesh.mesh.position(handle.comm.mesh.rank, (cut.axis,))
 
 
 def writes_scalars(handle: Handle, segment: Segment) -> bool:
     """Whether this rank, of those with other parts of a parameter, writes what there is once for the parameter."""
-    return segment.cut is None or part_of(handle, segment.cut) == 0
+    return segment.cut is None or axis_rank(handle, segment.cut) == 0
 
 
 def whole_pieces(handle: Handle, segment: Segment, piece: Piece) -> Iterator[Piece]:
@@ -49,7 +48,7 @@ def whole_pieces(handle: Handle, segment: Segment, piece: Piece) -> Iterator[Pie
     if cut is None:
         yield piece
         return
-    stripes = cut.stripes(segment.shape, part_of(handle, cut))
+    stripes = cut.stripes(segment.shape, axis_rank(handle, cut))
     first, last = -(-piece.start // stripes.width), piece.stop // stripes.width
     if cut.rows(segment.shape) == 1 or first >= last:
         yield from _by_row(stripes, piece, piece.start, piece.stop)
@@ -92,10 +91,10 @@ def _exchanged(handle: Handle, cut: Cut, stripes: Stripes, piece: Piece, first: 
     whole = out.cpu().view(piece.info.dtype).view(cut.ranks, own, width).transpose(0, 1).reshape(-1)
     begin = borders[stripes.rank] * width * cut.ranks
     if own:
-        yield replace(piece, start=begin, stop=begin + whole.numel(), values=partial(_held, whole, begin))
+        yield replace(piece, start=begin, stop=begin + whole.numel(), values=partial(_values, whole, begin))
 
 
-def _held(values: torch.Tensor, begin: int, low: int, high: int) -> torch.Tensor:
+def _values(values: torch.Tensor, begin: int, low: int, high: int) -> torch.Tensor:
     return values[low - begin : high - begin]
 
 
@@ -104,7 +103,7 @@ def part_target(handle: Handle, segment: Segment, target: Target) -> Target:
     cut = segment.cut
     if cut is None:
         return target
-    shape, stripes = cut.whole_shape(target.shape), cut.stripes(segment.shape, part_of(handle, cut))
+    shape, stripes = cut.whole_shape(target.shape), cut.stripes(segment.shape, axis_rank(handle, cut))
     if target.start >= target.stop:
         return replace(target, shape=shape, start=0, stop=0)
     start, stop = stripes.in_whole(target.start), stripes.in_whole(target.stop - 1) + 1

@@ -1,4 +1,4 @@
-"""What is done where ranks name a checkpoint differently: `checkpoint.tag_validation`.
+"""Agrees on the name of a checkpoint if the ranks give different ones (`checkpoint.tag_validation`).
 
 A checkpoint is one folder that all ranks write, so there can be one name only: rank 0's. Rejected: a folder of each
 rank's own name, of which none could be loaded.

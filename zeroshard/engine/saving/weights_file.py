@@ -1,7 +1,7 @@
-"""Write the weights of a running sharded model to one file, without a rank that holds them all.
+"""Writes the weights of a running sharded model to one file, without holding all weights on one rank.
 
-All ranks gather flat group after flat group; rank 0 writes each before the next one comes. If rank 0 fails, it goes on
-gathering, so that the others do not wait for it, and then all ranks raise.
+All ranks gather one flat group after the other, and rank 0 writes each before the next. If a write fails rank 0 still
+takes part in all gathers, so that the others do not wait for it; then all ranks raise.
 """
 
 from __future__ import annotations

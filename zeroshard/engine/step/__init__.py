@@ -1,1 +1,1 @@
-"""Optimizer steps: which stepper runs one, on which regions, with which norm."""
+"""Optimizer steps: the steppers that run them, their regions, and the schedule beside them."""

@@ -1,6 +1,6 @@
-"""Stepper and optimizer of a sharded model, and the way from the model to them.
+"""Finds the stepper and the optimizer of a sharded model.
 
-They are kept on the model itself, as its handle is. A model that was sharded without an optimizer has neither.
+Both are attributes of the model, like its handle. A model that was sharded without an optimizer has neither.
 """
 
 from __future__ import annotations

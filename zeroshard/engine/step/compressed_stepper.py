@@ -1,10 +1,10 @@
-"""The step of optimizers that average in compressed form: after the warm-up gradients stay each rank's own.
+"""The step of 1-bit optimizers: after a warm-up they average compressed momentum instead of gradients.
 
-    warm-up     backward reduces as ever -> the update averages nothing
-    afterwards  backward keeps the whole local gradients -> the update sends one bit a parameter, both ways
+    warm-up     the backward reduces gradients as usual; the update does not communicate
+    afterwards  the backward keeps whole local gradients; the update sends one bit per parameter in both directions
 
-The switch is made by a step, so it is the same on all ranks. Overflow is still found by all together; the norm of
-the averaged gradients is not known, so nothing is clipped by it and `get_global_grad_norm` is None.
+A step makes the switch, so it is the same on all ranks. Overflow is still detected by all ranks together. The norm of
+the averaged gradients is unknown, so gradients are not clipped by it and `get_global_grad_norm` returns None.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The step without a host that waits: norm, clipping, overflow and loss scale stay on the device.
+"""A step during which the host does not wait: norm, clipping, overflow check and loss scale stay on the device.
 
     finish gradients -> squares -> small all-reduce -> [ok, norm, coefficient] -> table of scalars -> update per unit
                                                             |
                                                             +--> outcome -> pinned memory, read at the next step
 
-What step n did is looked at when step n+1 begins (or when somebody asks): a step with inf or NaN in its gradients has
-changed nothing by then, and the loss scale has moved already. Units are updated in the order in which the next forward
-gathers them, each gather waiting only for its own unit's update.
+The host reads the outcome of step n when step n+1 begins, or when it is asked for. The device does not apply a step
+with inf or NaN in its gradients, and changes the loss scale itself. Units are updated in the order in which the next
+forward gathers them, and each gather waits only for the update of its own unit.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from zeroshard.optim.updates import DeviceUpdate
 from zeroshard.plan.traffic import STATS_FIXED, stats_numel
 
 IN_FLIGHT = 2
-"""Steps whose outcome the host may not have looked at yet."""
+"""How many steps there may be whose outcome the host has not read."""
 FLAGS_KEPT = 64
-_LANDED = 2**40
-"""Tiles of gradients that went to host memory are numbered from here on, each group in a range of so many."""
+_HOST_TILES = 2**40
+"""Tiles of gradients in host memory get numbers from here on; each group has a range of this size."""
 
 
 class DeviceStepper(StepperBase):
     """Runs steps on a GPU with an optimizer that needs no host.
 
     Attributes:
-        captured_digest: of this rank's operations up to the step that went into a graph last.
+        captured_digest: digest of this rank's operations up to the step that was captured last.
     """
 
     def __init__(self, handle: Handle, update: DeviceUpdate, scaler: LossScaler | None) -> None:
@@ -50,14 +50,14 @@ class DeviceStepper(StepperBase):
         self._update_method = update
         self._regions = regions_of_units(handle.runtime)
         self._stats = torch.zeros(stats_numel(handle.plan), dtype=torch.float64, device=device)
-        self._all_fired = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
+        self._all_received = torch.ones(len(self._stats) - STATS_FIXED, dtype=torch.float64, device=device)
         self._norm_of: SquaredNorm | None = None
         self._measured: int | None = None
         self._on_gpu = device.type == "cuda"
         self._outcome = torch.zeros(3, dtype=torch.float64, device=device)
-        self._landing_places = [torch.zeros(3, dtype=torch.float64, pin_memory=self._on_gpu) for _ in range(IN_FLIGHT)]
-        self._landings: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        self._flags_seen: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._free_buffers = [torch.zeros(3, dtype=torch.float64, pin_memory=self._on_gpu) for _ in range(IN_FLIGHT)]
+        self._outcomes: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._known_flags: dict[tuple[bool, ...], torch.Tensor] = {}
         self._digest = torch.zeros(2, dtype=torch.float64, device=device)
         self.captured_digest = 0
 
@@ -67,7 +67,7 @@ class DeviceStepper(StepperBase):
         runtime, self.groups = self.handle.runtime, optimizer.param_groups
         runtime.inspect()
         if not runtime.gradients.present:
-            self._nothing_done()
+            self._report_nothing()
             return
         self._measure()
         squared, agree = self._stats[0], self._agree()
@@ -78,13 +78,13 @@ class DeviceStepper(StepperBase):
         coefficient = self._unscale()
         if limit > 0:
             coefficient = coefficient * torch.where(finite, (limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
-        self._send(norm, agree)
+        self._report_outcome(norm, agree)
         active = (self._stats[STATS_FIXED:] > 0) & ok
         self._update_units(torch.where(ok, coefficient, 0.0), active, optimizer.param_groups)
         if self.scaler is not None:
             self.scaler.update(~ok)
         self._measured = None
-        self._learn_order()
+        self._adopt_seen_order()
         runtime.after_step(changed=False, captured=self.capturing)
 
     def norm(self) -> float:
@@ -105,19 +105,19 @@ class DeviceStepper(StepperBase):
 
     @property
     def settled(self) -> bool:
-        return not self._landings or self._landings[-1][1].query()
+        return not self._outcomes or self._outcomes[-1][1].query()
 
     def settle(self) -> None:
-        """Look at what the steps so far did; waits for them."""
+        """Read the outcomes of all steps; waits for them."""
         self.settle_but(0)
 
     def settle_but(self, newest: int) -> None:
-        """Look at what the steps did, but for so many of the newest; waits for them."""
-        while len(self._landings) > newest:
-            landing, landed = self._landings.popleft()
+        """Read the outcomes of all steps except the `newest` last ones; waits for them."""
+        while len(self._outcomes) > newest:
+            landing, landed = self._outcomes.popleft()
             landed.synchronize()
             values = landing.tolist()
-            self._landing_places.append(landing)
+            self._free_buffers.append(landing)
             self._conclude(*values)
 
     @property
@@ -126,21 +126,21 @@ class DeviceStepper(StepperBase):
         return self._update_method
 
     def prepare_replay(self, digest: int) -> None:
-        """Put what a captured step reads of the host where it finds it."""
+        """Copy the host values that a captured step reads to the device."""
         host = torch.tensor(digest_terms(digest), dtype=torch.float64)
         self._digest.copy_(host.pin_memory(), non_blocking=True)
 
     def replayed(self) -> None:
-        """A captured step was launched: its outcome comes to the host as that of any other."""
-        self._land()
+        """A captured step was launched: start the copy of its outcome to the host."""
+        self._start_copy()
 
     @property
     def read_by_graphs(self) -> object:
-        """What must live as long as a graph of a step, beside what lives as long as this."""
+        """An object that must live as long as a graph of a step, though this stepper may replace it."""
         return self._norm_of
 
     def _measure(self) -> None:
-        """Finish the gradients and sum their statistics over the ranks, once for what there is."""
+        """Finish the gradients and sum their statistics over the ranks, unless that was done for these gradients."""
         runtime, comm = self.handle.runtime, self.handle.comm
         if self._measured == runtime.gradients.collected:
             return
@@ -152,10 +152,10 @@ class DeviceStepper(StepperBase):
             runtime.gradients.squares.square_into(self._norm_of, owned)
         runtime.gradients.squares.square_rest(owned)
         self._norm_of.into(self._stats[0])
-        for place, group in enumerate(self._landed_groups()):
+        for place, group in enumerate(self._groups_on_host()):
             self._stats[0] += runtime.gradients.squares.total(group)
             bad = runtime.gradients.squares.first_bad(group)
-            numbered = torch.where(bad < FINITE, bad + _LANDED * (place + 1), FINITE)
+            numbered = torch.where(bad < FINITE, bad + _HOST_TILES * (place + 1), FINITE)
             torch.minimum(self._norm_of.first_bad, numbered, out=self._norm_of.first_bad)
         digest = comm.log.digest()
         if self.capturing:
@@ -175,8 +175,8 @@ class DeviceStepper(StepperBase):
         runtime = self.handle.runtime
         received = tuple(flag for unit in runtime.units for group in runtime.gradients.received(unit) for flag in group)
         if all(received):
-            return self._all_fired
-        found = self._flags_seen.get(received)
+            return self._all_received
+        found = self._known_flags.get(received)
         if found is None:
             if self.capturing:
                 raise UsageError(
@@ -185,8 +185,8 @@ class DeviceStepper(StepperBase):
                 )
             host = torch.tensor(received, dtype=torch.float64)
             found = host.pin_memory().to(self.handle.device, non_blocking=True) if self._on_gpu else host
-            if len(self._flags_seen) < FLAGS_KEPT:
-                self._flags_seen[received] = found
+            if len(self._known_flags) < FLAGS_KEPT:
+                self._known_flags[received] = found
         return found
 
     @property
@@ -201,46 +201,46 @@ class DeviceStepper(StepperBase):
         factor = torch.full((), self._mean_factor(), dtype=torch.float64, device=self.handle.device)
         return factor if self.scaler is None else factor / self.scaler.scale
 
-    def _send(self, norm: torch.Tensor, agree: torch.Tensor) -> None:
-        """Start the copy of the outcome to the host; a captured step has that done after each replay."""
+    def _report_outcome(self, norm: torch.Tensor, agree: torch.Tensor) -> None:
+        """Start the copy of the outcome to the host; for a captured step `replayed` does it."""
         assert self._norm_of is not None
         self._outcome.copy_(torch.stack([norm, agree.double(), self._norm_of.first_bad.double()]))
         if not self._on_gpu:
             self._conclude(*self._outcome.tolist())
         elif not self.capturing:
-            self._land()
+            self._start_copy()
 
-    def _land(self) -> None:
-        landing = self._landing_places.pop()
+    def _start_copy(self) -> None:
+        landing = self._free_buffers.pop()
         landing.copy_(self._outcome, non_blocking=True)
         landed = torch.cuda.Event()
         landed.record()
-        self._landings.append((landing, landed))
+        self._outcomes.append((landing, landed))
 
     def _conclude(self, norm: float, agree: float, tile: float) -> None:
-        """The outcome has reached the host."""
+        """Act on an outcome that has reached the host."""
         if not agree:
             self.handle.comm.explain_mismatch()
         if math.isfinite(norm) or self.applies_nonfinite:
-            self._done(norm)
+            self._report_applied(norm)
         else:
-            self._skipped(norm, self._culprit(int(tile)), None)
+            self._report_skipped(norm, self._name_of_tile(int(tile)), None)
 
     def _counted_groups(self) -> list[Group]:
-        """The groups whose squares this rank adds; a copy of a unit divided within a subgroup counts once."""
+        """The groups whose squares this rank adds; of several copies of a group only one is counted."""
         return [g for u in self.handle.runtime.units for g in u.trainable if g.counted]
 
-    def _landed_groups(self) -> list[Group]:
+    def _groups_on_host(self) -> list[Group]:
         """The counted groups whose gradients have been squared already, and rest in host memory."""
         return [group for group in self._counted_groups() if group.plan.grad_away]
 
-    def _culprit(self, tile: int) -> str:
+    def _name_of_tile(self, tile: int) -> str:
         """The parameter of the first tile of gradients that is not finite, if it is on this rank."""
         if tile >= FINITE or self._norm_of is None:
             return "a parameter of another rank's part"
-        if tile >= _LANDED:
-            group = self._landed_groups()[tile // _LANDED - 1]
-            low = self.handle.runtime.gradients.squares.first_in_tile(group, tile % _LANDED)
+        if tile >= _HOST_TILES:
+            group = self._groups_on_host()[tile // _HOST_TILES - 1]
+            low = self.handle.runtime.gradients.squares.first_in_tile(group, tile % _HOST_TILES)
         else:
             number, low = self._norm_of.place_of(tile)
             group = [group for group in self._counted_groups() if not group.plan.grad_away][number]
@@ -262,10 +262,10 @@ class DeviceStepper(StepperBase):
         runtime.parameters.invalidate()
 
     def _before_updates(self) -> None:
-        """Compute is about to prepare the updates."""
+        """Called before compute prepares the updates."""
 
     def _update_unit(self, index: int, numbers: range) -> None:
-        """Update the regions of a unit, and tell when that has happened."""
+        """Update the regions of a unit, and mark it as written."""
         for number in numbers:
             self._update_method.apply(number)
         self.handle.runtime.parameters.mark_unit_written(index)

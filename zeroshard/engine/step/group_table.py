@@ -2,8 +2,8 @@
 
     group 0 (12 parameters 8d2f61c3): lr=0.001 weight_decay=0.1
 
-A rank with another learning rate would train its part of the model apart from the others, without any sign. The text
-goes into the operation log, so it is compared by the digest that the step exchanges anyway, and shown where it differs.
+A rank with another learning rate would train its part of the model differently, without an error. The text goes into
+the operation log, so that the digest which the step exchanges anyway compares it; if it differs the error shows it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _members(group: Mapping[str, Any], places: Mapping[int, Any]) -> str:
 
 
 def _values(group: Mapping[str, Any]) -> str:
-    """What can be written without waiting for a device; a tensor there is left out."""
+    """The options as text; tensors on a device are left out, since reading them would wait for it."""
     found: list[str] = []
     for key in sorted(group):
         value = group[key]

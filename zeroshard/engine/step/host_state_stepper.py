@@ -1,11 +1,12 @@
-"""The step for state in host memory that the processor updates, beside the next forward.
+"""A step for state in host memory: a worker thread updates it on the processor, during the next forward.
 
     main thread    norm, coefficient | forward: unit 0 . wait . copy up . gather | unit 1 . wait . copy up ...
     worker         -                 | update unit 0 | update unit 1 | update unit 2 | ...
 
-Exact: the update takes the whole step's gradients, norm and hyper-parameters, and the forward waits for each unit, so
-no value is ever a step old. One worker, since an update uses all cores of the rank. Rejected: updating a unit as soon
-as its gradients are there, which can't clip and can't take back what it did when a later gradient is not finite.
+The result is exact: updates use the gradients, norm and hyper-parameters of the whole step, and the forward waits for
+each unit, so that it never uses old values. There is one worker, since an update uses all cores of the rank. Rejected:
+updating a unit as soon as its gradients are complete; that can't clip by the norm, and can't be undone when a later
+gradient is not finite.
 """
 
 from __future__ import annotations
@@ -46,33 +47,35 @@ class HostStateStepper(HostStepper):
         runtime = self.handle.runtime
         runtime.parameters.before_write()
         if any(group.plan.param.away for unit in runtime.units for group in unit.groups):
-            # Write after read: shards on the host belong to their copies to the device until those have been made.
+            # Write after read: shards in host memory must have been copied to the device.
             runtime.streams.wait_on_host()
-        hyper = [dict(group_options(group)) for group in groups]  # schedules go on while the worker reads them
+        hyper = [dict(group_options(group)) for group in groups]  # a copy: schedules change them during the update
         self._piecewise.check(hyper)
-        # Write after read: shards belong to their gathers until those have landed, for which compute has waited; and
-        # read after write: gradients belong to compute and the reduces until then.
+        # Write after read: the gathers must have read the shards; compute has waited for them. Read after write:
+        # compute and the reduces must have written the gradients.
         begin = runtime.streams.record(Stream.COMPUTE, "step")
         runtime.streams.wait(Stream.UPLOAD, begin)
         runtime.streams.wait(Stream.DOWNLOAD, begin)
         order = list(dict.fromkeys((*runtime.plan.order, *range(len(runtime.units)))))
-        self._told(partial(self._piecewise.begin, [number for index in order for number in self._away(index)]))
+        self._report_disk_errors(
+            partial(self._piecewise.begin, [number for index in order for number in self._updated_by_worker(index)])
+        )
         for index in order:
             numbers = self._regions[index]
             update = partial(self._update, numbers, coefficient, active, hyper)
-            if self._away(index):
-                self._hand_over(runtime.units[index], update)
+            if self._updated_by_worker(index):
+                self._start_update(runtime.units[index], update)
             else:
                 update(())
         self.handle.last = None
 
-    def _away(self, index: int) -> range:
+    def _updated_by_worker(self, index: int) -> range:
         """The regions of a unit that the worker updates."""
         away = any(group.plan.updated_away for group in self.handle.runtime.units[index].trainable)
         return self._regions[index] if away else range(0)
 
-    def _told(self, work: Callable[[], object]) -> None:
-        """Do what may find the disk broken, of which all ranks are to hear."""
+    def _report_disk_errors(self, work: Callable[[], object]) -> None:
+        """Run `work`, and report a disk error in it to all ranks."""
         try:
             work()
         except SpillError as error:
@@ -93,13 +96,15 @@ class HostStateStepper(HostStepper):
             for number in numbers:
                 self._piecewise.apply_region(number, coefficient, active, hyper)
 
-    def _hand_over(self, unit: Unit, update: Callable[[Sequence[_Arrival]], None]) -> None:
-        """Let the worker update a unit, and the next forward wait for it."""
-        arrivals = [arrival for group in unit.trainable if (arrival := self._bring_down(unit, group)) is not None]
+    def _start_update(self, unit: Unit, update: Callable[[Sequence[_Arrival]], None]) -> None:
+        """Start a unit's update on the worker; the next forward waits for it."""
+        arrivals = [
+            arrival for group in unit.trainable if (arrival := self._copy_gradients_to_host(unit, group)) is not None
+        ]
         future = self._worker.submit(update, arrivals)
-        self.handle.runtime.updates.defer(unit.index, partial(self._finish, unit, future), future.exception)
+        self.handle.runtime.updates.defer(unit.index, partial(self._finish_update, unit, future), future.exception)
 
-    def _bring_down(self, unit: Unit, group: Group) -> _Arrival | None:
+    def _copy_gradients_to_host(self, unit: Unit, group: Group) -> _Arrival | None:
         """Copy gradients that rest on the device to where the processor reads them."""
         landed, grad = group.landed, update_grad(group)
         if landed is None or group.plan.grad_away:
@@ -114,17 +119,17 @@ class HostStateStepper(HostStepper):
         event = streams.record(Stream.DOWNLOAD, ("landed", unit.index, id(group)))
         return streams.arrival(event)
 
-    def _finish(self, unit: Unit, future: Future[None]) -> Event:
-        """Wait for the worker, raising what went wrong there, and start the copy of the parameters to the device."""
-        self._told(future.result)
+    def _finish_update(self, unit: Unit, future: Future[None]) -> Event:
+        """Wait for the worker, raise its error if there is one, and start to copy the parameters to the device."""
+        self._report_disk_errors(future.result)
         runtime = self.handle.runtime
         for group in unit.trainable:
-            self._copy_up(unit, group)
+            self._copy_parameters_to_device(unit, group)
         event = runtime.streams.record(Stream.UPLOAD, ("written", unit.index))
         runtime.updates.set_read_event(unit.index, event)
         return event
 
-    def _copy_up(self, unit: Unit, group: Group) -> None:
+    def _copy_parameters_to_device(self, unit: Unit, group: Group) -> None:
         source, target = group.returning, update_param(group)
 
         def copy() -> None:

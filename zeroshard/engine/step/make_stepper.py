@@ -1,4 +1,4 @@
-"""Which stepper runs an optimizer: by where its state rests, and by whether a kernel spares the host."""
+"""Chooses the stepper of an optimizer, by the tier of its state and by the kernels that exist for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroshard.plan.policy import HostUpdate
 
 
 def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> StepperBase:
-    """On a GPU what can runs without the host waiting; everything else is told by the host what to do."""
+    """A DeviceStepper on a GPU if the optimizer has a kernel, so that the host does not wait; else a HostStepper."""
     updates = handle.plan.updates
     context = make_update_context(handle, source.groups)
     _check_blocks(context, source)
@@ -34,7 +34,7 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
     if HostUpdate.PROCESSOR in updates:
         if source.on_host is None:
             raise PlanError(
-                f"offload: {_in_full(source)} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, "
+                f"offload: {_full_name(source)} can't update state in host memory; use Adam, AdamW, Adagrad, Lion, "
                 "RMSprop or SGD without any of torch's special options, or keep the state on the device"
             )
         return HostStateStepper(handle, source.on_host(context), scaler)
@@ -49,7 +49,7 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
         assert source.on_device is not None
         return DeviceStepper(handle, source.on_device(context), scaler)
     if source.compressed is not None:
-        _refuse_low(context, _in_full(source))
+        _refuse_low(context, _full_name(source))
         return CompressedStepper(handle, source.compressed(context), scaler)
     made = source.update(context)
     _check_low(context, source, made)
@@ -61,7 +61,7 @@ def _check_low(context: UpdateContext, source: Source, made: UpdateMethod) -> No
     if isinstance(made, TorchUpdate) and all(region.state_dtype != torch.float32 for region in context.regions):
         return  # torch keeps the state in the dtype of the parameters
     if not isinstance(made, FlatUpdate):
-        _refuse_low(context, _in_full(source))
+        _refuse_low(context, _full_name(source))
 
 
 def _refuse_low(context: UpdateContext, what: str) -> None:
@@ -75,15 +75,15 @@ def _refuse_low(context: UpdateContext, what: str) -> None:
             )
 
 
-def _in_full(source: Source) -> str:
-    """An optimizer's name, with the options for which it is not updated by our rules."""
+def _full_name(source: Source) -> str:
+    """An optimizer's name, with the options for which zeroshard has no rule."""
     options = [name for name in UNSUPPORTED_OPTIONS if any(group.get(name) for group in source.groups)]
     options += ["an lr that is a tensor"] * any(isinstance(group.get("lr"), torch.Tensor) for group in source.groups)
     return source.name + (f" with {' and '.join(options)}" if options else "")
 
 
 def _check_blocks(context: UpdateContext, source: Source) -> None:
-    """Raises PlanError for a plan in whose memory the optimizer's moments don't lie; `low_bit` checks the contrary."""
+    """Raises PlanError if the plan has moments in few bits but the optimizer has not; `low_bit` checks the converse."""
     for region in context.regions:
         if region.blocks is not None and source.blocks is None:
             raise PlanError(

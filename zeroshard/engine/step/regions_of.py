@@ -1,4 +1,4 @@
-"""What a step works on, as the optimizer sees it: the flat regions that this rank updates, and the ranks around it."""
+"""Makes the optimizer's view of a sharded model: the flat regions that this rank updates, and its communicators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroshard.tiers import Row
 
 
 def make_update_context(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> UpdateContext:
-    """What this rank's update works on."""
+    """The regions, device and communicators for this rank's update."""
     comm = handle.comm
     axes = {**comm.reduces, handle.plan.mesh.names: comm.control}
     return UpdateContext(make_regions(handle, groups), handle.device, comm.control, axes)
@@ -51,8 +51,8 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     state_dtype=_state_dtype(group),
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                     allocate=_allocate(group, tiers),
-                    away=_away(group),
-                    row=_moved(group.row if group.master is None else group.master),
+                    away=_outside_device(group),
+                    row=_row_outside_memory(group.row if group.master is None else group.master),
                     param_row=None if group.master is None else group.row,
                     window=window if group.plan.passes_windows else None,
                     window_numel=handle.plan.policy.window_numel,
@@ -62,7 +62,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
     return regions
 
 
-def _moved(row: Row | None) -> Row | None:
+def _row_outside_memory(row: Row | None) -> Row | None:
     """A row whose elements have to be moved first; None for one that lies in place."""
     return None if row is None or row.values is not None else row
 
@@ -74,15 +74,15 @@ def _state_dtype(group: Group) -> torch.dtype:
 
 
 def _allocate(group: Group, tiers: Tiers) -> Callable[[int, torch.dtype], Row] | None:
-    """Where an update's state is to rest; None on the device."""
+    """Allocates an update's state on its tier; None for the device."""
     if not group.plan.updated_away:
         return None
     kept = group.plan.moments or group.plan.master or group.plan.param
     return tiers[kept.tier].allocate
 
 
-def _away(group: Group) -> frozenset[str]:
-    """What of an update's operands rests off the device: 'master', 'param', 'grad'."""
+def _outside_device(group: Group) -> frozenset[str]:
+    """Those of an update's operands that do not rest on the device: 'master', 'param', 'grad'."""
     plan, found = group.plan, set[str]()
     if plan.master is None:  # the parameters are their own master weights
         found |= {"master"} if plan.param.away else set()

@@ -1,10 +1,11 @@
-"""A learning-rate schedule beside the engine: what it must be, how it is stepped, and its state in a checkpoint.
+"""The learning-rate scheduler beside an engine: checks it, steps it, and saves and loads its state.
 
     step(lr_kwargs) -> arguments, checked before the update -> the update -> scheduler.step(**arguments)
 
-Any object with torch's three methods will do, so that schedules of libraries work. What one would raise is found out
-before anything is changed: its arguments before the update, its state before a load. A state is tried on the schedule
-itself, which then gets its own back; a copy was rejected, since it would hold a copy of the optimizer.
+Any object with torch's three methods is accepted, so that schedulers of libraries work. Errors are found before
+anything is changed: wrong arguments before the update, a wrong state before a load. To check a state it is loaded into
+the scheduler itself, which then gets its own state back. Rejected: a copy of the scheduler, which would copy the
+optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zeroshard.optim.optimizer import ShardedOptimizer
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What a scheduler must have."""
+    """The methods that a scheduler must have."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -34,7 +35,7 @@ class Schedule(Protocol):
 
 
 def check_schedule(scheduler: object, optimizer: ShardedOptimizer | None) -> None:
-    """Raises UsageError for what is no scheduler, or one that sets the rates of another optimizer."""
+    """Raises UsageError if the object is no scheduler, or sets the rates of another optimizer."""
     if not isinstance(scheduler, Schedule):
         raise UsageError(
             f"lr_scheduler is a {type(scheduler).__name__}, which lacks step(), state_dict() or load_state_dict(); "
@@ -66,7 +67,7 @@ def step_arguments(scheduler: object, given: Mapping[str, Any] | None) -> dict[s
 
 
 def advance(scheduler: Any, arguments: Mapping[str, Any]) -> None:
-    """The scheduler's step after an update. Raises UsageError where it says no, as OneCycleLR does at its end."""
+    """Step the scheduler after an update. Raises UsageError if it refuses, as OneCycleLR does at its end."""
     try:
         scheduler.step(**arguments)
     except ValueError as error:
@@ -82,10 +83,10 @@ def saved_schedule(scheduler: object) -> dict[str, Any]:
 
 
 class ScheduleLoad:
-    """A scheduler that is to take over a saved state.
+    """The load of a saved state into a scheduler.
 
     Attributes:
-        problem: why it can't; None where it was tried and can.
+        problem: why the state can't be loaded; None if it can.
     """
 
     def __init__(self, scheduler: object, saved: Mapping[str, Any] | None, optimizer: ShardedOptimizer | None) -> None:
@@ -99,34 +100,34 @@ class ScheduleLoad:
             self.problem = f"its scheduler is {theirs}, this run's {kind}"
         else:
             own = scheduler.state_dict()
-            self._state = _like(own, unpack(saved["state"]))
+            self._state = _with_counters(own, unpack(saved["state"]))
             self.problem = (
-                _other_kind(scheduler, own, unpack(saved["state"]))
-                or _misfit(kind, own, self._state)
-                or _trial(scheduler, own, self._state, optimizer)
+                _kind_problem(scheduler, own, unpack(saved["state"]))
+                or _count_problem(kind, own, self._state)
+                or _load_problem(scheduler, own, self._state, optimizer)
             )
         if self.problem is not None:
             self.problem += "; to keep this run's as it is, load with load_lr_scheduler_states=False"
 
     def apply(self) -> None:
-        """Take the state over; only where there is no problem."""
+        """Load the state; only if there is no problem."""
         assert isinstance(self._scheduler, Schedule)
         self._scheduler.load_state_dict(self._state)
 
 
-def _like(own: Any, saved: Any) -> Any:
+def _with_counters(own: Any, saved: Any) -> Any:
     """The saved state with the one kind of dict that torch's schedulers need and JSON does not tell from others."""
     if isinstance(own, Counter) and isinstance(saved, dict):
         return Counter(saved)
     if isinstance(own, dict) and isinstance(saved, dict):
-        return {key: _like(own.get(key), value) for key, value in saved.items()}
+        return {key: _with_counters(own.get(key), value) for key, value in saved.items()}
     if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
-        return [_like(mine, theirs) for mine, theirs in zip(own, saved, strict=True)]
+        return [_with_counters(mine, theirs) for mine, theirs in zip(own, saved, strict=True)]
     return saved
 
 
-def _misfit(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Schedulers inside of one, as SequentialLR has them: torch takes over as many as there are on one side."""
+def _count_problem(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """A problem if nested schedulers (SequentialLR) differ in number; torch would load only some without an error."""
     for key, mine in own.items():
         theirs = saved.get(key)
         if _nested(mine) and (not isinstance(theirs, list) or len(theirs) != len(mine)):
@@ -135,7 +136,7 @@ def _misfit(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str 
     return None
 
 
-def _other_kind(scheduler: Schedule, own: Mapping[str, Any], saved: Any) -> str | None:
+def _kind_problem(scheduler: Schedule, own: Mapping[str, Any], saved: Any) -> str | None:
     """Values of other kinds, and names of the scheduler's methods, which torch's schedulers would take for state."""
     for key in saved if isinstance(saved, dict) else ():
         if isinstance(key, str) and callable(getattr(type(scheduler), key, None)):
@@ -147,10 +148,10 @@ def _nested(value: Any) -> bool:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
-def _trial(
+def _load_problem(
     scheduler: Schedule, own: dict[str, Any], saved: dict[str, Any], optimizer: ShardedOptimizer | None
 ) -> str | None:
-    """Load the state and then the scheduler's own; what went wrong. The optimizer's groups are as before."""
+    """Load the state, then the scheduler's own state again; returns the error. The optimizer's groups are restored."""
     groups = [] if optimizer is None else optimizer.param_groups
     before = [dict(group) for group in groups]
     tensors = [

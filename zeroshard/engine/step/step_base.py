@@ -1,9 +1,9 @@
-"""What every way of stepping shares: the report, the scaling factors, what a non-finite step leads to, the order.
+"""The base of all steppers: the report of a step, the scaling factors, non-finite gradients, and the order of units.
 
     coefficient = 1/ranks (mean) * predivide / loss scale * min(1, clip_norm / norm)
 
-is applied by the update itself, so gradients are read once. An update from gradients with inf or NaN is not applied,
-unless the plan says so; then it is not clipped.
+The update itself applies the coefficient, so that gradients are read once. A step with inf or NaN in its gradients is
+not applied unless the plan says so; then it is not clipped.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class StepperBase(ABC):
         self._skipped_in_a_row = 0
         self._clip_once: tuple[float, int] | None = None  # the norm, and which gradients it is for
         self._table = GroupTable(handle)
-        self._silent = [0] * len(handle.runtime.units)
-        # What is tied gets gradients by its other name where one was replaced. Two names are looked at in each step.
+        self._missing_counts = [0] * len(handle.runtime.units)
+        # A tied parameter that was replaced under one name still gets gradients under the other. Each step checks two.
         tied = handle.tied()
         self._tied = itertools.cycle(tied) if tied else None
         self.groups: Sequence[Mapping[str, Any]] = ()
@@ -87,8 +87,10 @@ class StepperBase(ABC):
         """Raises UsageError when the model was closed, or where parameters of it were replaced since it was sharded."""
         self.handle.check_open()
         silent = self.handle.runtime.gradients.missing_counts()
-        if silent != self._silent:  # one that was replaced gets no gradient any more; looking at all takes a while
-            self._silent = silent
+        if (
+            silent != self._missing_counts
+        ):  # a replaced parameter gets no gradient any more; checking all in every step would be slow
+            self._missing_counts = silent
             self.handle.check_members()
         elif self._tied is not None:
             for name, member in itertools.islice(self._tied, 2):
@@ -96,16 +98,16 @@ class StepperBase(ABC):
 
     @property
     def state_buffers(self) -> Sequence[torch.Tensor]:
-        """Device memory through which state in host memory passes."""
+        """Device buffers for state that is streamed from host memory."""
         return ()
 
     @property
     def capturing(self) -> bool:
-        """Whether what is issued now goes into a graph."""
+        """Whether a CUDA graph is being captured."""
         return False
 
     def refuse_capture(self, call: str) -> None:
-        """Raises UsageError while a step is captured: `call` counts on the host, and no replay would."""
+        """Raises UsageError while a step is captured, since `call` counts on the host, which a replay does not do."""
         if self.capturing:
             raise UsageError(
                 f"{call} in a GraphedStep: what it counts and decides would stay what it was at the capture. Make the "
@@ -114,7 +116,7 @@ class StepperBase(ABC):
 
     @property
     def report(self) -> StepReport:
-        """What the last step did; where that is still running on the device, this waits for it."""
+        """The report of the last step; waits for the device if the step is still running."""
         self.settle()
         return self._report
 
@@ -128,7 +130,7 @@ class StepperBase(ABC):
         """
 
     def updates_of(self, parameter: torch.Tensor) -> float | None:
-        """How often a parameter was updated; None for one that is not this model's, or whose updates nobody counts."""
+        """How often a parameter was updated; None if it is not this model's, or if its updates are not counted."""
         first = 0
         for unit in self.handle.runtime.units:
             for number, group in enumerate(unit.trainable):
@@ -149,7 +151,7 @@ class StepperBase(ABC):
 
     @abstractmethod
     def gradients_changed(self) -> None:
-        """The gradients, or their memory, were changed: what was measured of them is stale."""
+        """The gradients, or their memory, were changed, so their measured norm is out of date."""
 
     def start_accumulating(self, dtype: str | None = None) -> None:
         """From the next step on several micro-batches may make one update; called by all ranks, between steps.
@@ -167,7 +169,7 @@ class StepperBase(ABC):
         self.gradients_changed()
 
     def unscale(self) -> float:
-        """What turns the ranks' sum of scaled gradients into their unscaled mean. Waits for the device with fp16."""
+        """The factor from the ranks' sum of scaled gradients to their unscaled mean. Waits for the device with fp16."""
         return self._mean_factor() / (1.0 if self.scaler is None else float(self.scaler.scale))
 
     @property
@@ -190,7 +192,7 @@ class StepperBase(ABC):
         """Wait for the outcome of the last step and act on it."""
 
     def _record_groups(self) -> None:
-        """Put the hyper-parameters of the coming step into the log whose digest the ranks compare."""
+        """Add the hyper-parameters of the coming step to the log whose digest the ranks compare."""
         if self.handle.comm.control.size > 1:
             self.handle.comm.log.record_step(self.group_table())
 
@@ -199,7 +201,7 @@ class StepperBase(ABC):
         return self._table.text(self.groups)
 
     def clip_next(self, max_norm: float) -> None:
-        """Clip the gradients that are there to `max_norm` in their step, instead of to the plan's clip_norm."""
+        """Clip the present gradients to `max_norm` in their step, instead of the plan's clip_norm."""
         self._clip_once = max_norm, self.handle.runtime.gradients.cleared
 
     def _limit(self) -> float:
@@ -209,16 +211,16 @@ class StepperBase(ABC):
         return self.handle.plan.policy.clip_norm
 
     def _mean_factor(self) -> float:
-        """What turns the ranks' sum of (predivided) gradients into their mean."""
+        """The factor from the ranks' sum of (predivided) gradients to their mean."""
         policy = self.handle.plan.policy
         return policy.predivide / (self.handle.plan.summed_ranks if policy.mean else 1)
 
-    def _done(self, norm: float) -> None:
+    def _report_applied(self, norm: float) -> None:
         """The last step updated the parameters."""
         self._skipped_in_a_row = 0
         self._report = StepReport(applied=True, norm=norm)
 
-    def _nothing_done(self) -> None:
+    def _report_nothing(self) -> None:
         """There were no gradients."""
         self._clip_once = None
         self.unapplied += 1
@@ -245,7 +247,7 @@ class StepperBase(ABC):
                 where,
             )
 
-    def _learn_order(self) -> None:
+    def _adopt_seen_order(self) -> None:
         """After the first forward: run the lists in the order in which it used the units, if all ranks saw the same."""
         runtime, control = self.handle.runtime, self.handle.comm.control
         seen = runtime.seen_order

@@ -1,4 +1,4 @@
-"""The step with a host that decides: for CPUs, where nothing blocks, and for optimizers without a device rule."""
+"""A step in which the host decides, after reading the norm: for CPUs, and for optimizers without a device kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HostStepper(StepperBase):
         runtime.inspect()
         if not runtime.gradients.present:
             self.handle.last = None
-            self._nothing_done()
+            self._report_nothing()
             return
         statistics = self.measure()
         norm = math.sqrt(statistics.squared_norm) * self.unscale() if statistics.squared_norm >= 0 else math.nan
@@ -49,13 +49,13 @@ class HostStepper(StepperBase):
             return
         coefficient = self.unscale() * (min(1.0, limit / (norm + 1e-6)) if limit > 0 and finite else 1.0)
         self._apply(statistics.active, coefficient, optimizer.param_groups)
-        self._done(norm)
+        self._report_applied(norm)
         self._update_scale(overflow=False)
-        self._learn_order()
+        self._adopt_seen_order()
         runtime.after_step(changed=True)
 
     def measure(self) -> Statistics:
-        """Finish the gradients and exchange their statistics; once for what there is."""
+        """Finish the gradients and exchange their statistics, unless that was done for these gradients."""
         handle, comm = self.handle, self.handle.comm
         collected = handle.runtime.gradients.collected
         if handle.last is None or self._measured != collected:
@@ -103,7 +103,7 @@ class HostStepper(StepperBase):
         scales = None if self.scaler is None or before is None else (before, float(self.scaler.scale))
         self.handle.last = None
         self.handle.runtime.after_step(changed=False)
-        self._skipped(norm, name, scales)
+        self._report_skipped(norm, name, scales)
 
     def _update_scale(self, *, overflow: bool) -> None:
         if self.scaler is not None:

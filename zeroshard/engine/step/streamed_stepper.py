@@ -1,12 +1,12 @@
-"""The device's step where some of the optimizer's state rests in host memory and passes through for its update.
+"""A step on the device for optimizer state in host memory: pieces are uploaded, updated and downloaded in turn.
 
-    UPLOAD      piece 0 | piece 1 | piece 2 | piece 3 ...        waits until its buffer's last piece has gone down
+    UPLOAD      piece 0 | piece 1 | piece 2 | piece 3 ...        waits until the buffer's last piece is downloaded
     UPDATE              | piece 0 | piece 1 | piece 2 ...        waits for the upload
     DOWNLOAD                      | piece 0 | piece 1 ...        waits for the update
     forward of unit 0 as soon as its last piece is updated: the gather waits for that alone
 
-Owns the buffers. The host issues everything in the step and waits for nothing. A link that carries both directions at
-once is used in both. Rejected: a unit as the piece, whose buffers would be a tenth of the device.
+It owns the buffers. The host issues all work in the step and does not wait. Uploads and downloads use both directions
+of the link at once. Rejected: whole units as pieces, whose buffers would take a tenth of the device.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StreamedStepper(DeviceStepper):
 
     def _before_updates(self) -> None:
         streams = self.handle.runtime.streams
-        # Write after read: the table of scalars belongs to the last step's updates until they have run.
+        # Write after read: the last step's updates must have read the table of scalars.
         streams.wait(Stream.COMPUTE, streams.record(Stream.UPDATE, "all"))
-        # Read after write: state belongs to the last step's downloads until it has landed.
+        # Read after write: the last step's downloads must have written the state.
         streams.wait(Stream.UPLOAD, streams.record(Stream.DOWNLOAD, "all"))
 
     def _update_unit(self, index: int, numbers: range) -> None:
@@ -50,7 +50,7 @@ class StreamedStepper(DeviceStepper):
             super()._update_unit(index, numbers)
             return
         streams = runtime.streams
-        # Read after write: table and gradients belong to compute until here; and write after read: so do the shards.
+        # Read after write: compute must have written table and gradients. Write after read: and have read the shards.
         prepared = streams.record(Stream.COMPUTE, "step")
         streams.wait(Stream.UPLOAD, prepared)
         streams.wait(Stream.UPDATE, prepared)
@@ -58,22 +58,22 @@ class StreamedStepper(DeviceStepper):
         last = Stream.DOWNLOAD if any(g.plan.param.away for g in runtime.units[index].groups) else Stream.UPDATE
         for number in numbers:
             for place, piece in enumerate(self._streamed.pieces(number)):
-                self._pass(index, piece, ("host", number, place), last)
+                self._issue_piece(index, piece, ("host", number, place), last)
         runtime.parameters.mark_unit_written(index, last)
         runtime.updates.set_read_event(index, streams.record(Stream.UPDATE, ("read", index)))
 
-    def _pass(self, unit: int, piece: StatePiece, rest: Hashable, last: Stream) -> None:
+    def _issue_piece(self, unit: int, piece: StatePiece, rest: Hashable, last: Stream) -> None:
         streams, number = self.handle.runtime.streams, piece.buffer
         buffer, rests, grads = (("state", number),), (rest,), (("grad", unit),)
         written = {stream: written_buffers(unit) if stream is last else () for stream in Stream}
         if number in self._free:
-            # Write after read: the buffer belongs to its last piece until that has gone down.
+            # Write after read: the last piece in the buffer must have been downloaded.
             streams.wait(Stream.UPLOAD, self._free[number])
         streams.enqueue(Stream.UPLOAD, piece.upload, (*rests, *grads), buffer)
-        # Read after write: the buffer belongs to the upload until it has landed.
+        # Read after write: the upload must have finished.
         streams.wait(Stream.UPDATE, streams.record(Stream.UPLOAD, ("up", number)))
         streams.enqueue(Stream.UPDATE, piece.update, (*buffer, *grads), (*buffer, *written[Stream.UPDATE]))
-        # Read after write: the buffer belongs to the update until it has run.
+        # Read after write: the update must have run.
         streams.wait(Stream.DOWNLOAD, streams.record(Stream.UPDATE, ("updated", number)))
         streams.enqueue(Stream.DOWNLOAD, piece.download, buffer, (*rests, *written[Stream.DOWNLOAD]))
         self._free[number] = streams.record(Stream.DOWNLOAD, ("down", number))

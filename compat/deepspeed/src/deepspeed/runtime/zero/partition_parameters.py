@@ -20,8 +20,8 @@ from deepspeed._exports import lazy
 from deepspeed._parameters import ZeroParamStatus, announce, describe, enables_checks, is_checked, is_described
 from zeroshard.cluster import rank_place
 from zeroshard.engine.build import default_device
+from zeroshard.engine.outside_step.gathered import ChangePolicy
 from zeroshard.engine.outside_step.gathered import GatheredParameters as _Gathered
-from zeroshard.engine.outside_step.gathered import Unkept
 from zeroshard.sharding.early import ShardedInit
 from zeroshard.sharding.unowned import shard_unowned
 
@@ -119,7 +119,7 @@ class GatheredParameters(_Gathered):
         params: may hold None, buffers and plain tensors, which are left alone.
     """
 
-    unkept = Unkept.DROPPED
+    without_modifier = ChangePolicy.RESTORE
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class GatheredParameters(_Gathered):
     ) -> None:
         super().__init__(params, modifier_rank, fwd_module, enabled)
         if any(is_checked(member) for member in self._members):
-            self.unkept = Unkept.REFUSED
+            self.without_modifier = ChangePolicy.REFUSE
 
-    def _stays(self, member: torch.Tensor) -> bool:
+    def _keeps_anyway(self, member: torch.Tensor) -> bool:
         return self._drops and not is_described(member)
 
 

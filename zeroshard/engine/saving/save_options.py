@@ -8,7 +8,7 @@ from zeroshard.engine.saving.tags import TagValidation
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveOptions:
     """How checkpoints are saved: in the background, how many are kept (None: all), and where SIGTERM saves one.
 
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
