@@ -188,7 +188,7 @@ def _check(rank: int, world: int, seed: int) -> None:
         if exact:
             assert_same(parameters, reference.parameters, what)
         else:
-            # bf16 travels in bf16: rounded per rank and micro-batch.
+            # bf16 is sent in bf16: rounded per rank and micro-batch.
             assert_close(parameters, reference.parameters, 5e-3 if example.low else 3e-6, what)
         halved = recipe.policy.predivide != 1.0
         if example.micro == 1 and stage < 4:

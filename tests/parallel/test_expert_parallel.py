@@ -281,7 +281,7 @@ def _refused(rank: int, world: int) -> None:
     with pytest.raises(PlanError, match=r"'blocks.0.mlp.experts.gate_up_proj' has no values yet"):
         zeroshard.shard(deferred, mesh=mesh)
     outer = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp_shard"))
-    with pytest.raises(PlanError, match="stand inside of the data axes"):
+    with pytest.raises(PlanError, match="must come after the data axes"):
         zeroshard.shard(build(), mesh=outer)
     config = {**BASE, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
     with pytest.raises(PlanError, match="not built on a mesh that divides sequences or experts"):

@@ -273,7 +273,7 @@ def test_sizes_that_do_not_divide_are_refused(dp: int, shard: int | None) -> Non
 
 def test_axes_that_nothing_uses_yet_are_refused_by_name() -> None:
     mesh = Mesh((MeshAxis("dp_replicate", 1), MeshAxis("dp_shard", 2), MeshAxis("pp", 2)))
-    with pytest.raises(PlanError, match=r"axis 'pp' has 2 ranks, but nothing uses it yet"):
+    with pytest.raises(PlanError, match=r"axis 'pp' has 2 ranks, but nothing uses it"):
         build_plan(blocks(1), Recipe(), mesh)
     one = Mesh((MeshAxis("pp", 1), MeshAxis("dp_replicate", 1), MeshAxis("dp_shard", 2)))
     assert build_plan(blocks(1), Recipe(), one).mesh == one

@@ -1,11 +1,11 @@
-"""Gives a plan for one micro-batch per step the accumulators of one for several, in mid-run.
+"""Adds accumulators for several micro-batches per step to a plan for one, while a run goes on.
 
 Layouts, placements of parameters, master weights and moments stay, so only gradients get other memory:
 
     one micro-batch    wire slot --reduce-scatter--> grad (wire dtype)
     several            wire slot --reduce-scatter--> staging --add--> grad (accumulation dtype, resident)
 
-Making the plan anew from its recipe was rejected: a plan that was read or edited has none.
+Rejected: building the plan again from its recipe; a plan that was read from JSON or edited has no recipe.
 """
 
 from __future__ import annotations

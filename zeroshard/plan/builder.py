@@ -1,7 +1,7 @@
 """Builds a Plan from the units of a model, a mesh and a recipe. The only place that knows ZeRO's stages by number.
 
-A recipe says how units are sharded (one row of the placement table for all, or one per unit), in which dtypes the
-state is kept, and how a step runs. Everything else (padding, slots, order) follows and is written into the plan.
+A recipe says how units are sharded (by one row of the placement table for all units, or a row per unit), which dtypes
+the state has, and how a step runs. Padding, slots and order are computed from it and are part of the plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroshard.sharding.units import ParameterSpec, UnitSpec
 MAX_PREFETCH = 4
 LOW_PRECISION = ("bfloat16", "float16")
 SCALED = "float8_e4m3fn"
-"""As which weights rest that are multiplied in fp8."""
+"""The dtype of resting weights that are multiplied in fp8."""
 NO_MASTER = "none"
 SPLIT_MASTER = "int16"
 """Master weights as the remainder beside bfloat16 parameters; see optim.split."""
@@ -47,7 +47,7 @@ class Precision:
         master: dtype of master weights: 'float32', or 'int16' for the remainder beside bfloat16 parameters (see
             optim.split), or 'none' for 16-bit parameters that are updated themselves; None lets the caller choose, and
             is float32 here.
-        moments: dtype of the moments beside such parameters; None is float32.
+        moments: dtype of the moments of parameters without master weights; None is float32.
         keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
         matmul: how linear layers multiply in fp8; None in compute dtype. `shard` chooses the layers.
     """
@@ -71,21 +71,21 @@ class Recipe:
         precision: dtypes.
         policy: how a step runs; its `prefetch` is an upper bound that the element budgets below may lower.
         moments: optimizer state tensors per parameter (Adam 2, SGD with momentum 1).
-        blocks: moments are kept in few bits, for parameters that suit (`Blocks.suit`); those are flat groups of their
-            own, in which no block straddles ranks. None keeps all in float32.
-        matrices: parameters that the optimizer updates as whole matrices, with one state tensor each (Muon). They are
-            flat groups of their own, since their moments are other ones.
+        blocks: quantize the moments of parameters that suit (`Blocks.suit`) in such blocks. These parameters form
+            separate flat groups, in which no block spans two ranks. None keeps all moments in float32.
+        matrices: parameters that the optimizer updates as whole matrices, with one state tensor each (Muon). They form
+            separate flat groups, since they have other moments.
         compressed: the optimizer averages momentum in compressed form; see GroupPlan.
         persistence_threshold: a sharded unit whose parameters all have at most this many elements stays gathered.
         persistence_budget: elements that may stay gathered for that reason.
-        transient_gradients: sharded gradients of one micro-batch take memory from backward to step only; None lets the
+        transient_gradients: sharded gradients of one micro-batch take memory only from backward to step; None lets the
             caller choose, and is False here.
         prefetch_numel, live_numel: elements gathered ahead of use, and gathered at any time.
         peer_copies: see ExecutionPolicy; None lets the caller choose, and is False here.
-        offload: what rests in host memory; None is nothing.
-        codes, frozen_codes: blocks of 8-bit codes as which trainable and frozen sharded parameters are gathered (qwZ).
-        differences: blocks as which second copies get what a step has changed, in place of the parameters anew.
-        gradient_codes: gradients are summed in codes, within subgroups and between them (qgZ).
+        offload: the state that rests in host memory or on disk; None for none.
+        codes, frozen_codes: blocks of the codes in which trainable and frozen sharded parameters are gathered (qwZ).
+        differences: blocks of the codes in which only a step's changes are sent to second copies; None sends all.
+        gradient_codes: quantize gradients for their sums within subgroups and between them (qgZ).
     """
 
     sharding: Sharding = STAGES[3]
@@ -110,11 +110,11 @@ class Recipe:
 
 
 def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:
-    """What the recipe leaves open, decided for a GPU's memory: gradients only when there, and split master weights.
+    """The recipe with its open choices made for a GPU's memory: transient gradients, and split master weights.
 
-    Stage 1 keeps whole gradients so as to reduce them once for several micro-batches. With one micro-batch a step they
-    would be given up as soon as they are reduced; so each rank keeps its part alone, as in stage 2. Optimizers that
-    send compressed momentum in place of gradients never reduce them, and keep them whole.
+    Stage 1 keeps whole gradients in order to reduce them once for several micro-batches. With one micro-batch per step
+    each rank keeps only its reduced part, as in stage 2. Optimizers that send compressed momentum instead of gradients
+    never reduce them, and keep them whole.
 
     Args:
         split_master: the optimizer can update split master weights (Adam in the device's own kernel).
@@ -151,11 +151,9 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
     budget = recipe.persistence_budget
     planned: list[UnitPlan] = []
     for unit in units:
-        row = _over_all(recipe.overrides.get(unit.name, recipe.sharding), mesh)
+        row = _with_model_axes(recipe.overrides.get(unit.name, recipe.sharding), mesh)
         numel = sum(_numel(parameter) for parameter in unit.parameters)
-        if (
-            mesh.size(row.axes) == 1
-        ):  # a shard that is the whole rests in place, unless it rests elsewhere: no slot, no copy
+        if mesh.size(row.axes) == 1:  # the shard is the whole: no slot and no copy, unless it is offloaded
             row = _undivided(row, recipe)
         if row.param and unit.parameters and _persists(unit, recipe.persistence_threshold) and numel <= budget:
             budget -= numel
@@ -172,41 +170,41 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
 
 
 def _hops(row: Sharding, mesh: Mesh, recipe: Recipe) -> tuple[Hop, ...]:
-    """How gradients of a unit with this row are summed in codes; () where they are not."""
+    """The hops of quantized gradients for a unit with this row; () if its gradients are not quantized."""
     codes = recipe.gradient_codes
     if codes is None or mesh.size(row.axes) == 1 or not row.state:
         return ()
     if recipe.compressed:
         raise PlanError(
-            "sums of gradients in codes (zero_quantized_gradients): a 1-bit optimizer averages momentum in its own "
-            "codes, after steps with exact gradients; leave one of them out"
+            "quantized gradients (zero_quantized_gradients): a 1-bit optimizer compresses momentum itself, after steps "
+            "with exact gradients; use only one of the two"
         )
     if mesh.beside_data:
         raise PlanError(
-            f"sums of gradients in codes (zero_quantized_gradients) are not built on a mesh that divides sequences or "
-            f"experts ({mesh}); leave one of them out"
+            f"quantized gradients (zero_quantized_gradients) are not supported on a mesh that divides sequences or "
+            f"experts ({mesh}); use only one of the two"
         )
     if mesh.size(DATA) > mesh.size(row.axes):
         raise PlanError(
-            "sums of gradients in codes (zero_quantized_gradients): each subgroup holds a copy of the state (MiCS, "
-            "HSDP), and sums over copies are exact; divide over all ranks (zero_hpz_partition_size), or leave it out"
+            "quantized gradients (zero_quantized_gradients): each subgroup holds a copy of the state (MiCS, HSDP), and "
+            "sums over copies are exact; divide over all ranks (zero_hpz_partition_size), or leave the key out"
         )
     within = (SHARD,) if row.axes == NESTED else ()
     return hops_of(codes, row.axes, within, one_each=mesh.size((SHARD,)) == 1)
 
 
-def _over_all(row: Sharding, mesh: Mesh) -> Sharding:
-    """The row with what it divides divided over the ranks that share sequences or have other experts, too."""
+def _with_model_axes(row: Sharding, mesh: Mesh) -> Sharding:
+    """The row with its state also divided over the axes of sequences and experts."""
     if mesh.beside_data and row.axes == NESTED:
         raise PlanError(
-            f"a second copy of the parameters in each subgroup (zero_hpz_partition_size) is not built on a mesh that "
-            f"divides sequences or experts ({mesh}); leave one of them out"
+            f"a second copy of the parameters in each subgroup (zero_hpz_partition_size) is not supported on a mesh "
+            f"that divides sequences or experts ({mesh}); use only one of the two"
         )
     return replace(row, axes=(*row.axes, *mesh.beside_data)) if mesh.beside_data else row
 
 
 def _undivided(row: Sharding, recipe: Recipe) -> Sharding:
-    """The row where one rank has everything: what goes to host memory still passes through slots on its way."""
+    """The row for a single rank: state is not divided, but offloaded state still passes through slots."""
     param = recipe.offload is not None and recipe.offload.param
     grad = recipe.offload is not None and not recipe.policy.accumulate
     return Sharding(param=row.param and param, grad=row.grad and grad, state=row.state, axes=row.axes)
@@ -224,17 +222,17 @@ def with_order(
     root = [index for index in dict.fromkeys(sharded) if units[index].name == "" or index in kept]
     sizes = [unit.gathered_nbytes for unit in units]
     records = (group.record_nbytes * group.records for unit in units for group in unit.groups)
-    gather = _with_last(_gather_slots(sharded, root, sizes, policy), records)
+    gather = _with_code_slot(_gather_slots(sharded, root, sizes, policy), records)
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
-    reduce = _with_last(reduce, (group.exchange_nbytes for unit in units for group in unit.groups))
+    reduce = _with_code_slot(reduce, (group.exchange_nbytes for unit in units for group in unit.groups))
     return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
 
 
 def _gather_slots(
     sharded: Sequence[int], root: Sequence[int], sizes: Sequence[int], policy: ExecutionPolicy
 ) -> SlotPlan:
-    """Slots for the units that are gathered; spare memory gives the last ones slots of their own, so that they stay."""
+    """Slots for the units that are gathered; with spare memory the last units get their own slots and stay gathered."""
     smallest = slots = assign_slots(sharded, sizes, distance=policy.prefetch, dedicated=root)
     kept = list(root)
     for unit in reversed(tuple(dict.fromkeys(sharded))):
@@ -247,14 +245,14 @@ def _gather_slots(
     return slots
 
 
-def _with_last(slots: SlotPlan, needed: Iterable[int]) -> SlotPlan:
-    """With a last slot, which no unit has, for codes of the group with the most; what passes it does so in turn."""
+def _with_code_slot(slots: SlotPlan, needed: Iterable[int]) -> SlotPlan:
+    """The slots with an extra one at the end, for codes: as large as the largest group needs, used by all in turn."""
     nbytes = max(needed, default=0)
     return replace(slots, nbytes=(*slots.nbytes, nbytes)) if nbytes else slots
 
 
 def with_peer_copies(plan: Plan) -> Plan:
-    """The same plan with copies between peers instead of collectives. Raises PlanError where `peer_problem` has one."""
+    """The same plan with copies between peers instead of collectives. Raises PlanError if `peer_problem` finds one."""
     problem = peer_problem(plan)
     if problem is not None:
         raise PlanError(f"peer_copies: {problem}")
@@ -270,8 +268,8 @@ def with_kept(plan: Plan, kept: Sequence[int]) -> Plan:
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:
     """The same plan for a forward that uses the units in another order.
 
-    Units that it did not use, blocks dropped by chance say, come after the unit that they follow in `plan`: at the end
-    of the list a later use of them would run it past all others.
+    Units that this forward did not use (for example randomly dropped blocks) keep their place after the unit before
+    them. At the end of the list a later use of them would run the list past all other units.
     """
     assert set(order) <= set(range(len(plan.units)))
     whole, before = list(order), None
@@ -342,7 +340,7 @@ def _unit_plan(
             parameters,
             dtype,
             trainable,
-            _within(row, axis),
+            _without_axis(row, axis),
             mesh,
             recipe,
             1 if matrix else recipe.moments,
@@ -356,7 +354,7 @@ def _unit_plan(
 
 
 def _rests_in_fp8(parameter: ParameterSpec, recipe: Recipe) -> bool:
-    """Whether the step can make fp8 numbers of its master weights."""
+    """Whether the parameter rests in fp8: it is wanted, and the step can make fp8 codes from its master weights."""
     low = _compute_dtype(parameter, recipe.precision) in LOW_PRECISION
     products = recipe.policy.products
     wanted = products is not None and parameter.trainable and parameter.name in products.resting_weights
@@ -364,8 +362,8 @@ def _rests_in_fp8(parameter: ParameterSpec, recipe: Recipe) -> bool:
     return wanted and low and updated
 
 
-def _within(row: Sharding, axis: str) -> Sharding:
-    """The row for parameters that the model divides over `axis`: ZeRO divides what its ranks have over the others."""
+def _without_axis(row: Sharding, axis: str) -> Sharding:
+    """The row for parameters that the model divides over `axis`: ZeRO divides each part over the other axes."""
     return replace(row, axes=tuple(other for other in row.axes if other != axis)) if axis in row.axes else row
 
 
@@ -398,9 +396,9 @@ def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
     wanted = "float32" if kept else dtype_name(precision.param)
     if not parameter.packed:
         return wanted
-    if parameter.unsaid and wanted != own:
+    if parameter.unknown_class and wanted != own:
         raise PlanError(
-            f"parameter {parameter.name!r} is frozen, of class {parameter.unsaid} and in {own}, while the model "
+            f"parameter {parameter.name!r} is frozen, of class {parameter.unknown_class} and in {own}, while the model "
             f"computes in {wanted}. Its class does not say whether these are plain numbers: if they are, cast them "
             "before (parameter.data = parameter.data.to(dtype)); if they are codes, which a cast would destroy, let "
             "the class define its conversion (to), or keep them in torch.uint8"

@@ -1,4 +1,4 @@
-"""Whether the parts of a plan fit each other, as they may not in one that was edited by hand."""
+"""Checks that the parts of a plan fit each other; a plan that was edited by hand or read from JSON may be wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises PlanError where the parts of a plan don't fit each other, as they may in one that was edited by hand."""
+    """Raises PlanError if the parts of a plan don't fit each other; the message has the JSON path."""
     _check_mesh(plan.mesh)
     names = [unit.name for unit in plan.units]
     if names.count("") != 1 or len(set(names)) != len(names):
@@ -51,14 +51,13 @@ def _check_mesh(mesh: Mesh) -> None:
     places = [mesh.names.index(name) for name in mesh.summed]
     if places != sorted(places):
         raise PlanError(
-            f"mesh: {mesh}: axes that divide sequences stand inside of the data axes {list(DATA)}, and so does that "
-            "of experts"
+            f"mesh: {mesh}: the axes that divide sequences and experts must come after the data axes {list(DATA)}"
         )
     built = (*DATA, *SEQUENCE, *MODEL_AXES)
     for axis in mesh.axes:
         if axis.name not in built and axis.size > 1:
             raise PlanError(
-                f"mesh: axis {axis.name!r} has {axis.size} ranks, but nothing uses it yet: only {list(built)} are built"
+                f"mesh: axis {axis.name!r} has {axis.size} ranks, but nothing uses it; used axes are {list(built)}"
             )
 
 
@@ -140,7 +139,7 @@ def _check_codes(group: GroupPlan, path: str) -> None:
 
 
 def _check_scaled(group: GroupPlan, path: str) -> None:
-    """Numbers in fp8 come from master weights that the device has."""
+    """Parameters in fp8 need float32 master weights on the device."""
     scaled = group.param.dtype.startswith("float8") and group.trainable
     if not group.scaled and not scaled:
         return
@@ -159,7 +158,7 @@ def _check_scaled(group: GroupPlan, path: str) -> None:
 
 
 def _check_differences(group: GroupPlan, path: str) -> None:
-    """Differences are those to a second copy that only steps change."""
+    """Differences need a second copy that only steps change."""
     if group.differences is None:
         return
     if group.second is None or not group.param.divided or not group.trainable:
@@ -177,7 +176,7 @@ def _check_record(group: GroupPlan, blocks: Blocks, path: str) -> None:
 
 
 def _check_hops(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None:
-    """Sums in codes end in parts of whole blocks, and go over all ranks that hold a part of the gradients."""
+    """Quantized reduces need parts of whole blocks, and all ranks that hold a part of the gradients take part."""
     if not group.hops:
         return
     if not group.update_axes or group.compressed:
@@ -250,7 +249,7 @@ def _check_cuts(mesh: Mesh, group: GroupPlan, path: str) -> None:
 
 
 def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
-    """What rests off the device must have a way there and back."""
+    """State that rests off the device needs a way to update it, and to move it there and back."""
     if group.param.away and (not group.param.divided or group.param.residency is Residency.RESIDENT):
         raise PlanError(
             f"{path}.param.tier is '{group.param.tier.value}', which needs parameters that are sharded and gathered "

@@ -1,8 +1,9 @@
-"""What one-bit averaging sends, from the layout alone.
+"""Computes the bytes that one-bit averaging sends, from the layouts alone.
 
     chunk of a rank:  [ one bit per element of its shard | float32 scale per piece of a parameter, padded to the most ]
 
-Each rank sends every other the chunk of that one's shard (all-to-all), and its own averaged chunk to all (all-gather).
+Each rank sends to every other rank the chunk of the other's shard (all-to-all), then its averaged chunk to all
+(all-gather).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ SCALE_NBYTES = 4
 
 
 def most_pieces(layout: FlatLayout) -> int:
-    """The most pieces of parameters that any shard has; chunks of all ranks have room for so many scales."""
+    """The largest number of parameter pieces in a shard; the chunks of all ranks have room for so many scales."""
     return max(len(layout.pieces(*layout.shard_range(rank))) for rank in range(layout.shards))
 
 

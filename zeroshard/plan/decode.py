@@ -1,8 +1,7 @@
 """Reads frozen dataclasses back from JSON values, strictly: every field, no other, each of exactly its type.
 
-The field types themselves are the schema, so a field added to the plan is read without another line. Rejected: calling
-the constructors with what the JSON holds; Python checks no types, and a plan with a string for a size would fail much
-later, on all ranks, somewhere else.
+The field types are the schema, so a new field of the plan needs no code here. Rejected: calling the constructors with
+the JSON values; Python checks no types, and a plan with a string for a size would fail much later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dtypes as plans and configs name them, and as torch knows them. Names keep a plan printable and JSON-exact."""
+"""Converts between torch's dtypes and their names in plans and configs. Names keep a plan printable and JSON-exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKED = {
 }
 """Dtypes of frozen parameters that hold packed or whole numbers, and are kept, sent and saved as they are."""
 _STORED = {**_DTYPES, **_PACKED}
-"""Dtypes of what is stored or sent: also the remainder of split master weights, and records of codes."""
+"""All dtypes that are stored or sent, with those of the remainder of split master weights and of codes."""
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

@@ -12,17 +12,15 @@ from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.layout import FlatLayout
 
 UNSCALE_STRIDE = 4
-"""float32 values from what turns the codes of one parameter into values to that of the next."""
+"""Distance in float32 values between the scale factors of two parameters in fp8."""
 
 
 @dataclass(frozen=True)
 class SecondCopy:
-    """Parameters that a subgroup of ranks holds once more, each rank a part of them.
+    """A second copy of the parameters in each subgroup of ranks, each rank a part (hpZ).
 
-    This is hpZ (Wang et al. 2023, arXiv:2306.10209, section 4.2).
-
-    It is made by a gather between subgroups after each step; gathers of whole parameters then stay within one. Where
-    parameters rest whole it is a part of them, and takes no memory.
+    See Wang et al. 2023, arXiv:2306.10209, section 4.2. A gather between subgroups makes it after each step; gathers of
+    whole parameters then stay within a subgroup. If parameters rest whole it is a part of them, and takes no memory.
 
     Attributes:
         axes: mesh axes of the subgroup, the first ones of the unit's.
@@ -39,24 +37,23 @@ class GroupPlan:
 
     Attributes:
         wire: dtype in which gradients travel; "" for frozen groups.
-        staged: the reduced part lands beside the slot first (to be added or converted), not in the gradient itself.
-        update_axes: mesh axes over which the optimizer step is divided; () where every rank updates everything.
+        staged: the reduced part is first written to a staging buffer (to be added or converted), not to the gradient.
+        update_axes: mesh axes over which the optimizer step is divided; () if every rank updates everything.
         sums: mesh axes over which gradients are summed; () for frozen groups.
-        grad, master, moments: None where the group has no such state (frozen; or the parameters are their own master).
-        compressed: an optimizer averages momentum in compressed form (1-bit): beside `moments`, of which the update
-            reads its part, each rank keeps the whole momentum, the whole of what its own compression left out, and its
-            part of what the second one did.
-        update: how optimizer state that rests off the device is updated; None where it rests there.
-        owners: for parameters that are updated as whole matrices although divided (Muon): the rank along the axis that
-            makes each one's update; () for all others.
-        second: the copy of the parameters in each subgroup; None where there is none.
-        codes: blocks as which sharded parameters are gathered between ranks that hold different shards; None for their
-            own dtype.
-        differences: blocks as which trained parameters reach second copies after a step, as what these lack to be as
-            the shards; None where they are gathered anew.
-        hops: the sums of gradients in codes, one after the other; () where they are summed in wire dtype.
-        shown: dtype that the model sees of parameters which rest, are gathered and multiplied as fp8 numbers with a
-            scale each; "" for all others, which it sees as they rest.
+        grad, master, moments: None if the group has no such state (frozen; or the parameters are their own master).
+        compressed: a 1-bit optimizer averages momentum in compressed form: beside its part of `moments` each rank keeps
+            the whole momentum, the whole error of the first compression, and its part of the error of the second.
+        update: how optimizer state that rests off the device is updated; None if it rests on the device.
+        owners: for divided parameters that are updated as whole matrices (Muon): the rank along the axis that computes
+            each one's update; () for all others.
+        second: the copy of the parameters in each subgroup; None if there is none.
+        codes: blocks of the codes in which sharded parameters are gathered from different shards; None for their own
+            dtype.
+        differences: blocks of the codes of the differences between shards and second copies, which are sent after a
+            step; None to send the parameters.
+        hops: the hops of quantized gradients, one after the other; () if they are summed in wire dtype.
+        shown: the dtype that the model sees, if the parameters rest, are gathered and multiplied as fp8 codes with a
+            scale each; "" for all others.
     """
 
     layout: FlatLayout
@@ -80,7 +77,7 @@ class GroupPlan:
 
     @property
     def scaled(self) -> bool:
-        """Whether the parameters are fp8 numbers with a scale each."""
+        """Whether the parameters rest as fp8 codes with a scale each."""
         return bool(self.shown)
 
     @property
@@ -90,7 +87,7 @@ class GroupPlan:
 
     @property
     def scale_nbytes(self) -> int:
-        """Bytes on each rank of the largest magnitude of each parameter, and of what turns its codes into values."""
+        """Bytes on each rank of the largest magnitude and the scale factor of each parameter in fp8."""
         return 4 * (1 + UNSCALE_STRIDE) * len(self.layout.segments) if self.scaled else 0
 
     @property
@@ -134,14 +131,14 @@ class GroupPlan:
 
     @property
     def passes_windows(self) -> bool:
-        """Whether the processor updates state or parameters on disk, which pass through windows in host memory."""
+        """Whether the processor updates state or parameters on disk, through windows in host memory."""
         held = (self.param, self.master, self.moments)
         below = any(one is not None and one.tier is Tier.NVME for one in held)
         return self.update is HostUpdate.PROCESSOR and below
 
     @property
     def updated_away(self) -> bool:
-        """Whether the optimizer's state rests off the device; where it has none, whether the parameters do."""
+        """Whether the optimizer's state rests off the device; if it has no state, whether the parameters do."""
         return self.update is not None
 
     @property
@@ -149,11 +146,11 @@ class GroupPlan:
         return self.grad is not None and self.grad.away
 
     @property
-    def travels(self) -> bool:
-        """Whether a gather moves anything for this group: frozen or wholly updated resident groups are current."""
+    def is_gathered(self) -> bool:
+        """Whether a gather has to move this group; groups that rest whole and are frozen or updated whole need none."""
         if self.param.away:
             return True
-        # A part that the model divides may be one rank's alone, and comes into the slot of its unit all the same.
+        # A part of a model-divided parameter may belong to a single rank; it is still moved into the unit's slot.
         return self.param.divided or (self.layout.shards > 1 and bool(self.update_axes))
 
     @property
@@ -173,16 +170,16 @@ class GroupPlan:
 
     @property
     def record_nbytes(self) -> int:
-        """Bytes of one rank's shard in codes, of those in which it is gathered the most; 0 where it is not."""
+        """The most bytes of one rank's shard in any of its codes; 0 if it is not gathered in codes."""
         return max((self.record_of(one) for one in (self.codes, self.differences) if one is not None), default=0)
 
     def record_of(self, blocks: Blocks) -> int:
-        """Bytes of one rank's shard in such blocks."""
+        """Bytes of one rank's shard as codes and scales of such blocks."""
         return blocks.code_nbytes(self.layout.shard_numel) + blocks.scale_nbytes(self.layout.shard_numel)
 
     @property
     def records(self) -> int:
-        """Ranks whose records one gather brings together."""
+        """The number of records in one gather."""
         return self.layout.shards // (1 if self.second is None else self.second.parts)
 
     def second_range(self, rank: int) -> tuple[int, int]:
@@ -204,29 +201,29 @@ class GroupPlan:
 
     @property
     def error_numels(self) -> tuple[int, ...]:
-        """Elements of what each hop rounded off and gives back; 0 where it does not."""
+        """Per hop, the elements of its rounding errors; 0 if it has no error feedback."""
         pairs = zip(self.hops, self.hop_sizes, strict=True)
         return tuple(0 if hop.feedback is None else size.numel for hop, size in pairs)
 
     @property
     def errors_nbytes(self) -> int:
-        """Bytes of that on one rank."""
+        """Bytes of all rounding errors on one rank."""
         return sum(self.error_numels) * itemsize(ERROR_DTYPE)
 
     @property
     def exchange_nbytes(self) -> int:
-        """Bytes through which sums in codes pass: codes that go out, those that come in, the sum between two hops."""
+        """Bytes of the exchange buffer: outgoing codes, incoming codes, and the sum between two hops."""
         codes, middle = exchange_nbytes(self.hop_sizes)
         return 2 * codes + middle
 
     @property
     def summed_in_place(self) -> bool:
-        """Whether the last hop sums straight into the gradient where it rests."""
+        """Whether the last hop sums directly into the resting gradient."""
         return bool(self.hops) and not self.grad_away
 
     @property
     def needs_reduce_slot(self) -> bool:
-        """Whether gradients pass through a slot on their way to the wire, instead of being reduced where they rest."""
+        """Whether gradients are copied to a slot before their reduce, instead of being reduced where they rest."""
         return self.grad is not None and (self.grad.divided or self.grad.dtype != self.wire)
 
     @property
@@ -236,17 +233,18 @@ class GroupPlan:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of this rank's reduced part where it lands beside the slot."""
+        """Bytes of this rank's staging buffer in the slot."""
         beside = self.staged and not self.summed_in_place
         return self.layout.shard_numel * itemsize(self.wire) if beside else 0
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What is gathered and reduced together. The root unit's name is "".
+    """A unit: parameters that are gathered and reduced together. The root unit's name is "".
 
     Attributes:
-        axes: the mesh axes that the layouts of its groups are cut for, but for those over which the model divides one.
+        axes: the mesh axes over which its groups are laid out; a group leaves out the axes over which the model divides
+            it.
     """
 
     name: str
@@ -259,7 +257,7 @@ class UnitPlan:
         return self.name or "(root)"
 
     def axes_of(self, group: GroupPlan) -> Axes:
-        """The mesh axes that the layout of a group is cut for."""
+        """The mesh axes over which a group is laid out."""
         divided = group.model_axes
         return tuple(axis for axis in self.axes if axis not in divided) if divided else self.axes
 

@@ -1,11 +1,11 @@
-"""Hops: sums of gradients in codes (qgZ), within each subgroup of ranks and then between subgroups.
+"""Hops: the steps of a quantized reduce (qgZ), first within each subgroup of ranks and then between subgroups.
 
     whole --encode--> all-to-all within --sum in float32--> a part --encode--> all-to-all between --sum--> shard
 
-This is qgZ (Wang et al. 2023, arXiv:2306.10209, section 4.3): codes can't be added on their way as a ring would, so
-each rank gets the codes of its part from all others, and sums what they stand for. What the hop between nodes rounds
-off is kept and added to the next gradients (error feedback), since 4 bits alone are not enough to hold the loss.
-Rejected: one hop over all ranks, through which each rank sends all of its gradients out of its node.
+See Wang et al. 2023, arXiv:2306.10209, section 4.3. A ring can't add codes, so each rank receives the codes of its part
+from all others and sums the decoded values. The rounding error of the last hop is kept and added to the next gradients
+(error feedback), since with 4 bits alone the loss gets worse. Rejected: one hop over all ranks, in which each rank
+sends all of its gradients out of its node.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.placement import Blocks
 
 ERROR_DTYPE = "bfloat16"
-"""Of what is kept: a rounding of a rounding, far below the 4 bits that it makes good for."""
+"""Dtype of rounding errors; its own rounding is far below that of 4-bit codes."""
 SUM_DTYPE = "float32"
 _CODE_ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How what a hop rounds off comes back: error = beta * error + (1 - beta) * (what was just rounded off).
+    """How the rounding error of a hop is fed back: error = beta * error + (1 - beta) * new error.
 
     The average over sums is that of LoCo (Xie et al. 2024, arXiv:2407.04480); a beta of 0 is plain error feedback.
 
@@ -46,7 +46,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Hop:
-    """One sum over ranks: the codes in which gradients travel, and whether what is rounded off comes back."""
+    """One quantized sum over the ranks of some axes: its codes, and its error feedback."""
 
     axes: Axes
     blocks: Blocks
@@ -58,7 +58,7 @@ WITHIN, BETWEEN = Blocks(bits=8, size=256), Blocks(bits=4, size=128)
 
 @dataclass(frozen=True)
 class GradientCodes:
-    """What a recipe says of sums in codes.
+    """The options of quantized gradients in a recipe.
 
     Attributes:
         within: blocks of the hop within each subgroup, or of the only one.
@@ -90,11 +90,11 @@ def hops_of(codes: GradientCodes, axes: Axes, within: Axes, *, one_each: bool) -
 
 @dataclass(frozen=True)
 class HopSize:
-    """What one hop moves on one rank.
+    """The sizes of one hop on one rank.
 
     Attributes:
         numel: elements that are encoded.
-        ranks: that meet in the hop.
+        ranks: ranks that take part in the hop.
         record: bytes of the codes and scales for one of them.
     """
 

@@ -1,17 +1,17 @@
-"""Legs: what a gather or a reduce of one flat group is made of, in order. The one place that knows.
+"""Legs: the steps of a gather or a reduce of one flat group, in order. Only this module decides them.
 
-    refresh   [copy SHARD -> SECOND]     all-gather SHARD -> SECOND        where subgroups have a second copy
-    follow    differ SHARD -> RECORDS    all-gather, add -> SECOND         after a step, where only differences are sent
+    refresh   [copy SHARD -> SECOND]     all-gather SHARD -> SECOND        if subgroups have a second copy
+    differ.   differ SHARD -> RECORDS    all-gather, add -> SECOND         after a step, if only differences are sent
     gather    [[read SHARD -> WINDOW]  copy -> WHOLE]      all-gather SHARD (or SECOND) -> WHOLE
     keep      collect AUTOGRAD -> LOCAL                                    gradients wait for a later reduce
     pending   [cast LOCAL -> WIRE]       reduce-scatter ... [all-reduce ...] [land | copy | all-gather]
-              [cast LOCAL -> WIRE]       encode, all-to-all, sum; twice where there are two hops    sums in codes
-    reduce    collect AUTOGRAD -> WIRE, then as pending; or keep, then pending, where gradients rest whole
+              [cast LOCAL -> WIRE]       encode, all-to-all, sum; twice for two hops            quantized gradients
+    reduce    collect AUTOGRAD -> WIRE, then as pending; or keep, then pending, if gradients rest whole
 
-The engine turns the lists into calls, the traffic count adds their payloads up, and the planner's clocks add their
-seconds up; all three read the same list object (`Plan.legs`). Whatever travels another way (in another dtype, over a
-second axis, to another tier) is another leg here. Rejected: to let the engine decide from the placements while it runs;
-the traffic count and the clocks then decide a second and a third time, and differ where nobody looks.
+The engine turns the lists into calls, the traffic count adds up their payloads, and the planner's clocks add up their
+seconds; all three read the same list object (`Plan.legs`). Another way to send (another dtype, a second axis, another
+tier) is another leg here. Rejected: decisions of the engine while it runs; the traffic count and the clocks would then
+repeat them, and might differ from the engine without an error.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from zeroshard.sharding.slots import Outdated
 
 
 class Stream(Enum):
-    """Who runs beside whom."""
+    """The streams of work that overlap."""
 
     COMPUTE = 0
     GATHER = 1
     REDUCE = 2
     UPLOAD = 3
-    """From host memory to the device."""
+    """Copies from host memory to the device."""
     UPDATE = 4
-    """State that rests in host memory is updated while it is on the device."""
+    """Updates of state that rests in host memory and is streamed through the device."""
     DOWNLOAD = 5
-    """From the device to host memory."""
+    """Copies from the device to host memory."""
 
 
 class LegKind(str, Enum):
     """What a leg does with its source."""
 
     COLLECT = "collect"
-    """Gradients leave their parameters, over what the target holds or added to it."""
+    """Gradients are moved from the parameters to the target, which they overwrite or add to."""
     ENCODE = "encode"
-    """The source is written as codes and scales; of gradients with what the last rounding left out added before."""
+    """The source is quantized to codes and scales; for gradients the last rounding error is added first."""
     DECODE = "decode"
-    """And read from these."""
+    """Codes and scales are decoded."""
     DIFFER = "differ"
-    """What the second copy lacks to be as the source is written as codes and scales."""
+    """The difference between the source and the second copy is quantized to codes and scales."""
     ADD = "add"
-    """And added to the second copy."""
+    """Decoded differences are added to the second copy."""
     SUM = "sum"
-    """What the codes of several ranks stand for is summed in float32."""
+    """The decoded values of several ranks are summed in float32."""
     CAST = "cast"
     """The whole is copied, into the dtype of the target."""
     DIVIDE = "divide"
@@ -67,26 +67,26 @@ class LegKind(str, Enum):
     SQUARE = "square"
     """The squares of the source are summed, while it is on the device."""
     LAND = "land"
-    """This rank's reduced part is copied to where it rests, or added to what rests there."""
+    """This rank's reduced part is copied to the resting gradient, or added to it."""
     COPY = "copy"
-    """Between device and host memory."""
+    """A copy between device and host memory."""
     READ = "read"
-    """From disk into host memory; begun by an operation of its own, which the list has before the gather."""
+    """A read from disk into host memory; a separate operation before the gather starts it."""
 
 
 class Buffer(str, Enum):
-    """Where a leg reads or writes."""
+    """The buffers that legs read and write."""
 
     SHARD = "shard"
     """This rank's part of the parameters."""
     WINDOW = "window"
-    """This rank's part of the parameters in host memory, on its way from disk."""
+    """This rank's part of the parameters in host memory, after it was read from disk."""
     WHOLE = "whole"
     """All of the parameters, in compute dtype."""
     SECOND = "second"
     """This rank's part of the second copy of the parameters; of those that rest whole it is a part of WHOLE."""
     RECORDS = "records"
-    """Shards in codes, this rank's or those of all that a gather brings."""
+    """Shards as codes: this rank's, or those of all ranks of a gather."""
     AUTOGRAD = "autograd"
     """The parameters' gradients as autograd leaves them."""
     LOCAL = "local"
@@ -100,15 +100,15 @@ class Buffer(str, Enum):
     GRAD = "grad"
     """Where this rank's part of the reduced gradients rests."""
     CODES = "codes"
-    """Gradients in codes, a record for each rank of a hop."""
+    """Gradients as codes, a record for each rank of a hop."""
     ARRIVED = "arrived codes"
-    """The records that all ranks of a hop have for this one."""
+    """The records that this rank received from all ranks of a hop."""
     MIDDLE = "middle"
     """This rank's part of the sum over its subgroup, in float32, between two hops."""
     LATE = "late"
     """Whole gradients that came after those of their unit were reduced."""
     LATE_PART = "late part"
-    """This rank's reduced part of these."""
+    """This rank's reduced part of LATE."""
 
 
 class Route(str, Enum):
@@ -116,22 +116,22 @@ class Route(str, Enum):
 
     COLLECTIVE = "collective"
     COPIES = "copies"
-    """Between memory that all ranks of the axis reach; sums are made by the rank that keeps them."""
+    """Copies in memory that all ranks of the axis can access; the rank that keeps a sum computes it."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One stretch of the way.
+    """One step of a gather or a reduce.
 
     Attributes:
         numel: elements of the larger side: an all-gather's output, a reduce-scatter's input.
-        dtype: in which they travel, or arrive.
+        dtype: dtype of the elements that are sent, or written.
         read: dtype of the source.
         stream: where the leg runs.
         axes: mesh axes over which ranks take part; () for a leg that sends nothing.
-        adds: the target may hold something to which the leg adds.
-        route: of legs that send.
-        hop: of sums in codes, which one the leg belongs to.
+        adds: whether the leg may add to the target.
+        route: how the leg sends, if it does.
+        hop: the number of the hop, for legs of quantized reduces.
         besides: bytes of codes, scales and errors that the leg reads and writes besides its elements.
     """
 
@@ -170,13 +170,13 @@ class GroupLegs:
     """The legs of one flat group.
 
     Attributes:
-        refresh: from the shards to the second copies; () where there are none.
-        follow: from the shards to second copies that are those of the step before; () where they are made anew.
-        gather: from the shards or the second copies to the whole parameters; () where nothing moves.
-        keep: from autograd to whole local gradients.
-        pending: from whole local gradients to where reduced ones rest.
-        reduce: from autograd to where reduced ones rest, with no local gradients before.
-        late: from gradients that came late to where those of the unit rest.
+        refresh: makes second copies from the shards; () if there are none.
+        by_differences: updates second copies of the step before, by differences; () if differences are not sent.
+        gather: makes the whole parameters from the shards or the second copies; () if nothing moves.
+        keep: moves gradients from autograd to whole local gradients.
+        pending: reduces whole local gradients.
+        reduce: reduces gradients of autograd, if there are no local ones.
+        late: reduces gradients that arrived late.
         divided: reduced gradients rest in parts, so that each backward may reduce.
     """
 
@@ -187,63 +187,67 @@ class GroupLegs:
     late: Legs = ()
     divided: bool = False
     refresh: Legs = ()
-    follow: Legs = ()
+    by_differences: Legs = ()
 
     def renewal(self, outdated: Outdated, *, trainable: bool) -> Legs:
-        """What makes the second copy current."""
+        """The legs that bring the second copy up to date."""
         if not outdated.covers(trainable):
             return ()
-        return self.follow if self.follow and outdated is Outdated.TRAINABLE else self.refresh
+        return self.by_differences if self.by_differences and outdated is Outdated.TRAINABLE else self.refresh
 
     @property
     def reads(self) -> Legs:
-        """What of a gather comes from disk."""
+        """The legs of a gather that read from disk."""
         return tuple(leg for leg in (*self.refresh, *self.gather) if leg.kind is LegKind.READ)
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What lowering needs to know beside the group: how ranks reach each other, and what is done before sums."""
+class LoweringOptions:
+    """What lowering needs besides the group: copies between peers, accumulation, and division before sums."""
 
     copies: bool
     accumulate: bool
     divides: bool
 
 
-def lower(unit: UnitPlan, group: GroupPlan, ways: Ways) -> GroupLegs:
+def lower(unit: UnitPlan, group: GroupPlan, options: LoweringOptions) -> GroupLegs:
     """The legs of a group of `unit`."""
-    (refresh, gather), follow = _gathers(unit, group, ways), _follow(unit, group)
+    (refresh, gather), by_differences = _gathers(unit, group, options), _by_differences(unit, group)
     if group.grad is None:
         return GroupLegs(gather, refresh=refresh)
     axes, wire, whole = unit.axes_of(group), group.wire, group.layout.numel
-    local = local_dtype(group, ways.accumulate)
+    local = local_dtype(group, options.accumulate)
     keep = (_collect(group, Buffer.LOCAL, local, adds=True),)
     divided = group.grad.divided
-    if group.needs_reduce_slot and ways.copies:
-        sent = [_sent_by_copies(unit, group, source) for source in (Buffer.LOCAL, Buffer.AUTOGRAD)]
-        rest = _rest_of_copies(unit, group)
+    if group.needs_reduce_slot and options.copies:
+        sent = [_reduce_by_copies(unit, group, source) for source in (Buffer.LOCAL, Buffer.AUTOGRAD)]
+        rest = _after_copies(unit, group)
         pending, direct = ((leg, *rest) for leg in sent)
     elif group.needs_reduce_slot:
-        rest = (*_divide(ways, Buffer.WIRE, whole, wire), *_through_slot(unit, group))
+        rest = (*_divide(options, Buffer.WIRE, whole, wire), *_reduce_through_slot(unit, group))
         cast = Leg(LegKind.CAST, Buffer.LOCAL, Buffer.WIRE, whole, wire, local, Stream.COMPUTE)
         pending = (cast, *rest)
         direct = (_collect(group, Buffer.WIRE, wire), *rest)
     else:
-        landed = _reduced(unit, group, Buffer.LOCAL, Buffer.GRAD)
-        pending = (*_divide(ways, Buffer.LOCAL, whole, wire), *landed, *_shared(group, axes, Buffer.GRAD, Buffer.LOCAL))
+        landed = _reduce(unit, group, Buffer.LOCAL, Buffer.GRAD)
+        pending = (
+            *_divide(options, Buffer.LOCAL, whole, wire),
+            *landed,
+            *_gather_reduced(group, axes, Buffer.GRAD, Buffer.LOCAL),
+        )
         direct = ()
     late = (
         _collect(group, Buffer.LATE, wire),
-        *_divide(ways, Buffer.LATE, whole, wire),
-        *_reduced(unit, group, Buffer.LATE, Buffer.LATE_PART),
-        *_shared(group, axes, Buffer.LATE_PART, Buffer.LATE),
+        *_divide(options, Buffer.LATE, whole, wire),
+        *_reduce(unit, group, Buffer.LATE, Buffer.LATE_PART),
+        *_gather_reduced(group, axes, Buffer.LATE_PART, Buffer.LATE),
     )
     reduce = direct if divided else (*keep, *pending)
-    return GroupLegs(gather, keep, pending, reduce, late, divided, refresh, follow)
+    return GroupLegs(gather, keep, pending, reduce, late, divided, refresh, by_differences)
 
 
 def local_dtype(group: GroupPlan, accumulate: bool) -> str:
-    """The dtype of whole local gradients: never narrower than the wire, so that waiting is no less exact."""
+    """The dtype of whole local gradients: never narrower than the wire, so that keeping them loses no precision."""
     assert group.grad is not None
     kept, wire = group.grad.dtype, group.wire
     if not group.grad.divided:
@@ -251,31 +255,31 @@ def local_dtype(group: GroupPlan, accumulate: bool) -> str:
     widest = kept if itemsize(kept) >= itemsize(wire) else wire
     if accumulate or itemsize(widest) >= itemsize("float32"):
         return widest
-    return "float32"  # such gradients are not meant to be added to
+    return "float32"  # gradients in 16 bits are not precise enough to be added to
 
 
-def _gathers(unit: UnitPlan, group: GroupPlan, ways: Ways) -> tuple[Legs, Legs]:
-    """What makes the second copy, if there is one, and what gathers the whole."""
-    if not group.travels:
+def _gathers(unit: UnitPlan, group: GroupPlan, options: LoweringOptions) -> tuple[Legs, Legs]:
+    """The legs that make the second copy, if there is one, and those that gather the whole."""
+    if not group.is_gathered:
         return (), ()
     first = Buffer.WHOLE if group.second is None else Buffer.SECOND
-    up, source = _brought_up(group, first)
+    up, source = _to_device(group, first)
     if group.second is None:
-        route = Route.COPIES if ways.copies else Route.COLLECTIVE
-        return (), (*up, *_shards_gathered(group, source, first, group.layout.numel, unit.axes_of(group), route))
+        route = Route.COPIES if options.copies else Route.COLLECTIVE
+        return (), (*up, *_gather_shards(group, source, first, group.layout.numel, unit.axes_of(group), route))
     outer = unit.axes[len(group.second.axes) :]
-    refresh = (*up, *_shards_gathered(group, source, first, group.second_numel, outer))
+    refresh = (*up, *_gather_shards(group, source, first, group.second_numel, outer))
     whole = _all_gather(group, first, Buffer.WHOLE, group.layout.numel, group.second.axes)
     # Parameters that rest whole are gathered once after a step, so that both belong together.
     return (refresh, (whole,)) if group.param.divided else ((), (*refresh, whole))
 
 
-def _follow(unit: UnitPlan, group: GroupPlan) -> Legs:
-    """What brings second copies from one step to the next: the difference, which is small, in few bits."""
+def _by_differences(unit: UnitPlan, group: GroupPlan) -> Legs:
+    """The legs that update second copies after a step by quantized differences, which are small."""
     if group.differences is None or group.second is None:
         return ()
-    # The second copy is needed as it is; the whole is gathered right after, so that its place is free.
-    up, source = _brought_up(group, Buffer.WHOLE)
+    # The second copy must keep its values, but the whole is gathered right after and may be overwritten.
+    up, source = _to_device(group, Buffer.WHOLE)
     record, dtype, stream = group.record_of(group.differences), group.param.dtype, Stream.GATHER
     there, nbytes = record + group.layout.shard_numel * itemsize(dtype), record * group.records
     records, second, outer = Buffer.RECORDS, Buffer.SECOND, unit.axes[len(group.second.axes) :]
@@ -287,8 +291,8 @@ def _follow(unit: UnitPlan, group: GroupPlan) -> Legs:
     )
 
 
-def _brought_up(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
-    """What brings a shard to the device, into its place in the target, and where it is then."""
+def _to_device(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
+    """The legs that copy a shard to its place in the target on the device, and the buffer that has it then."""
     if group.param.tier is Tier.DEVICE:
         return (), Buffer.SHARD
     numel, dtype = group.layout.shard_numel, group.param.dtype
@@ -300,10 +304,10 @@ def _brought_up(group: GroupPlan, target: Buffer) -> tuple[Legs, Buffer]:
     ), target
 
 
-def _shards_gathered(
+def _gather_shards(
     group: GroupPlan, source: Buffer, target: Buffer, numel: int, axes: Axes, route: Route = Route.COLLECTIVE
 ) -> Legs:
-    """A gather of shards, in codes where the plan says so."""
+    """A gather of shards, quantized if the plan says so."""
     if group.codes is None:
         return (_all_gather(group, source, target, numel, axes, route),)
     record = group.record_of(group.codes)
@@ -328,25 +332,25 @@ def _collect(group: GroupPlan, target: Buffer, dtype: str, *, adds: bool = False
     return Leg(LegKind.COLLECT, Buffer.AUTOGRAD, target, numel, dtype, read, Stream.COMPUTE, adds=adds)
 
 
-def _divide(ways: Ways, buffer: Buffer, numel: int, dtype: str) -> Legs:
-    return (Leg(LegKind.DIVIDE, buffer, buffer, numel, dtype, dtype, Stream.COMPUTE),) if ways.divides else ()
+def _divide(options: LoweringOptions, buffer: Buffer, numel: int, dtype: str) -> Legs:
+    return (Leg(LegKind.DIVIDE, buffer, buffer, numel, dtype, dtype, Stream.COMPUTE),) if options.divides else ()
 
 
-def _through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
-    """From the wire slot to where reduced gradients rest."""
+def _reduce_through_slot(unit: UnitPlan, group: GroupPlan) -> Legs:
+    """The reduce from the wire slot to the resting gradients."""
     assert group.grad is not None
     landing = Buffer.STAGING if group.staged and not group.summed_in_place else Buffer.GRAD
-    sent = _reduced(unit, group, Buffer.WIRE, landing)
+    sent = _reduce(unit, group, Buffer.WIRE, landing)
     if not group.update_axes:
         numel, kept = group.layout.numel, group.grad.dtype
         back = Leg(LegKind.CAST, Buffer.WIRE, Buffer.LOCAL, numel, kept, group.wire, Stream.REDUCE)
-        return (*sent, *_shared(group, unit.axes_of(group), landing, Buffer.WIRE), back)
-    return (*sent, *_landed(group, landing))
+        return (*sent, *_gather_reduced(group, unit.axes_of(group), landing, Buffer.WIRE), back)
+    return (*sent, *_land(group, landing))
 
 
-def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
-    """What the ranks copy to each other and sum: into the gradient itself, unless more is to be done with the sum."""
-    landing = _landing_of_copies(unit, group)
+def _reduce_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
+    """The reduce by copies between peers: into the gradient itself, unless the sum needs further legs."""
+    landing = _target_of_copies(unit, group)
     return replace(
         _reduce_scatter(unit, group, source, landing),
         adds=landing is Buffer.GRAD and group.staged,
@@ -354,21 +358,21 @@ def _sent_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
     )
 
 
-def _landing_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
+def _target_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
     beside = group.grad_away or (group.staged and bool(replica_axes(unit, group)))
     return Buffer.STAGING if beside else Buffer.GRAD
 
 
-def _rest_of_copies(unit: UnitPlan, group: GroupPlan) -> Legs:
-    landing = _landing_of_copies(unit, group)
-    return (*_over_replicas(unit, group, landing), *_landed(group, landing))
+def _after_copies(unit: UnitPlan, group: GroupPlan) -> Legs:
+    landing = _target_of_copies(unit, group)
+    return (*_over_replicas(unit, group, landing), *_land(group, landing))
 
 
-def _reduced(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
+def _reduce(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
     if group.hops and source is not Buffer.LATE:
-        return _summed_in_codes(group, source, landing)
+        return _sum_in_codes(group, source, landing)
     if group.second is not None and source is Buffer.WIRE:
-        return _reduced_twice(unit, group, group.second, landing)
+        return _reduce_twice(unit, group, group.second, landing)
     return (_reduce_scatter(unit, group, source, landing), *_over_replicas(unit, group, landing))
 
 
@@ -377,7 +381,7 @@ def _reduce_scatter(unit: UnitPlan, group: GroupPlan, source: Buffer, landing: B
     return Leg(LegKind.REDUCE_SCATTER, source, landing, numel, wire, wire, Stream.REDUCE, unit.axes_of(group))
 
 
-def _reduced_twice(unit: UnitPlan, group: GroupPlan, second: SecondCopy, landing: Buffer) -> Legs:
+def _reduce_twice(unit: UnitPlan, group: GroupPlan, second: SecondCopy, landing: Buffer) -> Legs:
     """Sums within each subgroup, then between them: only 1/parts of the gradients leaves a subgroup through a rank."""
     outer, wire = unit.axes[len(second.axes) :], group.wire
     return (
@@ -386,8 +390,8 @@ def _reduced_twice(unit: UnitPlan, group: GroupPlan, second: SecondCopy, landing
     )
 
 
-def _summed_in_codes(group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
-    """Hop after hop: codes go to the ranks that keep the sums of what they stand for."""
+def _sum_in_codes(group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
+    """The quantized reduce, hop after hop: each rank receives the codes of its part, and sums them."""
     assert group.grad is not None
     found: list[Leg] = []
     read = group.grad.dtype if source is Buffer.LOCAL else group.wire
@@ -399,22 +403,23 @@ def _summed_in_codes(group: GroupPlan, source: Buffer, landing: Buffer) -> Legs:
         adds = target is Buffer.GRAD and group.staged
         there, back = codes + errors, codes
         found += [
-            _coded(LegKind.ENCODE, source, Buffer.CODES, size.numel, "uint8", read, number, there),
-            replace(_coded(LegKind.ALL_TO_ALL, Buffer.CODES, Buffer.ARRIVED, codes, *_BYTES, number), axes=hop.axes),
-            replace(_coded(LegKind.SUM, Buffer.ARRIVED, target, size.landed, kept, kept, number, back), adds=adds),
+            _code_leg(LegKind.ENCODE, source, Buffer.CODES, size.numel, "uint8", read, number, there),
+            replace(_code_leg(LegKind.ALL_TO_ALL, Buffer.CODES, Buffer.ARRIVED, codes, *_BYTES, number), axes=hop.axes),
+            replace(_code_leg(LegKind.SUM, Buffer.ARRIVED, target, size.landed, kept, kept, number, back), adds=adds),
         ]
         source, read = target, kept
     return tuple(found)
 
 
-def _coded(
+def _code_leg(
     kind: LegKind, source: Buffer, target: Buffer, numel: int, dtype: str, read: str, hop: int, besides: int = 0
 ) -> Leg:
     return Leg(kind, source, target, numel, dtype, read, Stream.REDUCE, hop=hop, besides=besides)
 
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
-    """What is divided over a part of the axes of its sums is summed over the rest too."""
+    """The sum over replicas: gradients that are divided over some of the summed axes are summed over the others, too.
+    The sum over replicas: gradients that are divided over some of the summed axes are summed over the others, too."""
     axes = replica_axes(unit, group)
     if not axes:
         return ()
@@ -427,16 +432,16 @@ def replica_axes(unit: UnitPlan, group: GroupPlan) -> Axes:
     return tuple(axis for axis in group.sums if axis not in unit.axes_of(group))
 
 
-def _shared(group: GroupPlan, axes: Axes, part: Buffer, whole: Buffer) -> Legs:
-    """Where every rank updates everything, all get the reduced parts of all."""
+def _gather_reduced(group: GroupPlan, axes: Axes, part: Buffer, whole: Buffer) -> Legs:
+    """The gather of reduced parts, if every rank updates everything."""
     if group.update_axes:
         return ()
     wire = group.wire
     return (Leg(LegKind.ALL_GATHER, part, whole, group.layout.numel, wire, wire, Stream.REDUCE, axes),)
 
 
-def _landed(group: GroupPlan, landing: Buffer) -> Legs:
-    """From beside the slot to where reduced gradients rest."""
+def _land(group: GroupPlan, landing: Buffer) -> Legs:
+    """The legs from the staging buffer to the resting gradients."""
     assert group.grad is not None
     if landing is Buffer.GRAD:
         return ()

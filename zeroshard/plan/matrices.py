@@ -1,13 +1,13 @@
-"""Whole matrices from sharded ones: who makes which matrix's update, and what it costs to bring them together.
+"""Updates of whole matrices that are sharded (Muon): which rank computes each update, and the bytes of the exchange.
 
     rank 0   [ A A A A B ]  --all-to-all-->  A A A A A A   owner of A   --all-to-all-->  [ A A A A B ]
     rank 1   [ A A B B B ]                   B B B B       owner of B                    [ A A B B B ]
 
-An update that needs the whole matrix (Muon) is made by one rank: pieces travel to the owner in bfloat16, the result
-travels back. A rank sends and receives its share of the matrices, and each matrix is worked on once. Rejected: to
-all-gather the matrices everywhere, which costs every rank all of the bytes and all of the work.
+One rank, the owner, computes the update of a whole matrix: the pieces are sent to it in bfloat16, and the result is
+sent back. Each rank owns a share of the matrices, and each update is computed once. Rejected: an all-gather of all
+matrices, with which every rank receives all bytes and does all of the work.
 
-Owners are fixed in the plan: the largest matrix goes first, each to the rank with the least work so far.
+The plan fixes the owners: matrices are assigned from the largest to the smallest, each to the rank with the least work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroshard.plan.plan import Plan
 WIRE_ITEMSIZE = 2
 """Matrices travel in bfloat16, in which they are worked on."""
 MATRICES = "(matrices)"
-"""What the log of operations calls an exchange of matrices."""
+"""The label of an exchange of matrices in the operation log."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Bytes that a plan takes on one rank, by kind of state and tier. Exact: padding and slots are in the plan."""
+"""Computes the bytes that a plan takes on one rank, by kind of state and tier; exact, with padding and slots."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _ALIGNMENT = 64  # of the parts in the copy, as checkpoint/staging.py lays them
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per rank: resting state by kind, and the slots that gathers and reduces pass through."""
+    """Bytes per rank: resting state by kind, and the slots of gathers and reduces."""
 
     param: int
     """With second copies in subgroups."""
     grad: int
-    """With what codes of gradients have left out."""
+    """With the rounding errors of quantized gradients."""
     master: int
     moments: int
     gather_slots: int
     reduce_slots: int
     no_sync: int
-    """Whole local gradients; taken when a backward first runs under no_sync with sharded gradients, else not at all."""
+    """Whole local gradients; allocated when a backward first runs under no_sync with sharded gradients."""
     state_buffers: int = 0
-    """Buffers through which state that rests in host memory passes to be updated."""
+    """Device buffers for streamed updates of state in host memory."""
     host: int = 0
-    """Host memory, with the windows through which state on disk passes."""
+    """Host memory, with the windows for state on disk."""
     disk: int = 0
-    """Files; everything else is the device's."""
+    """Files; everything without another tier in its name is on the device."""
     at_rest: int = 0
-    """One element of each dtype of parameters: what those stand on that are elsewhere."""
+    """One element of each dtype of parameters, which is the data of resting parameters."""
     step: int = 0
-    """Taken by a step and given back by it: what brings whole matrices together (Muon), on the rank with the most."""
+    """Buffers that exist only during a step: the exchange of whole matrices (Muon), on the rank with the most."""
 
     @property
     def state(self) -> int:
@@ -46,7 +46,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Device memory: state, slots and buffers; without what no_sync would add and a step takes for a moment."""
+        """Device memory: state, slots and buffers; without `no_sync` and `step`."""
         return self.state + self.gather_slots + self.reduce_slots + self.state_buffers + self.at_rest
 
 
@@ -84,14 +84,14 @@ def checkpoint_copy_nbytes(plan: Plan) -> int:
     return max(sum(_saved_nbytes(group, rank) for _, group in plan.groups()) for rank in range(ranks))
 
 
-def memory_state_nbytes(plan: Plan, *, twins: bool) -> int:
+def memory_state_nbytes(plan: Plan, *, copies_elsewhere: bool) -> int:
     """Host memory that an elastic job takes for each rank to keep its state in (`checkpoint.memory_steps`).
 
-    Two versions of the rank's own part, and without `twins`, which are ranks of other nodes with the same part, two of
-    a copy that the next node has. Until the first version of a new round is whole those of the round before come on
-    top.
+    Two versions of the rank's own part, and two of the copy on the next node. With `copies_elsewhere` (ranks of other
+    nodes have the same part) there is no such copy. Until the first version of a new round is whole the versions of the
+    round before are kept, too.
     """
-    return checkpoint_copy_nbytes(plan) * (2 if twins else 4)
+    return checkpoint_copy_nbytes(plan) * (2 if copies_elsewhere else 4)
 
 
 def _saved_nbytes(group: GroupPlan, rank: int) -> int:

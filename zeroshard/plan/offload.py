@@ -4,8 +4,8 @@
     ratio 0.6                  device ------|  host ------------     the last ones, until they hold 60 % of the elements
     and host_ratio 0.2         device ------|  host --|  disk ---     of these the first ones, 20 % at most
 
-What stays on the device is updated at once, in the step. The rest is updated beside the next forward, which waits for
-each unit separately; so the units that it needs first are those that stay.
+State on the device is updated in the step. Other state is updated during the next forward, which waits for each unit
+separately; so the units that the forward uses first stay on the device.
 
     processor   host: master 4, moments 8, gradient 2, in whose place the parameter comes back     bytes with bf16
     streamed    host: master 4 or 2, moments 8, gradient 2; device: three buffers for pieces of them
@@ -13,9 +13,9 @@ each unit separately; so the units that it needs first are those that stay.
     on disk     disk: master 4, moments 8; host: gradient 2 and three windows, whatever the size of the model
     and param   disk: parameter 2; host: three windows of the largest unit's shard, through which gathers read it
 
-A gradient rests on the host where there is one micro-batch per step and gradients are divided; accumulators stay on the
-device. After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and its Twin-Flow ratio. Rejected: cutting units between
-the tiers, which would meet the ratio to the element and cost every unit a wait.
+A gradient rests in host memory if there is one micro-batch per step and gradients are divided; accumulators stay on the
+device. After ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) and its Twin-Flow ratio. Rejected: splitting each unit
+between the tiers, which would match the ratio exactly but make every unit wait.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 STREAM_NUMEL = 1 << 24
-"""Elements of a piece of streamed state: large enough for the link's full speed, small beside a unit."""
+"""Elements of a piece of streamed state: large enough for the link's full speed, small compared to a unit."""
 STREAM_BUFFERS = 3
-"""One that comes up, one that is updated, one that goes down."""
+"""One is uploaded, one is updated, one is downloaded."""
 
 WINDOW_NUMEL = 1 << 22
-"""Elements of a window: 48 MiB of Adam's state, so that a disk is at its full speed, and little beside a model."""
+"""Elements of a window: 48 MiB of Adam's state, enough for a disk's full speed, and small compared to a model."""
 WINDOWS = 3
-"""One that is read ahead, one that is updated, one that is written behind."""
+"""One is read ahead, one is updated, one is written back."""
 READ_WINDOWS = 3
-"""For parameters on their way to a gather: one is copied to the device, one has been read, one is being read."""
+"""For gathers of parameters on disk: one is copied to the device, one has been read, one is being read."""
 
 ALIGNMENT = 64
-"""Bytes: what lies side by side in host memory begins at multiples of a cache line, which the widest vectors like."""
+"""Bytes: tensors in host memory begin at multiples of a cache line, for the widest vector instructions."""
 ENOUGH_THREADS = 12
-"""Threads of a rank from which native code updates state sooner than a link carries it to a GPU and back: one moves
-about 28 bytes a parameter at 8 GB/s, the other 24 at 71 GB/s (docs/decisions/0015)."""
+"""Number of threads per rank from which native code on the processor updates state faster than streaming it through a
+GPU: a thread moves about 28 bytes per parameter at 8 GB/s, the link 24 at 71 GB/s (docs/decisions/0015)."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What rests in host memory or on disk.
+    """The state that rests in host memory or on disk.
 
     Attributes:
-        tier: where master weights and moments rest; gradients that go rest in host memory.
+        tier: the tier of master weights and moments; offloaded gradients rest in host memory.
         spill: the folders on disk, for Tier.NVME.
-        ratio: share of the optimizer state, by elements and whole units, at least; 1 is all of it.
-        param: sharded parameters rest off the device too; needs a ratio of 1.
-        param_tier: where they rest then.
-        host_ratio: with Tier.NVME, the share of the optimizer state, by elements and whole units, at most, that rests
-            in host memory instead: the first units of what leaves the device.
-        update: how it is updated; None lets the caller choose, and is PROCESSOR here.
+        ratio: the least share of the optimizer state (by elements, in whole units) that is offloaded; 1 is all of it.
+        param: sharded parameters are offloaded, too; needs a ratio of 1.
+        param_tier: the tier of offloaded parameters.
+        host_ratio: with Tier.NVME, the largest share of the optimizer state (by elements, in whole units) that rests in
+            host memory instead of on disk: the first of the offloaded units.
+        update: how offloaded state is updated; None lets the caller choose, and is PROCESSOR here.
         stream_numel: see ExecutionPolicy.
         pin_memory: see ExecutionPolicy.
         window_numel: see ExecutionPolicy.
@@ -118,7 +118,7 @@ class Offload:
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything rests there."""
+        """Whether anything rests on disk."""
         return Tier.NVME in (self.tier, self.param_tier)
 
 
@@ -131,14 +131,14 @@ def with_host_state(
         PlanError: state that can't rest there.
     """
     chosen = _last_units(units, offload.ratio)
-    # Rounded up too, so that host memory gets no more than its share.
+    # The share of the disk is rounded up, so that host memory gets no more than its share.
     below = _last_units(units, offload.ratio - offload.host_ratio)
     if not chosen and not offload.param:
         return list(units), policy
     update = offload.update or HostUpdate.PROCESSOR
     units = [_with_param(unit, offload.param_tier) for unit in units] if offload.param else units
     tiers = {index: offload.tier if index in below else Tier.HOST for index in chosen}
-    moved = [_moved(unit, update, tiers[index]) if index in chosen else unit for index, unit in enumerate(units)]
+    moved = [_to_tier(unit, update, tiers[index]) if index in chosen else unit for index, unit in enumerate(units)]
     streamed = offload.stream_numel if update is HostUpdate.STREAMED else 0
     windowed = offload.window_numel if any(group.passes_windows for unit in moved for group in unit.groups) else 0
     return moved, replace(
@@ -151,7 +151,7 @@ def with_host_state(
 
 
 def _last_units(units: Sequence[UnitPlan], ratio: float) -> set[int]:
-    """The units that the forward uses last, until they hold a share of the trainable elements."""
+    """As many of the last units of the forward as hold a share of the trainable elements."""
     sizes = [sum(group.layout.parameter_numel for group in unit.groups if group.trainable) for unit in units]
     wanted, chosen = ratio * sum(sizes), set[int]()
     for index in reversed(range(len(units))):
@@ -164,18 +164,18 @@ def _last_units(units: Sequence[UnitPlan], ratio: float) -> set[int]:
 
 
 def _with_param(unit: UnitPlan, tier: Tier) -> UnitPlan:
-    """A unit whose parameters, where they are divided, rest in a tier."""
+    """The unit with its divided parameters on a tier."""
     groups = (
         replace(group, param=replace(group.param, tier=tier)) if group.param.divided else group for group in unit.groups
     )
     return replace(unit, groups=tuple(groups))
 
 
-def _moved(unit: UnitPlan, update: HostUpdate, tier: Tier) -> UnitPlan:
-    return replace(unit, groups=tuple(_moved_group(unit, group, update, tier) for group in unit.groups))
+def _to_tier(unit: UnitPlan, update: HostUpdate, tier: Tier) -> UnitPlan:
+    return replace(unit, groups=tuple(_group_to_tier(unit, group, update, tier) for group in unit.groups))
 
 
-def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: Tier) -> GroupPlan:
+def _group_to_tier(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: Tier) -> GroupPlan:
     if group.grad is None or not (group.moments or group.master or group.param.away):
         return group
     if not group.update_axes:
@@ -207,24 +207,24 @@ def _moved_group(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: Tie
     return replace(group, grad=grad, staged=group.staged or lands, master=master, moments=moments, update=update)
 
 
-def lands_beside(group: GroupPlan) -> bool:
-    """Whether gradients that rest on the device get a buffer on the host, from which the processor reads them."""
+def has_host_gradients(group: GroupPlan) -> bool:
+    """Whether gradients rest on the device and are copied to a host buffer, from which the processor reads them."""
     return group.update is HostUpdate.PROCESSOR and not group.grad_away
 
 
-def returns_beside(group: GroupPlan) -> bool:
-    """Whether updated parameters come up from a buffer of their own; else they take the place of the gradients."""
+def has_host_parameters(group: GroupPlan) -> bool:
+    """Whether updated parameters have their own host buffer; else they overwrite the gradients in host memory."""
     if group.update is not HostUpdate.PROCESSOR or group.param.away:
         return False
     return not group.grad_away or group.wire != group.param.dtype
 
 
 def buffer_host_nbytes(group: GroupPlan) -> int:
-    """Host bytes of what a group's gradients land in and its parameters leave from, where that is beside its state."""
+    """Bytes of a group's host buffers for gradients and updated parameters."""
     numel, found = group.layout.shard_numel, 0
-    if group.grad is not None and lands_beside(group):
+    if group.grad is not None and has_host_gradients(group):
         found += numel * itemsize(group.grad.dtype)
-    return found + (numel * itemsize(group.param.dtype) if returns_beside(group) else 0)
+    return found + (numel * itemsize(group.param.dtype) if has_host_parameters(group) else 0)
 
 
 def group_host_nbytes(group: GroupPlan) -> int:
@@ -240,13 +240,13 @@ def aligned(nbytes: int) -> int:
 
 
 def window_nbytes(plan: Plan) -> int:
-    """Bytes of the windows in host memory through which such state passes, piece by piece, all of them together."""
+    """Bytes of all windows in host memory for updates of state on disk."""
     passing = [group for _, group in plan.groups() if group.passes_windows]
     return WINDOWS * max((_window_nbytes(group, plan.policy.window_numel) for group in passing), default=0)
 
 
 def _window_nbytes(group: GroupPlan, numel: int) -> int:
-    """Bytes of a piece of a group's state, each row of it in whole blocks, so that it is moved where it lies."""
+    """Bytes of a window for a piece of a group's state; each row takes whole disk blocks, for direct I/O."""
     held = (one for one in (group.param, group.master, group.moments) if one is not None)
     numel = min(numel, group.layout.shard_numel)
     rows = (numel * itemsize(one.dtype) for one in held if one.tier is Tier.NVME for _ in range(one.copies))
@@ -254,7 +254,7 @@ def _window_nbytes(group: GroupPlan, numel: int) -> int:
 
 
 def read_window_nbytes(plan: Plan) -> int:
-    """Bytes of each of the windows in host memory through which gathers read parameters on disk; 0 without any.
+    """Bytes of each window in host memory for gathers of parameters on disk; 0 without any.
 
     A window holds the shard of any unit, so it is never larger than a slot on the device.
     """
@@ -296,13 +296,13 @@ def host_nbytes(plan: Plan) -> int:
 
 
 def stream_element_nbytes(group: GroupPlan) -> int:
-    """Bytes per element of what passes through a streaming buffer."""
+    """Bytes per element in a streaming buffer."""
     held = (group.master, group.moments, group.grad, group.param)
     return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.away)
 
 
 def stream_buffer_nbytes(plan: Plan) -> tuple[int, ...]:
-    """Bytes of each device buffer through which state passes; () where none does."""
+    """Bytes of each device buffer for streamed state; () if no state is streamed."""
     pieces = (
         min(plan.policy.stream_numel, group.layout.shard_numel) * stream_element_nbytes(group)
         for _, group in plan.groups()
@@ -321,7 +321,7 @@ class LinkTraffic:
 
 
 def link_traffic(plan: Plan) -> LinkTraffic:
-    """What an update moves between device and host, without the gathers of parameters that rest there."""
+    """The bytes that an update moves between device and host, without gathers of parameters in host memory."""
     down = up = 0
     for _, group in plan.groups():
         if group.update is None or group.grad is None:

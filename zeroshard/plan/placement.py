@@ -1,4 +1,4 @@
-"""Placement: for one kind of state, where it rests, over which mesh axis it is divided, and in which dtype.
+"""Placement: the tier, the mesh axes and the dtype of one kind of state.
 
 ZeRO's stages are rows of this table, not classes:
 
@@ -23,14 +23,14 @@ MIN_BLOCKED_NUMEL = 4096
 
 
 class StateKind(str, Enum):
-    """What a byte of training state is for."""
+    """The kinds of training state."""
 
     PARAM = "param"
-    """Parameters in compute dtype: what forward and backward read."""
+    """Parameters in compute dtype, which forward and backward read."""
     GRAD = "grad"
     """Gradients between backward and step."""
     MASTER = "master"
-    """fp32 truth of parameters whose compute dtype is narrower."""
+    """Master weights in fp32 of parameters whose compute dtype is narrower."""
     MOMENTS = "moments"
     """Optimizer state."""
     ACTIVATION = "activation"
@@ -46,7 +46,7 @@ class Tier(str, Enum):
 
 
 class Residency(str, Enum):
-    """Whether the whole of a state is always there, or made around its use."""
+    """Whether a state always exists, or only around its use."""
 
     RESIDENT = "resident"
     AROUND_USE = "around_use"
@@ -54,7 +54,7 @@ class Residency(str, Enum):
 
 @dataclass(frozen=True)
 class Blocks:
-    """State in few bits: codes, and a float32 scale for each block of neighbouring elements of a parameter.
+    """Quantization in blocks: codes of few bits, and a float32 scale for each block of neighbouring elements.
 
     Attributes:
         bits: of one code, 8 or 4.
@@ -82,12 +82,12 @@ class Blocks:
 
 
 GATHER_CODES = Blocks(bits=8, size=256)
-"""As which parameters are gathered where a config asks for it: 1.6 % of scales, and an error of 1/254 of the largest
-element of a block at most."""
+"""Codes for gathers of parameters, if a config asks for them: 1.6 % of scales, and an error of at most 1/254 of the
+largest element of a block."""
 LOW_GATHER_CODES = Blocks(bits=4, size=64)
-"""The same in 4 bits: an error of 1/14 of the largest element of a block, which frozen parameters may bear."""
+"""The same in 4 bits, for frozen parameters: an error of at most 1/14 of the largest element of a block."""
 DIFFERENCE_CODES = Blocks(bits=4, size=128)
-"""As which second copies get what a step has changed; its error does not add up, for it is in the next difference."""
+"""Codes for the differences of second copies; their errors do not add up, since the next difference contains them."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Placement:
 
     Attributes:
         axes: mesh axes over which the state is divided; () when every rank holds all of it.
-        dtype: name of the dtype in which it is stored, or which it is read as where it is in blocks.
+        dtype: name of the dtype in which it is stored, or, if it is quantized, in which it is read.
         copies: how many tensors of this kind there are per parameter (Adam's moments: 2).
-        blocks: how it is stored in fewer bits; None where it is not.
+        blocks: the blocks in which it is quantized; None if it is not.
     """
 
     axes: Axes
@@ -129,7 +129,7 @@ class Placement:
 class Sharding:
     """One row of the table above: which kinds of state are divided, and over which axes of the mesh.
 
-    Each rank updates the part that it has, so parameters or gradients are divided only together with the state.
+    Each rank updates its own part, so parameters or gradients can be divided only together with the optimizer state.
     """
 
     param: bool
@@ -153,18 +153,18 @@ class Sharding:
         return self.axes if sharded else ()
 
     def on(self, mesh: Mesh) -> Sharding:
-        """The row with each subgroup of the mesh holding one copy of the state, where it has several."""
+        """The row for a mesh: if it has several subgroups, each holds one copy of the state."""
         return self.over((SHARD,)) if mesh.size((REPLICATE,)) > 1 and self.axes != NESTED else self
 
     def over(self, axes: Axes) -> Sharding:
-        """The row over other axes; second copies are for parameters that are divided, and left out for others."""
+        """The row over other axes; second copies are left out if parameters are not divided."""
         return replace(self, axes=DATA if axes == NESTED and not self.param else axes)
 
     def with_second_copies(self, mesh: Mesh) -> Sharding:
-        """The row with all state divided over all ranks, and parameters once more in each subgroup of the mesh (hpZ).
+        """The row with all state divided over all ranks, and a second copy of parameters in each subgroup (hpZ).
 
         Raises:
-            PlanError: parameters rest whole, so that nothing is gathered between a step and the next.
+            PlanError: parameters rest whole, so a second copy would save no gather.
         """
         if not self.param:
             raise PlanError(
@@ -174,9 +174,9 @@ class Sharding:
         return self.nested(mesh)
 
     def nested(self, mesh: Mesh) -> Sharding:
-        """The row over all ranks, those of a subgroup together: what is sent goes within subgroups, then between them.
+        """The row over all ranks in nested order: data is sent within subgroups first, then between them.
 
-        Where parameters are divided each subgroup has a second copy of them.
+        If parameters are divided, each subgroup has a second copy of them.
         """
         several = mesh.size((REPLICATE,)) > 1 and mesh.size((SHARD,)) > 1
         return replace(self, axes=NESTED if several else DATA)

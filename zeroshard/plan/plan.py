@@ -7,9 +7,9 @@
      +- policy: ExecutionPolicy       prefetch, slots, accumulation, gradient scaling
      +- gather_slots, reduce_slots    which buffer each unit uses, and how large the buffers are
 
-The planner, the memory table, the traffic count and the engine read the same object, so what is printed is what runs.
-It is printable, comparable and JSON round-trips. Rejected: letting the engine decide at run time from flags; bugs
-between stages come from there, and nothing could be known before a GPU is rented.
+The planner, the memory table, the traffic count and the engine read the same object, so the printed numbers are those
+of the run. A plan can be printed, compared, and saved as JSON. Rejected: decisions of the engine at run time, by flags;
+they cause bugs between stages, and memory and traffic could not be known before a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard.mesh import Mesh
 from zeroshard.plan.check import check_plan
 from zeroshard.plan.decode import decode
 from zeroshard.plan.groups import GroupPlan, UnitPlan
-from zeroshard.plan.legs import GroupLegs, Ways, lower
+from zeroshard.plan.legs import GroupLegs, LoweringOptions, lower
 from zeroshard.plan.placement import StateKind
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.slots import SlotPlan
@@ -42,7 +42,7 @@ class Plan:
     gather_slots: SlotPlan
     reduce_slots: SlotPlan
     kept: tuple[int, ...] = ()
-    """Units besides the root that are gathered for a whole pass: other modules than their own read their parameters."""
+    """Units besides the root that stay gathered for a whole pass, because modules of other units read them."""
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -64,10 +64,10 @@ class Plan:
 
     @cached_property
     def legs(self) -> tuple[tuple[GroupLegs, ...], ...]:
-        """Per unit and group, what gathers and reduces are made of: what runs, what is counted and what is timed."""
+        """Per unit and group the legs of gathers and reduces, which are executed, counted and timed."""
         policy = self.policy
-        ways = Ways(policy.peer_copies, policy.accumulate, policy.predivide != 1.0)
-        return tuple(tuple(lower(unit, group, ways) for group in unit.groups) for unit in self.units)
+        options = LoweringOptions(policy.peer_copies, policy.accumulate, policy.predivide != 1.0)
+        return tuple(tuple(lower(unit, group, options) for group in unit.groups) for unit in self.units)
 
     @cached_property
     def away(self) -> bool:

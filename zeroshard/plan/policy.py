@@ -1,4 +1,4 @@
-"""How a step runs: what of a plan is not about where bytes rest."""
+"""The execution policy of a plan: how a step runs, apart from where state rests."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class OnNonFinite(str, Enum):
     RAISE = "raise"
     SKIP = "skip"
     APPLY = "apply"
-    """The update is made from them, unclipped: there is no norm to clip to. Without a loss scale only."""
+    """Apply the update, without clipping, since there is no norm. Only without a loss scale."""
 
 
 class HostUpdate(str, Enum):
     """How optimizer state that rests off the device is updated."""
 
     PROCESSOR = "processor"
-    """By the processor, beside the next forward: gradients go down, parameters in compute dtype come up."""
+    """By the processor, during the next forward: gradients are downloaded, compute-dtype parameters uploaded."""
     STREAMED = "streamed"
-    """By the device: state comes up piece by piece, is updated by the device's kernel, and goes down again."""
+    """By the device: state is uploaded piece by piece, updated by the device's kernel, and downloaded again."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class ExecutionPolicy:
     Attributes:
         prefetch: how many units are gathered ahead of the one in use.
         reuse: keep the content of released slots while it is valid; False gathers before every use.
-        spare_nbytes: device memory beyond the smallest slots that is spent to keep units gathered from forward to
-            backward, last first; with enough of it each unit is gathered once per micro-batch, as at stage 2.
+        spare_nbytes: extra device memory for slots that keep units gathered from forward to backward, last units first;
+            with enough of it each unit is gathered once per micro-batch, as at stage 2.
         accumulate: several backwards per step are allowed, and gradients have an accumulator.
-        overlap_step: parameters that rest whole are gathered after a step beside the next forward, and who reads them
-            before that must drain first; False lets the step wait for them. Sharded units are always gathered ahead.
+        overlap_step: gathers of parameters that rest whole overlap the next forward, and code that reads the parameters
+            before it must drain first; False lets the step wait for them. Sharded units are always prefetched.
         predivide: gradients are divided by this before they are summed over ranks.
         mean: gradients are averaged over data-parallel ranks (else summed).
         clip_norm: global gradient norm above which gradients are scaled down; 0 means no clipping.
         on_nonfinite: what to do about inf and NaN in the gradients.
         cast_inputs: floating inputs of the model are cast to this dtype; None leaves them.
-        peer_copies: all-gathers and reduce-scatters are copies between memory that all ranks of an axis reach.
+        peer_copies: all-gathers and reduce-scatters are copies in memory that all ranks of an axis can access.
         parameter_sums: float64 values per trainable parameter that the optimizer sums over ranks in each step, in one
             all-reduce for all of them (Lamb: two squared norms).
-        parameter_maxima: float64 values per trainable parameter of which a compressed step takes the largest over
-            ranks, in one all-reduce (1-bit Lamb).
-        stream_numel: elements of each of the device buffers through which streamed state passes.
-        pin_memory: host memory that is copied to and from the device is locked.
-        window_numel: elements of each of the windows in host memory through which state on disk passes.
-        spill: where state on disk goes; None where there is none, or where the engine is given its memory.
-        products: the layers that multiply in fp8; None where none does.
+        parameter_maxima: float64 values per trainable parameter whose maximum over ranks a compressed step takes, in
+            one all-reduce (1-bit Lamb).
+        stream_numel: elements of each device buffer for streamed state.
+        pin_memory: pin host memory that is copied to and from the device.
+        window_numel: elements of each window in host memory for state on disk.
+        spill: the folders for state on disk; None if there is none, or if the engine is given the tier's memory.
+        products: the layers that multiply in fp8; None if none does.
     """
 
     prefetch: int = 1

@@ -1,4 +1,4 @@
-"""The layers of a model that multiply in fp8, put into a recipe: the one place for the engine and the planner."""
+"""Chooses the layers of a model that multiply in fp8 and adds them to a recipe; used by the engine and the planner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard.plan.dtypes import dtype_name
 
 
 def with_products(recipe: Recipe, model: nn.Module) -> tuple[Recipe, Sequence[Choice]]:
-    """The recipe with the layers that are chosen, and what was decided of each.
+    """The recipe with the chosen layers, and the choice for each layer.
 
     Raises:
         PlanError: a name that no layer has, or a model that computes in float32.

@@ -4,13 +4,15 @@
     backward   USE n, GATHER n-1, REDUCE n, RELEASE n, GATHER n-2, USE n-1, REDUCE n-1, RELEASE n-1, ...
     after step GATHER of every unit whose resident parameters are stale, then of the first units of the next forward
 
-Where parameters rest on disk each list has READ of a unit two gathers before its GATHER: READ 0, READ 1, GATHER 0, READ
-2, GATHER 1, READ 3, ...
+If parameters rest on disk, each list has the READ of a unit two gathers before its GATHER: READ 0, READ 1, GATHER 0,
+READ 2, GATHER 1, READ 3, ...
 
-The engine keeps a cursor per list and runs it forward to the USE of the module that is being called. What lies between
-(units that this rank skipped) is issued on the way, so every rank issues the same collectives whatever it computes.
+The engine has a cursor per list and runs it forward to the USE of the module that is being called. Operations in
+between (of units that this rank skipped) are issued, too, so every rank issues the same collectives whatever it
+computes.
 
-Rejected: issuing gathers from each module's hook for itself. It is shorter, but a skipped block then hangs the others.
+Rejected: issuing gathers from the hook of each module. It is shorter, but a rank that skips a block then makes the
+other ranks hang.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from zeroshard.plan.plan import Plan
 
 
 class OpKind(str, Enum):
-    """What is done to a unit."""
+    """The operations on a unit."""
 
     READ = "read"
-    """Begin to read what of the unit rests on disk into host memory, unless the slot holds the unit already."""
+    """Begin to read the unit's parameters from disk into host memory, unless the slot holds the unit already."""
     GATHER = "gather"
     """All-gather the unit into its slot, unless the slot holds it already; runs beside compute."""
     USE = "use"
@@ -120,14 +122,14 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
             ahead = body[issued]
             slot = slots[ahead]
             if slot in live:
-                # Its slot is in use until that unit is released. The same holds for a unit that is called again: its
-                # release may empty the slot, so a gather before it would be lost.
+                # The slot is in use until its unit is released. This also holds for a unit that is called again: its
+                # release may empty the slot, so an earlier gather would be lost.
                 break
             if slot is not None:
                 live.add(slot)
             ops.append(Op(OpKind.GATHER, ahead))
             issued += 1
-        ops += [Op(OpKind.USE, unit)] * times  # called again at once: nothing is released in between
+        ops += [Op(OpKind.USE, unit)] * times  # called several times in a row: not released in between
         if reduce and last_use[unit] == index:
             ops.append(Op(OpKind.REDUCE, unit))
         ops.append(Op(OpKind.RELEASE, unit))

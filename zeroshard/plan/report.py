@@ -1,4 +1,4 @@
-"""The plan as tables that people read: state bytes per rank beside plain data parallel, traffic per step, units."""
+"""Prints a plan as tables: state bytes per rank compared to plain data parallel, traffic per step, and units."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def unit_table(plan: Plan) -> Table:
 
 
 def _parts(plan: Plan, unit: UnitPlan) -> dict[str, None]:
-    """What of the parameters of each group rests on a rank, each once."""
+    """The shares of the parameters that rest on a rank, by group, each once."""
     return dict.fromkeys(f"1/{plan.mesh.size(unit.axes_of(group))}" for group in unit.groups)
 
 

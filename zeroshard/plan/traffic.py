@@ -1,4 +1,4 @@
-"""Traffic of a step, counted by running the plan's programs over a slot ledger, without any tensor.
+"""Counts the traffic of a step by running the plan's programs over a slot ledger, without any tensor.
 
 Payload bytes per rank: an all-gather counts its whole output, a reduce-scatter its whole input, an all-reduce its
 tensor, an all-to-all what a rank sends on average (its own part included). A ring moves (n-1)/n of an all-gather's or
@@ -25,7 +25,7 @@ STATS_FIXED = 3
 
 
 Kind = tuple[str, Axes]
-"""A kind of collective and the axes over which it runs, those along which there is more than one rank."""
+"""A kind of collective, and those of its axes that have more than one rank."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def step_traffic(
     Args:
         no_sync: all but the last micro-batch run under no_sync.
         compressed: a 1-bit optimizer averages in compressed form, not gradients.
-        local: it averages nothing in this step.
+        local: the optimizer averages nothing in this step.
     """
     count = _counted(plan, micro_batches, no_sync=no_sync, compressed=compressed, local=local)
     calls: Counter[str] = Counter()
@@ -83,20 +83,20 @@ class DiskTraffic:
 
 
 def disk_traffic(plan: Plan, *, micro_batches: int = 1) -> DiskTraffic:
-    """What one steady optimizer step of `micro_batches` forward and backward passes moves to and from disk."""
+    """The bytes that one steady optimizer step of `micro_batches` passes moves to and from disk."""
     updates = [update_disk_nbytes(group) for _, group in plan.groups()]
     gathered = _counted(plan, micro_batches).gathered
     return DiskTraffic(gathered, sum(read for read, _ in updates), sum(written for _, written in updates))
 
 
 def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
-    """Over which axes an operation runs, by what is logged of it: kind, label and bytes; all others over all axes."""
+    """The axes of each operation, by its log entry (kind, label, bytes); operations not listed run over all axes."""
     found: dict[tuple[str, str, int], Axes] = {
         ("all-to-all", MATRICES, nbytes): several(plan, axes) for axes, nbytes in exchange_nbytes(plan).items()
     }
     for unit, legs_of_unit in zip(plan.units, plan.legs, strict=True):
         for legs in legs_of_unit:
-            for leg in (*legs.gather, *legs.refresh, *legs.follow, *legs.pending, *legs.reduce, *legs.late):
+            for leg in (*legs.gather, *legs.refresh, *legs.by_differences, *legs.pending, *legs.reduce, *legs.late):
                 if leg.axes:
                     found.setdefault((leg.kind.value, unit.label, leg.nbytes), several(plan, leg.axes))
     return found
@@ -125,7 +125,7 @@ def _counted(
         count.add("all-reduce", sums_numel(plan) * 8, everyone)
         count.add("all-reduce", scaled_parameters(plan) * 4, everyone)
         for axes, nbytes in exchange_nbytes(plan).items():
-            for _ in range(2):  # there as what is to be made orthogonal, back as what has been
+            for _ in range(2):  # the pieces to the owners, and the results back
                 count.add("all-to-all", nbytes, axes)
         if compressed:
             count.add("all-reduce", maxima_numel(plan) * 8, everyone)
@@ -149,7 +149,7 @@ def stats_numel(plan: Plan) -> int:
 
 
 def sums_numel(plan: Plan) -> int:
-    """float64 values in the all-reduce of what the optimizer sums per parameter; 0 where every rank has the whole."""
+    """float64 values in the all-reduce of the optimizer's sums per parameter; 0 if every rank has the whole."""
     return plan.policy.parameter_sums * _divided_parameters(plan)
 
 
@@ -164,7 +164,7 @@ def maxima_numel(plan: Plan) -> int:
 
 
 def _divided_parameters(plan: Plan) -> int:
-    """Trainable parameters of a plan that divides any of them; 0 where every rank updates all of all."""
+    """The number of trainable parameters; 0 if every rank updates all of them."""
     trainable = [group for _, group in plan.groups() if group.trainable]
     if not any(group.updated_in_parts for group in trainable):
         return 0

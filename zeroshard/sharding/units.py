@@ -45,7 +45,7 @@ class ParameterSpec:
     Attributes:
         cut: how the model divides it; `shape` is that of one rank's part then.
         packed: its memory may hold something else than numbers of its dtype (a library's codes), and is kept as it is.
-        unsaid: name of its class, where that does not say whether it does.
+        unknown_class: name of its class, where that does not say whether it does.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ParameterSpec:
     trainable: bool = True
     cut: Cut | None = None
     packed: bool = False
-    unsaid: str = ""
+    unknown_class: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _spec_of(path: str, parameter: nn.Parameter) -> ParameterSpec:
     # A class of its own is how libraries of quantized weights mark what a plain conversion would destroy.
     kind = whole_class(parameter)
     packed = cut is None and not trainable and kind is not nn.Parameter
-    unsaid = kind.__name__ if packed and not _converts_itself(kind) else ""
-    return ParameterSpec(path, whole_shape(parameter), parameter.dtype, trainable, cut, packed, unsaid)
+    unknown_class = kind.__name__ if packed and not _converts_itself(kind) else ""
+    return ParameterSpec(path, whole_shape(parameter), parameter.dtype, trainable, cut, packed, unknown_class)
 
 
 def _converts_itself(kind: type[torch.Tensor]) -> bool:

@@ -416,7 +416,7 @@ def _all_in_gathered_block(unit: Unit) -> bool:
 
     In a backward the answer is no: its graph may have views of the slot, from a forward before that block.
     """
-    sent = [group for group in unit.groups if group.plan.travels]
+    sent = [group for group in unit.groups if group.plan.is_gathered]
     return bool(sent) and all(len(group.opened) == len(group.parameters) for group in sent) and not in_backward()
 
 

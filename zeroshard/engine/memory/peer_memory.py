@@ -70,5 +70,7 @@ def open_peers(
 
 def _shards(plan: Plan) -> list[int]:
     return [
-        group.numel_per_rank(group.param) * itemsize(group.param.dtype) for _, group in plan.groups() if group.travels
+        group.numel_per_rank(group.param) * itemsize(group.param.dtype)
+        for _, group in plan.groups()
+        if group.is_gathered
     ]

@@ -34,7 +34,13 @@ from zeroshard.engine.memory.update_view import update_range
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.hops import ERROR_DTYPE
-from zeroshard.plan.offload import READ_WINDOWS, lands_beside, read_window_nbytes, returns_beside, window_nbytes
+from zeroshard.plan.offload import (
+    READ_WINDOWS,
+    has_host_gradients,
+    has_host_parameters,
+    read_window_nbytes,
+    window_nbytes,
+)
 from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
@@ -161,7 +167,7 @@ class Storage:
     def _shard(self, plan: GroupPlan, numel: int) -> tuple[torch.Tensor, Row | None]:
         """The shard's elements in place; or a meta tensor, and the row that the elements have to be read from."""
         dtype = torch_dtype(plan.param.dtype)
-        if self._shared is not None and plan.travels and not plan.param.away:
+        if self._shared is not None and plan.is_gathered and not plan.param.away:
             return self._shared.shard(numel, dtype), None
         row = self._row(numel, plan.param)
         if row.values is not None:
@@ -207,7 +213,7 @@ class Storage:
         host = self.tiers[Tier.HOST]
         numel, dtype = plan.layout.shard_numel, torch_dtype(plan.grad.dtype)
         first = group.returning is None
-        if not lands_beside(plan):
+        if not has_host_gradients(plan):
             group.landed = group.grad
         elif group.landed is None or group.landed.dtype != dtype:
             if not first:  # a plan that begins to accumulate in mid-run
@@ -216,7 +222,7 @@ class Storage:
         if first:  # else it may share the gradients' buffer, and keeps it when they are accumulated
             if plan.param.away:
                 return
-            own = returns_beside(plan)
+            own = has_host_parameters(plan)
             returned = torch_dtype(plan.param.dtype)
             group.returning = in_place(host.allocate(numel, returned)) if own else group.grad
 
@@ -228,7 +234,7 @@ class Storage:
                 dtype = torch_dtype(group.plan.param.dtype)
                 group.whole = self.gather_slots[slot][offset : offset + nbytes].view(dtype)
                 offset += nbytes
-            peers = self._shared is not None and slot is not None and group.plan.travels
+            peers = self._shared is not None and slot is not None and group.plan.is_gathered
             own = group.plan.layout.shard_range(group.rank)
             group.in_shard = frozenset(group.plan.layout.within(*own) if peers else ())
             group.place_views()

@@ -241,7 +241,7 @@ class PreparedLoad:
         """Parameters that rest whole but were loaded in shards: bring the shards together."""
         parameters = self._handle.runtime.parameters
         for unit in self._handle.runtime.units:
-            if any(g.plan.travels and g.plan.param.residency is Residency.RESIDENT for g in unit.groups):
+            if any(g.plan.is_gathered and g.plan.param.residency is Residency.RESIDENT for g in unit.groups):
                 parameters.gather(unit.index)
         parameters.issue_peer_barrier()
         parameters.wait_for_gathers(resting_only=True)

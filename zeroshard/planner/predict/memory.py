@@ -220,7 +220,7 @@ def _allocations(plan: Plan) -> Iterator[int]:
             placement = group.placement(kind)
             if placement is None or placement.tier is not Tier.DEVICE or _is_transient(kind, placement):
                 continue
-            if kind is not StateKind.PARAM or not (peers and group.travels):
+            if kind is not StateKind.PARAM or not (peers and group.is_gathered):
                 yield from [group.nbytes(kind) // placement.copies] * placement.copies
         if group.second_nbytes:
             yield group.second_nbytes
