@@ -18,6 +18,6 @@ class Patience:
     def waiting(self, pending: Pending) -> AbstractContextManager[None]:
         return self._watchdog.waiting("")
 
-    def settle(self, pending: Pending, seconds: float) -> bool:
+    def wait_up_to(self, pending: Pending, seconds: float) -> bool:
         pending.finish()
         return True

@@ -1,4 +1,4 @@
-"""Communicators, collectives and what watches over them. `init_distributed` is the public name."""
+"""Communicators, collectives, and the watchdog that finds hangs. The public function is `init_distributed`."""
 
 from __future__ import annotations
 

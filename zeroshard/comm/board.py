@@ -1,4 +1,4 @@
-"""What watchdogs write to each other in the process group's store, as typed reads and writes.
+"""The messages that watchdogs exchange through the process group's store, as typed reads and writes.
 
     <name>/<generation>/process/<rank>     host and process id of each rank, written once
                        /left/<rank>        what a rank had issued when it closed its watchdog
@@ -69,26 +69,30 @@ class ProcessIdentity:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says when an alarm is raised, or when it leaves.
+    """The state that a rank publishes when an alarm is raised, or when it leaves.
 
     Attributes:
-        elsewhere: the collective of torch.distributed, none of ours, in which its main thread is.
+        in_user_collective: the collective of torch.distributed, called by user code, in which its main thread is.
     """
 
     tail: LogTail
     waiting_for: str | None
-    elsewhere: str | None = None
+    in_user_collective: str | None = None
 
     def to_text(self) -> str:
         """JSON."""
-        told = {"tail": self.tail.to_json(), "waiting_for": self.waiting_for, "elsewhere": self.elsewhere}
-        return json.dumps(told)
+        fields = {
+            "tail": self.tail.to_json(),
+            "waiting_for": self.waiting_for,
+            "in_user_collective": self.in_user_collective,
+        }
+        return json.dumps(fields)
 
     @staticmethod
     def from_text(text: str) -> Answer:
         """The inverse of `to_text`."""
         data = json.loads(text)
-        return Answer(LogTail.from_json(data["tail"]), data["waiting_for"], data["elsewhere"])
+        return Answer(LogTail.from_json(data["tail"]), data["waiting_for"], data["in_user_collective"])
 
 
 @dataclass(frozen=True)

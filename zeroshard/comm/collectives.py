@@ -1,15 +1,15 @@
 """The collectives that the engine issues: logged, asynchronous, and waited for without ever hanging silently.
 
     issue:  log ──> c10d ──> Pending(work, kind, unit)
-    wait :  done already? ──> work.wait(); else waits of a fifth of a second, between them the watchdog's verdict
+    wait :  done already? ──> work.wait(); else waits of a fifth of a second, with checks of the watchdog in between
 
 Every call returns at once. On a device `wait` only orders streams, the host goes on; on the CPU it blocks the host, and
 there a hang would be unexplained without the loop. A single wait with the process group's own limit was rejected: it is
 30 minutes, and its error names sockets, not units.
 
-gloo has no reduce-scatter of its own: torch makes it of an all-reduce on a copy of the input, and the work it returns
-never reports completion and ignores time limits (torch 2.13). So it is spelled out here as that same all-reduce, in
-place: the same sums bit for bit, no copy, and a wait that can be watched.
+gloo has no reduce-scatter: torch implements it by an all-reduce on a copy of the input, and the returned work never
+reports completion and ignores time limits (torch 2.13). So this file calls the same all-reduce itself, in place: the
+sums are the same bit for bit, nothing is copied, and the wait can be watched.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Pending:
         return f"{self.kind} of unit {self.unit}"
 
     def is_completed(self) -> bool:
-        """Whether the data has arrived; it is still to be waited for."""
+        """Whether the data has arrived; the caller still has to wait for it."""
         if self._event is not None:
             return self._event.query()
         work = self._work
         return work is None or work.is_completed()
 
     def mark(self, stream: torch.cuda.Stream) -> None:
-        """The operation is in the order of `stream`: its end is known from here on. Nothing on a CPU."""
+        """Record the operation's end on `stream`, after it was ordered there. Does nothing on a CPU."""
         if self._event is not None:
             self._event.record(stream)
 
@@ -109,9 +109,9 @@ class Collectives:
     """The collectives of one communicator. `group` is None on an axis of size 1: nothing is sent or logged then.
 
     Payload bytes as logged: all-gather its full output, reduce-scatter its full input, all-reduce and broadcast the
-    tensor, all-to-all what the caller says. All ranks of the group call the same methods in the same order. What is
-    issued outside of the lists is also recorded in `order`, the log that ranks compare: else a rank that waits here and
-    one that waits elsewhere would look merely slow to each other, for ever.
+    tensor, all-to-all the number that the caller gives. All ranks of the group call the same methods in the same order.
+    Operations outside of the lists are also recorded in `order`, the log that ranks compare. Otherwise two ranks that
+    wait in different collectives would only look slow to each other.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ class Collectives:
     ) -> Pending:
         if not payload.is_cuda:
             return Pending(kind, unit, work, finish)
-        # c10d has run it on the current stream: there is no work to wait for, but the watchdog wants to know its end.
-        # One event for all of them, since only the last one is looked at; whoever knows the stream marks it there.
-        # What goes into a graph has not happened: its replay is watched as a whole.
+        # c10d has issued it on the current stream, so there is no work to wait for. The watchdog needs its end: one
+        # event for all operations, since only the last one is checked; the caller records it on the right stream.
+        # Operations in a captured graph have not run; the replay is watched as a whole.
         if torch.cuda.is_current_stream_capturing():
             return Pending(kind, unit, work, finish)
         self._event = self._event or torch.cuda.Event()

@@ -1,7 +1,7 @@
-"""Between torch's DeviceMesh and the mesh of a plan.
+"""Converts between torch's DeviceMesh and the mesh of a plan.
 
-A DeviceMesh names its dims; ours are those of the ecosystem (`dp_replicate`, `dp_shard`, `tp`, ...), and older names of
-the same axes are understood. Ranks have to be numbered row by row, as `init_device_mesh` numbers them.
+The dims of a DeviceMesh have the usual names (`dp_replicate`, `dp_shard`, `tp`, ...) or older names of the same axes.
+Ranks must be numbered row by row, as `init_device_mesh` numbers them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparing the operation logs of several ranks: where they first differ, and the sentence that says so.
+"""Compares the operation logs of several ranks: finds their first difference, and writes the error message.
 
 Pure functions of what the ranks published; the watchdog moves the data. Logs are compared by operation number, each
 rank over the part that its tail still holds. A rank whose log simply ends earlier is behind, not divergent: the

@@ -1,11 +1,10 @@
-"""One inquiry into a wait that takes too long: gather every rank's answer, then say what is wrong, or that nothing is.
+"""Investigates a wait that takes too long: collects every rank's answer, then decides what is wrong, if anything.
 
     answers ──> two ranks issued different operations ──> divergence
-           ├──> a rank left or died, others wait for it ──> that rank is gone
-           ├──> a rank's process lives but is silent    ──> busy (a C call holds the interpreter lock): keep waiting
-           ├──> no answer and no sign of life           ──> unreachable
-           ├──> a rank stays in a collective of torch.distributed that needs the waiting one  ──> neither will come
-           └──> a rank's log is shorter                 ──> slow: keep waiting
+           ├──> a rank left or died, others wait for it ──> that rank is gone ├──> a rank's process lives but is silent
+           ──> busy (a C call holds the interpreter lock): keep waiting ├──> no answer and no sign of life           ──>
+           unreachable ├──> a rank stays in a collective of torch.distributed that needs the waiting one  ──> both would
+           wait forever └──> a rank's log is shorter                 ──> slow: keep waiting
 
 It runs in the watchdog thread of the one rank that judges an alarm. The alternative, every rank judging for itself,
 gives as many error texts as ranks and reads the square of their number from the store.
@@ -23,10 +22,10 @@ from zeroshard.comm.oplog import LogTail
 
 @dataclass
 class Inquiry:
-    """What the judging rank has found out so far; `poll` until `settled`, then `verdict`.
+    """The answers that the judging rank has collected; call `poll`, then `verdict`.
 
     Attributes:
-        before: in which foreign collective each rank was when this rank last asked.
+        before: the user's collective in which each rank was at the last inquiry of this rank.
     """
 
     board: Board
@@ -61,9 +60,9 @@ class Inquiry:
         return [rank for rank in range(self.world_size) if rank not in known]
 
     def tails(self) -> dict[int, LogTail]:
-        """The log of every rank that told it."""
-        told = {rank: answer.tail for rank, answer in {**self.answers, **self.left}.items()}
-        return {self.rank: self.own, **told}
+        """The log of every rank that from_others it."""
+        from_others = {rank: answer.tail for rank, answer in {**self.answers, **self.left}.items()}
+        return {self.rank: self.own, **from_others}
 
     def divergence(self) -> Verdict | None:
         """The verdict if two ranks issued different operations."""
@@ -71,7 +70,7 @@ class Inquiry:
         return None if found is None else Verdict(explain(found), True, self._readers())
 
     def verdict(self, *, connection_lost: bool) -> Verdict | None:
-        """The verdict once all has been heard that will be; None if every rank may still come.
+        """The verdict after all answers that can come; None if every rank may only be slow.
 
         A rank that left although it issued as much as this one may have sent its part already, so it is blamed only
         when the operation failed (`connection_lost`).
@@ -98,21 +97,23 @@ class Inquiry:
                 f"{name_ranks(unreachable)} is dead or unreachable: no answer came {where}. "
                 "Look at its own output and at the network."
             )
-        stuck = {rank: place for rank, place in self.elsewhere().items() if self.before.get(rank) == place}
+        stuck = {rank: place for rank, place in self.in_user_collective().items() if self.before.get(rank) == place}
         if stuck:
             return Verdict(
                 f"{name_ranks(stuck)} waits for all ranks in {next(iter(stuck.values()))} {where}: each waits for the "
-                "other, for ever. All ranks must run the same forwards (generate and evaluate too) and the same "
+                "other, forever. All ranks must run the same forwards (generate and evaluate too) and the same "
                 "collectives in the same order.",
                 True,
                 self._readers(),
             )
         return None
 
-    def elsewhere(self) -> dict[int, str]:
+    def in_user_collective(self) -> dict[int, str]:
         """The ranks that this one waits for and that are in a collective of the user's."""
         late = {r: a for r, a in self.answers.items() if a.tail.count < self.own.count and a.waiting_for is None}
-        return {rank: answer.elsewhere for rank, answer in late.items() if answer.elsewhere is not None}
+        return {
+            rank: answer.in_user_collective for rank, answer in late.items() if answer.in_user_collective is not None
+        }
 
     def slow(self) -> str:
         """Which ranks the others wait for, and where they are, when nothing is wrong but time."""

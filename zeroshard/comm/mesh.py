@@ -1,7 +1,7 @@
-"""The mesh as one rank sees it: the communicators over its axes.
+"""The communicators of one rank over the axes of a mesh.
 
-Ranks that meet over some axes share three communicators: gather and reduce, so that an all-gather never queues behind a
-reduce-scatter, and control for the small messages between steps. Axes whose ranks are the same share them.
+The ranks along some axes share three communicators: gather and reduce, so that an all-gather never queues behind a
+reduce-scatter, and control for the small messages between steps. Axes with the same groups of ranks share them.
 
 torch's DeviceMesh was rejected as the base: it makes one communicator per axis, wants a device type and binds the
 device, and has no form for one process without a process group.
@@ -21,7 +21,7 @@ from zeroshard.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class AxisGroups:
-    """The communicators over some axes; all None where one rank meets nobody and nothing is ever sent."""
+    """The communicators over some axes; all None for a single rank, which sends nothing."""
 
     gather: dist.ProcessGroup | None = None
     reduce: dist.ProcessGroup | None = None
@@ -45,7 +45,7 @@ class RankMesh:
         return self.mesh.world_size
 
     def over(self, axes: Axes) -> AxisGroups:
-        """The communicators of the ranks that this one meets over these axes."""
+        """The communicators of this rank over these axes."""
         return self.groups[axes]
 
     def store(self) -> dist.Store | None:

@@ -1,12 +1,12 @@
-"""Collectives over subgroups of ranks and between them, for layouts in nested order (mesh.NESTED).
+"""Collectives in two halves, within and between subgroups of ranks, for layouts in nested order (mesh.NESTED).
 
     ranks       0 1 | 2 3        two subgroups of two
     parts       0 2 | 1 3        which part of a layout each rank has
     all-gather  between subgroups: rank 0 gets parts 0 1, rank 1 parts 2 3;  within: all get 0 1 2 3
 
-A communicator numbers its ranks as the job does, so that one all-gather would put the parts in the order of ranks.
-Steps send each half as a leg of its own; this is for what is gathered or reduced whole outside of the lists. Rejected:
-communicators in another order of ranks, which older versions of torch sort.
+A communicator numbers its ranks as the job does, so a single all-gather would order the parts by rank. In a step each
+half is a leg of its own; this class is for gathers and reduces outside of the lists. Rejected: communicators with
+another order of ranks, because older versions of torch sort them.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ class NestedCollectives(Collectives):
         unit: str,
         nbytes: int,
     ) -> Pending:
-        """Refused: nothing that a plan in nested order allows needs it."""
-        raise UsageError(f"unit {unit!r}: an all-to-all over {self.name} is not built")
+        """Refused, since no plan in nested order needs it."""
+        raise UsageError(f"unit {unit!r}: an all-to-all over {self.name} is not supported")

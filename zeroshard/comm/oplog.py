@@ -1,4 +1,4 @@
-"""The log of the collectives that this rank issued: what a divergence is found and explained with.
+"""The log of the collectives that this rank issued; ranks compare their logs to find and explain a divergence.
 
     record() ──> entry (one per distinct kind, unit and bytes) ──> ring of the last 4096 entries
                                                              ├──> running 63-bit digest
@@ -114,7 +114,7 @@ class OperationLog:
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Also write down what is issued inside, to be repeated: a graph replays operations that nobody issues anew."""
+        """Also keep a list of the operations that are issued inside, to log them again when a graph is replayed."""
         assert self._copy is None, "a recording inside of another"
         self._copy = found = []
         try:

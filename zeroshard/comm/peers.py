@@ -25,7 +25,7 @@ from zeroshard.comm.watchdog import Watchdog
 
 
 class Channel(IntEnum):
-    """Barriers of different streams must not meet each other: each stream has a channel of its own."""
+    """A channel per stream, so that barriers of different streams do not match each other."""
 
     GATHER = 0
     REDUCE = 1
@@ -33,7 +33,7 @@ class Channel(IntEnum):
 
 
 class PeerMemory(Protocol):
-    """A buffer on each rank of a group, of the same size everywhere, which all of them reach.
+    """A buffer on each rank of a group, of the same size everywhere, which all of them can access.
 
     Attributes:
         rank, size: this rank's place in the group, and how many there are.
@@ -101,10 +101,10 @@ class Peers:
         """Bytes of peer memory on this rank."""
         return sum(memory.of(memory.rank).numel() for memory in self._memories.values())
 
-    def twin(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """What lies on `rank` where the contiguous `tensor` lies here."""
+    def on_peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The memory on `rank` at the offset of the contiguous `tensor` on this rank."""
         if not tensor.numel():
-            return tensor  # nothing has no address
+            return tensor  # an empty tensor has no address
         for memory in self._memories.values():
             own = memory.of(memory.rank)
             offset = tensor.data_ptr() - own.data_ptr()
@@ -130,7 +130,7 @@ class Peers:
     def all_gather(
         self, whole: torch.Tensor, shard: torch.Tensor, unit: str, own: Sequence[tuple[int, int]]
     ) -> Callable[[], Pending]:
-        """What copies the other ranks' shards (n) into `whole` (size * n), and pieces of this one's.
+        """A function that copies the other ranks' shards (n) into `whole` (size * n), and pieces of this rank's.
 
         Args:
             shard: may be this rank's slice of `whole`, of which nothing is copied.
@@ -140,7 +140,7 @@ class Peers:
         parts = whole.view(size, -1)
         inside = parts[rank].data_ptr() == shard.data_ptr()
         copies = [
-            (parts[peer], self.twin(whole, peer).view(size, -1)[peer] if inside else self.twin(shard, peer))
+            (parts[peer], self.on_peer(whole, peer).view(size, -1)[peer] if inside else self.on_peer(shard, peer))
             for peer in ((rank + step) % size for step in range(1, size))  # not all from the same one at once
         ]
         if not inside:

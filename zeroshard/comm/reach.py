@@ -1,4 +1,4 @@
-"""Whether ranks reach each other's memory: all GPUs in one host, with peer access between each pair."""
+"""Tests whether the GPUs of all ranks can access each other's memory: one host, peer access between each pair."""
 
 from __future__ import annotations
 

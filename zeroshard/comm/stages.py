@@ -1,13 +1,12 @@
-"""What the ranks of one pipeline stage share with those of the others: communicators over the axis `pp`.
+"""Communication between pipeline stages: communicators over the axis `pp`, and over all ranks of all stages.
 
     8 ranks, pp 2 x dp_shard 4         the ranks of a stage        across: those of all stages at one place
         stage 0    0 1 2 3             {0 1 2 3}                   {0 4} {1 5} {2 6} {3 7}
         stage 1    4 5 6 7             {4 5 6 7}
 
-Each stage is a mesh, a plan and an engine of its own, whose log its own ranks compare: ranks of other stages issue
-other operations. What all stages do together (the sum of a step's statistics, saves and loads) is in a log of its own,
-compared over all ranks. Rejected: one plan over all stages, in which every rank would know of parameters that it never
-has.
+Each stage has its own mesh, plan, engine and operation log, which its ranks compare; ranks of other stages issue other
+operations. Operations of all stages together (a step's statistics, saves and loads) have a separate log, which all
+ranks compare. Rejected: one plan over all stages, in which every rank has parameters of other stages.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from zeroshard.mesh import STAGES, Axes, Mesh
 
 _LABEL = "(pipeline stages)"
 _LONGEST = 4096
-"""Bytes in which a stage names its axes."""
+"""Bytes for the names of a stage's axes."""
 
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a rank stands among pipeline stages.
+    """The place of a rank among pipeline stages.
 
     Attributes:
         whole: the mesh of all ranks.
@@ -75,9 +74,9 @@ def find_stage(mesh: Mesh) -> StagePlace | None:
 
 
 def axes_of_all(own: Sequence[Axes], device: torch.device) -> list[Axes]:
-    """The axes over which the ranks of any stage meet, in one order; called by all ranks of all stages.
+    """The axes over which any stage needs communicators, in one order; called by all ranks of all stages.
 
-    Every rank makes every communicator, those of axes that only other stages use too.
+    Every rank makes every communicator, even over axes that only other stages use.
     """
     content = json.dumps(own).encode()
     if len(content) > _LONGEST:
@@ -119,7 +118,7 @@ class Stages:
         assert group is not None
         return group
 
-    def between(self, stages: Sequence[int]) -> Collectives:
+    def tied_group(self, stages: Sequence[int]) -> Collectives:
         """A communicator of the ranks at this rank's place in some of the stages; made by all ranks in one order.
 
         A rank of another stage gets one of itself alone.
@@ -132,7 +131,7 @@ class Stages:
         return Collectives(made, f"{STAGES}/tied", self._sent, self.watchdog)
 
     def gather_text(self, text: str) -> list[str]:
-        """What each stage's rank at this place has to say, in the order of the stages; called by all ranks."""
+        """Gather a text from the rank at this place of each stage, in the order of the stages; called by all ranks."""
         content = text.encode()
         count, device = self.across.size, self._device
         length = torch.tensor([len(content)], dtype=torch.int64, device=device)
@@ -140,9 +139,9 @@ class Stages:
         self.across.wait(self.across.all_gather(lengths, length, _LABEL))
         longest = max(int(lengths.max()), 1)
         told = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-        all_told = torch.empty(count * longest, dtype=torch.uint8, device=device)
-        self.across.wait(self.across.all_gather(all_told, told, _LABEL))
-        texts = all_told.cpu().view(count, longest)
+        received = torch.empty(count * longest, dtype=torch.uint8, device=device)
+        self.across.wait(self.across.all_gather(received, told, _LABEL))
+        texts = received.cpu().view(count, longest)
         return [bytes(texts[stage, : int(lengths[stage])].tolist()).decode() for stage in range(count)]
 
     def add_statistics(self, values: torch.Tensor, size: int) -> None:

@@ -4,10 +4,10 @@
     rank 1, boundary 42 <-- thread looks every half second:      >-- last = max(41, 42) + 1 = 43 on both
                             at/1 = 42 --------------------------/
 
-A thread writes down how many steps its rank has made, and from then on the rank does not pass its next boundary before
-it has read what all others wrote. So no rank can be beyond the step that they find. Until somebody asks, a boundary is
-a counter and the thread one store look-up each half second. Rejected: a flag in the step's all-reduce, which the host
-reads a step later on a GPU, and which a loop without an optimizer does not have.
+After the request a thread of each rank publishes how many steps the rank has made, and the rank then waits at its next
+boundary until it has read the numbers of all ranks. So no rank can be beyond the chosen step. Before a request a
+boundary costs a counter, and the thread one store look-up each half second. Rejected: a flag in the step's all-reduce,
+which on a GPU the host reads a step later, and which a loop without an optimizer does not have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stopping:
         self._tells_at_end = True
         self._lock = threading.Lock()
         self._steps = 0
-        self._told: int | None = None
+        self._published: int | None = None
         self._last: int | None = None
         self._decided, self._closing = threading.Event(), threading.Event()
         self._store: dist.Store | None = None
@@ -69,17 +69,17 @@ class Stopping:
         """A step is over; called by the main thread of all ranks after each step. Whether it was the last one."""
         with self._lock:
             self._steps += 1
-            waits = self._told is not None
+            waits = self._published is not None
         if waits:
             self._decided.wait(2 * _PATIENCE_S)
             self._watchdog.raise_if_failed()
         return self._last is not None and self._steps >= self._last
 
     def close(self, *, patient: bool = True) -> None:
-        """No step follows here. A rank that is asked later is told how many there were.
+        """This rank makes no more steps; publish their number, in case another rank is asked to stop later.
 
         Args:
-            patient: False where other ranks are gone, and the store in which they would be told perhaps too.
+            patient: wait until the number is published; False if other ranks, and perhaps the store, are lost.
         """
         if not self._closing.is_set():
             self._tells_at_end = patient
@@ -96,8 +96,8 @@ class Stopping:
                 return
             self._agree()
         except RuntimeError as error:  # the store is gone with the process that held it
-            if self._told is not None and not self._closing.is_set():
-                self._give_up(f"the ranks' store is gone ({str(error).splitlines()[0]})")
+            if self._published is not None and not self._closing.is_set():
+                self._on_failure(f"the ranks' store is gone ({str(error).splitlines()[0]})")
         finally:
             self._decided.set()
 
@@ -111,18 +111,18 @@ class Stopping:
                 break
         else:
             return
-        self._tell()
+        self._publish_steps()
 
-    def _tell(self) -> None:
+    def _publish_steps(self) -> None:
         with self._lock:
             steps = self._steps
-            self._told = None if self._closing.is_set() else steps
+            self._published = None if self._closing.is_set() else steps
         if self._store is not None:
             self._store.set(f"at/{self._rank}", str(steps))
 
     def _agree(self) -> None:
         if self._store is None:
-            self._last = (self._told or 0) + 1
+            self._last = (self._published or 0) + 1
             return
         deadline = time.monotonic() + _PATIENCE_S
         missing = list(range(self._size))
@@ -135,7 +135,7 @@ class Stopping:
             gone = [rank for rank in missing if self._is_gone(rank)]
             if gone or time.monotonic() > deadline or self._watchdog.error is not None:
                 why = "is gone" if gone else "did not answer"
-                self._give_up(f"rank {(gone or missing)[0]} {why}")
+                self._on_failure(f"rank {(gone or missing)[0]} {why}")
                 return
             time.sleep(_ANSWER_POLL_S)
         steps = [int(self._store.get(f"at/{rank}")) for rank in range(self._size)]

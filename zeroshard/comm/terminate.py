@@ -1,4 +1,4 @@
-"""A last word before a communication backend ends the process.
+"""Prints an explanation before a communication backend aborts the process.
 
 gloo calls std::terminate from its own thread when a message has not the size that was expected (ranks issued different
 collectives), NCCL when an operation fails: the process aborts with a line about sockets, and no Python exception is

@@ -1,12 +1,12 @@
-"""A first exchange between all ranks that can tell who does not take part, before there is an engine and its watchdog.
+"""An all-gather over all ranks before there is a watchdog, which names the ranks that do not take part.
 
-    all-gather, while it is under way    nobody is missing: wait
-                                         some have not come: say which in a warning, and end before the group would
-    all-gather, failed                   a rank has ended, or is in another collective: say which have not come
+    all-gather is running     no rank is missing: wait
+                              some ranks are missing: name them in a warning, and give up shortly before the group does
+    all-gather has failed     a rank has ended, or is in another collective: name the missing ranks
 
-Who has come stands in the store of the default process group. Ranks may come minutes apart, where one of them downloads
-a model first; so whoever waits ends shortly before the group's timeout, behind which stands torch's word on a socket,
-or with NCCL the end of the process. Rejected: a limit of its own, which would end such runs.
+Each rank marks its arrival in the store of the default process group. Ranks may arrive minutes apart, for example if
+one downloads a model first. So the wait ends only shortly before the group's timeout, after which torch would report a
+socket or, with NCCL, end the process. Rejected: a shorter limit, which would end such runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gather_from_all(own: torch.Tensor, place: str, cure: str) -> list[torch.Tens
     Raises:
         UsageError: some ranks did not come within the group's timeout, or have ended.
     """
-    meeting = _Meeting(place)
+    attendance = _Attendance(place)
     others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     begun, warned, limit = time.monotonic(), False, _SHARE * group_timeout().total_seconds()
     try:
@@ -48,20 +48,22 @@ def gather_from_all(own: torch.Tensor, place: str, cure: str) -> list[torch.Tens
             waited = time.monotonic() - begun
             if waited > WARN_S and not warned:
                 warned = True
-                _LOGGER.warning("rank %d waits at %s for ranks %s; %s", dist.get_rank(), place, meeting.absent(), cure)
-            if waited > limit and (absent := meeting.absent()):
+                _LOGGER.warning(
+                    "rank %d waits at %s for ranks %s; %s", dist.get_rank(), place, attendance.absent(), cure
+                )
+            if waited > limit and (absent := attendance.absent()):
                 raise UsageError(f"{place}: ranks {absent} have not come in {limit:.0f} seconds; {cure}")
         work.wait()
     except RuntimeError as error:  # of gloo and NCCL, which have kinds of their own
-        absent = meeting.absent()
+        absent = attendance.absent()
         if not absent:
             raise
         raise UsageError(f"{place}: ranks {absent} have ended, or are in another collective; {cure}") from error
     return others
 
 
-class _Meeting:
-    """This rank has come to a place, for as many times as it has come there."""
+class _Attendance:
+    """Marks that this rank has arrived at a place, and counts how often it has."""
 
     def __init__(self, place: str) -> None:
         world = dist.group.WORLD

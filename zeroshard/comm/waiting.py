@@ -1,4 +1,5 @@
-"""Waits of the host for a collective, watched: what failed is explained, and a divergence ends the wait."""
+"""Lets the host wait for a collective under the watchdog, which explains failures and ends a wait after a divergence.
+Lets the host wait for a collective under the watchdog, which explains failures and ends a wait after a divergence."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ class Waiter:
         self._watchdog = watchdog
 
     def waiting(self, pending: Pending) -> AbstractContextManager[None]:
-        """Around all pieces of one wait: from its start the watchdog's patience counts."""
+        """A context around all pieces of one wait; the watchdog's patience counts from its start."""
         return self._watchdog.waiting(pending.description)
 
-    def settle(self, pending: Pending, seconds: float) -> bool:
+    def wait_up_to(self, pending: Pending, seconds: float) -> bool:
         """Wait at most about `seconds`; whether the collective has finished.
 
         Raises DivergenceError when ranks issued different collectives, ZeroShardError when a rank is gone.

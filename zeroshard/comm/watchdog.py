@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from zeroshard.comm.board import Answer, Board, Verdict
 from zeroshard.comm.divergence import explain_digests
-from zeroshard.comm.elsewhere import foreign_collective
 from zeroshard.comm.inquiry import Inquiry, inquire
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.terminate import TerminateHook
+from zeroshard.comm.user_collective import user_collective
 from zeroshard.errors import DivergenceError, ZeroShardError
 
 EXIT_CODE = 70  # of a process whose main thread is blocked where no exception can reach it
@@ -107,7 +107,7 @@ class Watchdog:
         self._probes: list[Callable[[], Outstanding | None]] = []
         self._outstanding: dict[int, tuple[Outstanding, float]] = {}
         self._alarm, self._mismatches = 0, 0
-        self._elsewhere: dict[int, str] = {}
+        self._in_user_collective: dict[int, str] = {}
         self._alert_until = self._heard_at = self._reported_at = 0.0
         self._stopping = threading.Event()
         self._wake, self._settled, self._picked_up = threading.Event(), threading.Event(), threading.Event()
@@ -253,7 +253,7 @@ class Watchdog:
         now = time.monotonic()
         while board.alarm_raised(self._alarm):
             mark = self._current_wait()
-            place = foreign_collective() if mark is None else None
+            place = user_collective() if mark is None else None
             board.answer(self._alarm, Answer(self._log.tail(), mark[0] if mark else None, place))
             self._alarm += 1
             self._alert_until = now + _ALERT_S
@@ -273,7 +273,7 @@ class Watchdog:
     def _judge(self, board: Board, description: str, since: float) -> None:
         number, self._alarm = self._alarm, self._alarm + 1
         inquiry = Inquiry(board, number, self._rank, self._world_size, description, self._log.tail())
-        inquiry.before = self._elsewhere
+        inquiry.before = self._in_user_collective
         lost = self._connection_lost
         last_moment = max(since + self._deadline_s - 2 * _LINGER_S, time.monotonic() + 2.0)
 
@@ -282,7 +282,7 @@ class Watchdog:
             return not over and time.monotonic() < last_moment and not self._stopping.wait(_ALERT_POLL_S)
 
         verdict = inquire(inquiry, patient=patient, connection_lost=lost)
-        self._elsewhere = inquiry.elsewhere()
+        self._in_user_collective = inquiry.in_user_collective()
         self._heard_at = time.monotonic()
         if not self._still_waits(description, since):
             return

@@ -174,7 +174,7 @@ class PeerReduce:
         mine: list[_Piece] = []
         summed: list[OwnPiece] = []
         for owner in ((rank + step) % size for step in range(1, size + 1)):  # own part last: it needs no copy
-            row = self._peers.twin(group.wire, owner).view(size, -1)[rank]
+            row = self._peers.on_peer(group.wire, owner).view(size, -1)[rank]
             start, end = layout.shard_range(owner)
             for index, low, high in layout.pieces(start, end):
                 segment = layout.segments[index]

@@ -202,7 +202,7 @@ class HostWaiter(Protocol):
 
     def waiting(self, pending: Pending) -> AbstractContextManager[None]: ...
 
-    def settle(self, pending: Pending, seconds: float) -> bool: ...
+    def wait_up_to(self, pending: Pending, seconds: float) -> bool: ...
 
 
 class Entry:
@@ -310,7 +310,7 @@ class QueuedStreams:
         if head.pending is not None:
             if not head.pending.is_completed():
                 return False
-            self._waiter.settle(head.pending, 0.0)  # raises what went wrong in it
+            self._waiter.wait_up_to(head.pending, 0.0)  # raises what went wrong in it
         elif head.work is not None:
             head.work()
         elif head.event is not None:
@@ -328,14 +328,14 @@ class QueuedStreams:
             pending = self._queues[event.stream][0].pending
             if pending is not None:
                 with self._waiter.waiting(pending):
-                    self._settle(pending)
+                    self._wait_for_collective(pending)
             else:
                 time.sleep(0.0001)
 
-    def _settle(self, pending: Pending) -> None:
+    def _wait_for_collective(self, pending: Pending) -> None:
         """Wait for one collective, and advance the other queues meanwhile."""
         others_busy = sum(1 for queue in self._queues.values() if queue) > 1
-        while not self._waiter.settle(pending, 0.0005 if others_busy else 0.2):
+        while not self._waiter.wait_up_to(pending, 0.0005 if others_busy else 0.2):
             for stream, queue in self._queues.items():
                 if queue and queue[0].pending is not pending:
                     self._advance(stream)

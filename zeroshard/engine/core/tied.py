@@ -62,7 +62,9 @@ def find_tied(plan: Plan, tied: Sequence[str], stages: Stages) -> list[TiedUnit]
     holders: dict[str, tuple[int, ...]] = {}
     for name in sorted({name for stage in described for name in stage["tied"]}):
         holders[name] = tuple(index for index, stage in enumerate(described) if name in stage["tied"])
-    made = {stages_of: stages.between(stages_of) for stages_of in dict.fromkeys(holders.values()) if len(stages_of) > 1}
+    made = {
+        stages_of: stages.tied_group(stages_of) for stages_of in dict.fromkeys(holders.values()) if len(stages_of) > 1
+    }
     return [
         TiedUnit(name, those, made[those])
         for name, those in holders.items()

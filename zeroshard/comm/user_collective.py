@@ -1,12 +1,12 @@
-"""Where this rank's main thread is while others wait for it: in a collective of torch.distributed that is not ours?
+"""Finds out whether this rank's main thread is in a collective of torch.distributed that user code called.
 
     rank 0    model.generate(...)    waits for the all-gather of unit X, which needs rank 1
-    rank 1    dist.barrier()         waits for rank 0                              neither will ever come
+    rank 1    dist.barrier()         waits for rank 0                              both wait forever
 
-The logs of operations can't tell that from a rank which is only slow, for the barrier is in none of them. Seen from
-the watchdog thread, in the frames of the main thread. Only collectives of all ranks count, and of them only those that
-need all: a receiver of a broadcast waits for its source alone. Wrapping torch's functions was rejected: they are the
-user's, and may have been imported by name already.
+The operation logs can't tell this from a slow rank, because they do not contain the barrier. So the watchdog thread
+looks at the stack frames of the main thread. Only collectives over all ranks count that every rank must enter; the
+receiver of a broadcast waits for the source only. Rejected: wrapping torch's functions, which user code may have
+imported by name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FILE = distributed_c10d.__file__
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def foreign_collective() -> str | None:
+def user_collective() -> str | None:
     """'torch.distributed.barrier (train.py:12)' if the main thread is in such a call just now."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found: FrameType | None = None
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_OURS):
-            break  # what was found is ours, or of a function of the user's that we have called
+            break  # the collective was called by zeroshard, or by a user function that zeroshard called
         if code.co_filename == _FILE and code.co_name in _NEED_ALL and _of_all_ranks(frame):
             found = frame
         frame = frame.f_back
