@@ -141,7 +141,7 @@ def test_a_position_at_the_end_of_an_epoch_is_the_beginning_of_the_next(drop_las
         first, second = _loader(drop_last), _loader(drop_last)
         for _, _batch in zip(range(read), first, strict=False):
             pass
-        second.go_on(first.position)
+        second.continue_at(first.position)
         rest = _epoch(second)
         assert rest == (epochs[0][4 * read :] if read < batches else epochs[1])
     assert _loader(drop_last).position == Position(0, 0)
@@ -152,7 +152,7 @@ def test_set_epoch_keeps_the_place_in_the_epoch_that_was_begun_and_no_other() ->
     first, second = _epoch(epochs), _epoch(epochs)
     for epoch, expected in ((0, first[4:]), (1, second)):
         loader = _loader()
-        loader.go_on(Position(0, 4))
+        loader.continue_at(Position(0, 4))
         assert loader.sampler is not None
         loader.sampler.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
         assert _epoch(loader) == expected

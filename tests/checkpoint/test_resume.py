@@ -348,8 +348,8 @@ def _unforeseen(directory: str, rank: int) -> None:
         (save, f"{here}.buffer_sums", ValueError("sums"), "ValueError: sums"),
         (save, f"{here}.pieces", LookupError("pieces"), "LookupError: pieces"),
         (load, f"{here}.CheckpointReader", OSError(5, "bad disk"), "bad disk"),
-        (load, f"{prepared}.loading.apply", ArithmeticError("late"), "ArithmeticError: late.*do not train on"),
-        (load, f"{prepared}.set_generators", BufferError("later"), "BufferError: later.*do not train on"),
+        (load, f"{prepared}.loading.apply", ArithmeticError("late"), "ArithmeticError: late.*do not continue"),
+        (load, f"{prepared}.set_generators", BufferError("later"), "BufferError: later.*do not continue"),
     ]
     for call, place, error, said in cases:
         with pytest.MonkeyPatch.context() as patch:
@@ -362,7 +362,7 @@ def _unforeseen(directory: str, rank: int) -> None:
         torch.distributed.barrier()
         assert sorted(os.listdir(directory)) == ["latest", "whole"], place
         torch.distributed.barrier()
-    for at, said in (("save", "RuntimeError: no state today"), ("load", "KeyError: 'missing'.*do not train on")):
+    for at, said in (("save", "RuntimeError: no state today"), ("load", "KeyError: 'missing'.*do not continue")):
         faulty[at] = _Faulty(at if rank == 1 else "")
         with pytest.raises(CheckpointError, match=f"(?s){said}" if rank == 1 else f"(?s)rank 1 failed: .*{said}"):
             (save if at == "save" else load)()

@@ -288,11 +288,11 @@ def _refusals(rank: int, world: int) -> None:
     with pytest.raises(UsageError, match="needs a dense tensor"):
         zeroshard.safe_set_full_fp32_param(parameter, torch.ones(WIDTH, WIDTH).to_sparse())
     # Only rank 0's value is wrong: nobody waits for it.
-    words = "got shape" if rank == 0 else "what rank 0 gave can't be taken"
+    words = "got shape" if rank == 0 else "the value of rank 0 is not valid"
     with pytest.raises(UsageError, match=rf"'outer\.weight' .*{words}"):
         zeroshard.safe_set_full_fp32_param(parameter, torch.ones(3) if rank == 0 else torch.ones(WIDTH, WIDTH))
     before = zeroshard.safe_get_local_fp32_param(parameter)
-    words = "got shape" if rank == 1 else "what another rank gave can't be taken"
+    words = "got shape" if rank == 1 else "the value of another rank is not valid"
     with pytest.raises(UsageError, match=rf"'outer\.weight' .*{words}"):
         zeroshard.safe_set_local_fp32_param(parameter, torch.ones(3) if rank == 1 else before + 1.0)
     assert torch.equal(zeroshard.safe_get_local_fp32_param(parameter), before), "refused on all ranks, written on none"

@@ -401,7 +401,7 @@ def test_a_step_inside_is_refused_by_what_holds_the_parameters() -> None:
 def _closes_inside(rank: int, world: int) -> None:
     model, optimizer = shard_task(TASK, Setting(steps=1))
     with torch.no_grad(), zeroshard.GatheredParameters(model, modifier_rank=0):
-        with pytest.raises(UsageError, match=r"close: parameter 'inner.weight' is held by a"):
+        with pytest.raises(UsageError, match=r"close: parameter 'inner.weight' is whole in an open"):
             zeroshard.close(model)
         for parameter in model.parameters():
             parameter.zero_()

@@ -10,8 +10,8 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.engine.core.changes import LOOKED_AT
-from zeroshard.engine.core.delayed_reads import LATE
+from zeroshard.engine.core.changes import FIRST_NUMBERS
+from zeroshard.engine.core.delayed_reads import DELAY
 from zeroshard.errors import UsageError
 from zeroshard.plan.builder import Precision
 from zeroshard.plan.placement import STAGES
@@ -19,7 +19,7 @@ from zeroshard.plan.placement import STAGES
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 BACKEND = "cpu:gloo,cuda:nccl"
-WIDTH, STEPS = 256, LOOKED_AT + 2 * LATE
+WIDTH, STEPS = 256, FIRST_NUMBERS + 2 * DELAY
 Write = Callable[[nn.Parameter], object]
 
 
