@@ -1,16 +1,16 @@
-"""Warns of views of gathered parameters that are kept beyond the forward in which they were taken.
+"""Warns of views of gathered parameters that are kept after the forward in which they were taken.
 
     forward    self.old = self.weight.detach()      a view of the slot that the unit was gathered into
-    later      another unit is gathered there       self.old shows that one's values, and torch knows nothing of it
+    later      another unit is gathered there       self.old shows values of the other unit, without an error
 
-Autograd keeps such views too, rightly: a unit comes back to its slot before the backward reads them. So a view is no
-fault by itself, and code that takes it anew in each forward reads right values. The first passes, and some later ones,
-look at what modules have among their attributes, and say which of it will show other values.
+Autograd keeps such views, too, which is right: a unit is gathered into its slot again before the backward reads them.
+So a view alone is no error, and code that takes a new view in each forward reads correct values. The first passes, and
+some later ones, check the attributes of all modules and warn of views that will show other values.
 
-A script that appends to a list of its own is noticed by the number of references to the slots, which grows from pass to
-pass. Only then the objects of the process are looked through, twice: the views that are new from one pass to the next,
-and held by a container, are the script's, for the engine makes its own once. Rejected: doing so in every run, which
-takes longer than a step.
+A script that appends views to a list of its own is noticed by the number of references to the slots, which grows from
+pass to pass. Only then all objects of the process are searched, twice: views that are new in the second search and are
+in a container belong to the script, since the engine makes its own views only once. Rejected: such a search in every
+run, which takes longer than a step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from zeroshard.sharding.overlap import kept_tensors
 _LOOKS = 8
 """How often the references are counted: in the first passes, each of which may be followed by another plan."""
 _SAMPLE = 4
-"""Of how many new views it is asked who holds them, for each of which Python looks at all objects."""
+"""How many new views are checked for a container; Python searches all objects for each."""
 _CONTAINERS = (list, tuple, dict, set, deque)
 _MEANS = (
-    "of parameters that were gathered for a forward, kept beyond it. Their memory serves other parameters by then, "
-    "whose values it will show. Read it in the same forward alone, or keep a copy (weight.detach().clone())"
+    "of parameters that were gathered for a forward, kept after that forward. Other parameters use its memory later, "
+    "whose values it will show. Use it in the same forward only, or keep a copy (weight.detach().clone())"
 )
 
 
 class KeptViews:
-    """Looks between two passes at the attributes of a model's modules, and at who else refers to the slots.
+    """Checks between two passes the attributes of a model's modules, and whether anything else refers to the slots.
 
     Args:
         slots: the memory that units are gathered into, one after the other.
@@ -51,7 +51,7 @@ class KeptViews:
 
     def __init__(self, model: nn.Module, slots: Sequence[torch.Tensor]) -> None:
         self._model = model
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._looks_left = _LOOKS
         self.adopt(slots)
 
@@ -70,15 +70,15 @@ class KeptViews:
             return
         kept = [member for member in kept_tensors(self._model) if self._lies_in_a_slot(member.span.start)]
         for member in kept:
-            if member.name not in self._told:
-                self._told.add(member.name)
+            if member.name not in self._warned:
+                self._warned.add(member.name)
                 _warn(f"{member.name!r} is a view {_MEANS}")
         self.suspects = False
         if self._looks_left:
             self._looks_left -= 1
-            self._look_elsewhere({member.span.start for member in kept})
+            self._search_containers({member.span.start for member in kept})
 
-    def _look_elsewhere(self, named: set[int]) -> None:
+    def _search_containers(self, named: set[int]) -> None:
         """See whether anything refers to the slots that did not in the pass before, but for views at `named`."""
         before, self._references = self._references, _references(self._slots)
         known, self._known = self._known, None
