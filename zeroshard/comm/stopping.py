@@ -33,7 +33,7 @@ class Stopping:
     Args:
         store: through which the ranks met, None for one rank.
         wait: returns after so many seconds, or earlier when this rank was asked to stop; then True.
-        give_up: called in the thread when the ranks can't agree any more, with the reason. It may end the process.
+        on_failure: called in the thread when the ranks can't agree any more, with the reason. It may end the process.
         wake: makes `wait` return at once.
     """
 
@@ -44,11 +44,11 @@ class Stopping:
         world_size: int,
         watchdog: Watchdog,
         wait: Callable[[float], bool],
-        give_up: Callable[[str], None],
+        on_failure: Callable[[str], None],
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._size, self._watchdog = rank, world_size, watchdog
-        self._wait, self._give_up, self._wake = wait, give_up, wake
+        self._wait, self._on_failure, self._wake = wait, on_failure, wake
         self._tells_at_end = True
         self._lock = threading.Lock()
         self._steps = 0
@@ -90,9 +90,9 @@ class Stopping:
     def _run(self) -> None:
         try:
             self._await_request()
-            if self._told is None and self._closing.is_set():
+            if self._published is None and self._closing.is_set():
                 if self._tells_at_end:
-                    self._tell()
+                    self._publish_steps()
                 return
             self._agree()
         except RuntimeError as error:  # the store is gone with the process that held it

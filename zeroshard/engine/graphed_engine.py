@@ -67,7 +67,7 @@ class EngineBesideGraph:
                 )
         except BaseException:
             engine.global_steps, engine.micro_steps, engine.global_samples, engine._batching.since_step = before
-            engine._uncounted = None
+            engine._scheduler_arguments = None
             engine._size_of_step()  # forgets the backwards that were made
             raise
         finally:

@@ -69,7 +69,7 @@ class EngineOptions:
     settings: Settings = field(default_factory=Settings)
 
 
-class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
+class TrainingEngine(nn.Module, AnswersSettings, AsksSizes):
     """Trains a sharded model with DeepSpeed's calls. Attributes it lacks are looked up on the model.
 
     Attributes:
@@ -107,7 +107,9 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         self._inside_no_sync = self._coalesces = False
         self.in_capture = False
         self._unapplied = 0
-        self._uncounted: dict[str, Any] | None = None  # for the scheduler, while a step's outcome is to be looked at
+        self._scheduler_arguments: dict[str, Any] | None = (
+            None  # for the scheduler, while a step's outcome is to be looked at
+        )
         self._data = DataPositions()
         self._observer = self._options.observer
 
@@ -184,7 +186,11 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
             self.count_outcome()
         micro_batches, batch = self._size_of_step()
         self.count_step(1, batch, arguments)
-        with _UNSEEN if self._observer is None else self._seen_update(self._observer, stepper, batch, micro_batches):
+        with (
+            _UNOBSERVED
+            if self._observer is None
+            else self._observed_update(self._observer, stepper, batch, micro_batches)
+        ):
             self._update(self.optimizer)
         if self._batching.manual:
             self._take_accumulators()
@@ -202,7 +208,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
         self.global_steps += 1
         self.global_samples += samples
         self._data.mark()
-        self._uncounted = dict(arguments or {})
+        self._scheduler_arguments = dict(arguments or {})
 
     def end_step(self) -> None:
         """After an update: look at its outcome if it is here, and print what is due."""
@@ -255,7 +261,7 @@ class TrainingEngine(nn.Module, AsksSettings, AsksSizes):
 
     def count_outcome(self) -> None:
         """Count the last step as applied or skipped; on a GPU that is known only after a while, so not in the step."""
-        arguments, self._uncounted = self._uncounted, None
+        arguments, self._scheduler_arguments = self._scheduler_arguments, None
         if arguments is None:
             return
         stepper = stepper_of(self.module)

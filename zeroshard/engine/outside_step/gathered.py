@@ -182,7 +182,7 @@ class GatheredParameters:
         try:
             if kind is None and resized:
                 raise UsageError(
-                    f"{_called(resized[0])} was given data of another shape inside GatheredParameters, which is not "
+                    f"{_describe(resized[0])} was given data of another shape inside GatheredParameters, which is not "
                     "kept; resize a parameter before shard() or initialize()"
                 )
             if kind is None and self._modifier is not None:
@@ -224,7 +224,7 @@ class GatheredParameters:
                     holder.copy_(given)
         return given.shape == shape
 
-    def _stays(self, member: torch.Tensor) -> bool:
+    def _keeps_anyway(self, member: torch.Tensor) -> bool:
         """Whether a change stays, as outside of the block, though nobody asked to keep it."""
         return False
 

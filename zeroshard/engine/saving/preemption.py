@@ -68,8 +68,8 @@ class Preemption:
         self._writer_end.setblocking(False)
         self._former, self._closed, self._is_asked = former, False, False
         signal.signal(signal.SIGTERM, self._handle)
-        self._outer = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        _leave_out_children(self)
+        self._former_wakeup_fd = signal.set_wakeup_fd(self._writer_end.fileno(), warn_on_full_buffer=False)
+        _ignore_children(self)
         self._stopping = Stopping(
             store, comm.rank, comm.ranks, watchdog, self._asked, self._end_without_saving, self._wake
         )
@@ -99,14 +99,14 @@ class Preemption:
     def _wake(self) -> None:
         """End a wait for SIGTERM that runs in the thread; no signal has number 0."""
         with suppress(OSError):  # full: then it wakes without this
-            self._written.send(bytes(1))
+            self._writer_end.send(bytes(1))
 
     def _asked(self, seconds: float) -> bool:
         """In the thread: whether SIGTERM came within the time."""
         if not select.select([self._reader_end], [], [], seconds)[0]:
             return False
-        numbers = self._heard.recv(64).replace(bytes(1), b"")
-        if self._outer != -1 and numbers:
+        numbers = self._reader_end.recv(64).replace(bytes(1), b"")
+        if self._former_wakeup_fd != -1 and numbers:
             with suppress(OSError):
                 os.write(self._former_wakeup_fd, numbers)
         asked = signal.SIGTERM in numbers

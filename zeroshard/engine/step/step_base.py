@@ -226,7 +226,7 @@ class StepperBase(ABC):
         self.unapplied += 1
         self._report = StepReport(applied=False)
 
-    def _skipped(self, norm: float, name: str, scales: tuple[float, float] | None) -> None:
+    def _report_skipped(self, norm: float, name: str, scales: tuple[float, float] | None) -> None:
         """The gradients were not finite and nothing was updated: raise or log, as the plan says."""
         self.unapplied += 1
         self._report = StepReport(applied=False, norm=norm, nonfinite=name)
