@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,11 @@ bf16: {enabled: true}
 """
 
 
-@pytest.mark.parametrize("text", [COMMENTS, HJSON])
+LONG = json.dumps({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "optimizer": {"type": "SGD"}})
+LONG += " " * 999  # longer than a path may be
+
+
+@pytest.mark.parametrize("text", [COMMENTS, HJSON, LONG])
 @pytest.mark.parametrize("way", ["path", "text", "base64"])
 def test_every_form_of_a_config_is_read(tmp_path: Path, text: str, way: str) -> None:
     path = tmp_path / "ds.json"

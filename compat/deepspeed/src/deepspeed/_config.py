@@ -11,8 +11,8 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from zeroshard.config.document import Document, read_document
@@ -42,7 +42,8 @@ def _decoded(source: str) -> str:
         text = base64.urlsafe_b64decode(source).decode("utf-8")
     except (binascii.Error, ValueError):  # ValueError: characters or bytes that are no text
         return source
-    return text if "{" in text and not Path(source).exists() else source
+    # A whole config is longer than a path may be, for which Path.exists() raises an error.
+    return text if "{" in text and not os.path.exists(source) else source
 
 
 def understood(raw: Mapping[str, Any], *, optimizer: bool) -> dict[str, Any]:
