@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import warnings
@@ -97,6 +98,19 @@ def test_a_config_is_a_dict_a_path_json_text_or_in_args(tmp_path: Path) -> None:
         assert isinstance(optimizer, ShardedOptimizer)
         assert (loader, scheduler) == (None, None)
         engine.destroy()
+
+
+def test_a_scripts_parser_takes_the_config_as_deepspeeds_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(CONFIG))
+    parser = zeroshard.add_config_arguments(argparse.ArgumentParser())
+    engine, *_ = zeroshard.initialize(
+        args=parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)]), model=build()
+    )
+    assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert engine.local_rank == 3
+    engine.destroy()
 
 
 def test_no_config_or_two_are_refused() -> None:

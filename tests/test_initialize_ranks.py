@@ -73,6 +73,7 @@ def _loader(rank: int, world_size: int) -> list[int]:
     engine, _, loader, _ = zeroshard.initialize(model=build(), config=CONFIG, training_data=data)
     assert loader is not None
     assert engine.train_batch_size() == 4 * world_size
+    assert (engine.global_rank, engine.world_size) == (rank, world_size)
     engine.destroy()
     return [int(value) for (rows,) in loader for value in rows]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.checkpoint.pretrained import Pretrained, from_pretrained
     from zeroshard.comm.join import init_distributed
+    from zeroshard.config.arguments import add_config_arguments
     from zeroshard.elastic.run import run_elastic
     from zeroshard.engine.automatic import AutoPlan
     from zeroshard.engine.graphed import GraphedStep
@@ -125,6 +126,7 @@ _HOME = {
     "STAGES": "zeroshard.plan.placement",
     "Sharding": "zeroshard.plan.placement",
     "ZeroOneAdam": "zeroshard.optim.named",
+    "add_config_arguments": "zeroshard.config.arguments",
     "build_plan": "zeroshard.plan.builder",
     "checkpoint_activations": "zeroshard.sharding.activations",
     "clip_grad_norm_": "zeroshard.engine.native",
@@ -219,6 +221,7 @@ __all__ = [
     "Tier",
     "TiledLinear",
     "ZeroOneAdam",
+    "add_config_arguments",
     "build_plan",
     "checkpoint_activations",
     "clip_grad_norm_",

@@ -24,6 +24,7 @@ from zeroshard.engine.observing import Monitor, Observer, SilentMonitor, StepFac
 from zeroshard.engine.outside_step.clip_value import clip_grad_value_
 from zeroshard.engine.outside_step.offload_states import offload_states, reload_states
 from zeroshard.engine.outside_step.unused import refuse_unused
+from zeroshard.engine.place import AnswersPlace
 from zeroshard.engine.saving.save_options import SaveOptions
 from zeroshard.engine.settings import AnswersSettings, Settings
 from zeroshard.engine.step.attached import stepper_of
@@ -69,7 +70,7 @@ class EngineOptions:
     settings: Settings = field(default_factory=Settings)
 
 
-class TrainingEngine(nn.Module, AnswersSettings, AsksSizes):
+class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
     """Trains a sharded model with DeepSpeed's calls. Attributes it lacks are looked up on the model.
 
     Attributes:

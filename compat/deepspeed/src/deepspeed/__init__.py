@@ -31,7 +31,7 @@ __getattr__, __dir__ = lazy(
         "PipelineEngine": "deepspeed.runtime.pipe.engine:PipelineEngine",
         "PipelineModule": "zeroshard.pipeline.module:PipelineModule",
         "accelerator": "deepspeed.accelerator",
-        "add_config_arguments": "deepspeed._arguments:add_config_arguments",
+        "add_config_arguments": "zeroshard.config.arguments:add_config_arguments",
         "checkpoint": "deepspeed.checkpoint",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "comm": "deepspeed.comm",
