@@ -104,6 +104,22 @@ def test_explain_fits_the_terminal(good: Path, columns: int) -> None:
     assert any(line.startswith(f"{key} ") for line in lines), "a key is never broken"
 
 
+def test_three_batch_sizes_say_for_how_many_ranks_a_config_is(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    path.write_text(json.dumps(sizes))
+    assert "x 2 ranks (assumed; give --world-size)" in run("check", path).output
+    assert "world size 2 (assumed; give --world-size)" in run("explain", path).output
+    assert run("check", path, "-n", "2").output.rstrip().endswith("4 x 4 accumulation x 2 ranks")
+    for arguments, environment in ((("-n", "4"), {}), ((), {"WORLD_SIZE": "4"})):
+        done = run("check", path, *arguments, environment=environment)
+        assert done.exit_code == 1
+        assert "x 4 ranks = 64" in done.output
+        assert "assumed" not in done.output
+    path.write_text(json.dumps({**sizes, "train_batch_size": 33}))
+    assert "The number of ranks was assumed; --world-size N says it." in run("check", path).output
+
+
 @pytest.mark.parametrize("command", ["explain", "check", "migrate"])
 def test_what_has_no_end_is_not_read_for_ever(tmp_path: Path, command: str) -> None:
     pipe = tmp_path / "pipe"

@@ -20,8 +20,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from zeroshard.config.batch import NAMES
 from zeroshard.config.cli_migrate import migrate_command, schema_command
+from zeroshard.config.document import read_document
+from zeroshard.config.entries import gather_entries
 from zeroshard.config.keys import ANY_NAME, Status, key_table
+from zeroshard.config.problems import Problems
 from zeroshard.config.resolve import DEFAULT, Resolution, Setting, resolve
 from zeroshard.errors import ConfigError
 
@@ -45,7 +49,10 @@ _BESIDE_KEY = 60
 
 File = Annotated[Path, typer.Argument(help="The JSON config.", show_default=False)]
 WorldSize = Annotated[
-    int | None, typer.Option("--world-size", "-n", min=1, help="Data-parallel ranks [WORLD_SIZE, or 1].")
+    int | None,
+    typer.Option(
+        "--world-size", "-n", min=1, help="Data-parallel ranks [WORLD_SIZE, what the three batch sizes say, or 1]."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 AllKeys = Annotated[bool, typer.Option("--all", "-a", help="Show every known key, given or not.")]
@@ -65,8 +72,7 @@ def explain(
     if json_:
         typer.echo(json.dumps(as_json(resolution), indent=2))
         return
-    assumed = " (assumed; give --world-size)" if _is_assumed(world_size) else ""
-    title = Text(f"{file.name}, world size {resolution.config.world_size}{assumed}", style="bold")
+    title = Text(f"{file.name}, world size {resolution.config.world_size}{_assumed(world_size)}", style="bold")
     warnings = [Text(f"warning: {message}", style="yellow") for message in resolution.warnings]
     _print_all(title, _rows(resolution), warnings)
 
@@ -84,7 +90,7 @@ def check(file: File, world_size: WorldSize = None, set_: Overrides = None, json
     product = f"{batch.micro} x {batch.accumulation} accumulation x {ranks} rank{'s' if ranks > 1 else ''}"
     typer.echo(
         f"{file.name} is valid: ZeRO stage {resolution.config.zero.stage}, {resolution.config.precision.compute}, "
-        f"batch {batch.train} = {product}"
+        f"batch {batch.train} = {product}{_assumed(world_size)}"
     )
 
 
@@ -117,15 +123,27 @@ def as_json(resolution: Resolution) -> dict[str, Any]:
     }
 
 
-def _world_size(given: int | None) -> int:
-    if given is not None:
-        return given
+def _told(given: int | None) -> int | None:
+    """The number of ranks that an option or the environment says."""
     from_environment = os.environ.get("WORLD_SIZE", "")
-    return int(from_environment) if from_environment.isdecimal() and int(from_environment) > 0 else 1
+    said = int(from_environment) if from_environment.isdecimal() else 0
+    return given or said or None
 
 
-def _is_assumed(given: int | None) -> bool:
-    return given is None and not os.environ.get("WORLD_SIZE", "").isdecimal()
+def _assumed(given: int | None) -> str:
+    return " (assumed; give --world-size)" if _told(given) is None else ""
+
+
+def _fitting(file: Path, overrides: dict[str, Any]) -> int:
+    """The number of ranks at which the three batch sizes agree, where the config gives all of them; else 1."""
+    problems = Problems()
+    entries = gather_entries(read_document(file, problems), overrides, key_table(), problems)
+    values = [entries[name].value for name in NAMES if name in entries]
+    if len(values) < len(NAMES) or not all(type(value) is int and value > 0 for value in values):
+        return 1
+    train, micro, accumulation = values
+    ranks, rest = divmod(train, micro * accumulation)
+    return ranks if rest == 0 and ranks > 0 else 1
 
 
 def _overrides(assignments: list[str] | None) -> dict[str, Any]:
@@ -146,7 +164,7 @@ def _overrides(assignments: list[str] | None) -> dict[str, Any]:
 def _resolve_or_exit(file: Path, world_size: int | None, assignments: list[str] | None, as_json_: bool) -> Resolution:
     overrides = _overrides(assignments)
     try:
-        return resolve(file, world_size=_world_size(world_size), overrides=overrides)
+        return resolve(file, world_size=_told(world_size) or _fitting(file, overrides), overrides=overrides)
     except ConfigError as error:
         if as_json_:
             typer.echo(json.dumps({"problems": list(error.problems), "warnings": []}, indent=2))
@@ -155,6 +173,8 @@ def _resolve_or_exit(file: Path, world_size: int | None, assignments: list[str] 
             console.print(Text(f"{file.name} can't be obeyed:", style="bold red"))
             for problem in error.problems:
                 console.print(Text(f"  - {problem}"), soft_wrap=True)
+            if _told(world_size) is None and any(problem.startswith(NAMES) for problem in error.problems):
+                console.print(Text("The number of ranks was assumed; --world-size N says it."), soft_wrap=True)
         raise typer.Exit(1) from error
 
 
