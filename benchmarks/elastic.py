@@ -119,6 +119,7 @@ def main() -> int:
     parser.add_argument("--shard", type=int, default=0, help="ranks of a subgroup; 0: no copies of the state")
     parser.add_argument("--step-seconds", type=float, default=0.3)
     parser.add_argument("--lost-after", type=float, default=3.0)
+    parser.add_argument("--begin-seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loopback", action="store_true")
     options = parser.parse_args()
@@ -150,8 +151,9 @@ def run(directory: Path, hosts: TestHosts | None, options: argparse.Namespace) -
     with ElasticJob(directory, hosts, words, arguments) as job:
         for node in range(options.nodes):
             job.start(node)
-        if not until_trained(job, 300, 0.0):
-            raise SystemExit("the job did not begin")
+        if not until_trained(job, options.begin_seconds, 0.0):
+            last = [f"node {node}: {line}" for node, lines in job.outputs.items() for line in lines[-12:]]
+            raise SystemExit("\n".join(["the job did not begin", *last]))
         begun = time.time()
         for number in range(options.kills):
             at = begun + (number + random.random()) * options.minutes * 60 / options.kills
