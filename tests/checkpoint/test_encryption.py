@@ -355,7 +355,7 @@ def _loads_plain(rank: int, world: int, base: Path) -> None:
     engine.destroy()
     os.environ["MINE"] = KEY.secret.hex()
     engine = _engine(2, {"encryption_key": "env:MINE"})
-    with pytest.warns(ZeroShardWarning, match="is not encrypted, though this run has a key"):
+    with pytest.warns(ZeroShardWarning, match="is not encrypted, although this run has a key"):
         engine.load_checkpoint(str(base))
     with pytest.raises(ConfigError, match="encryption_key"):
         _engine(2, {"encryption_key": 7})

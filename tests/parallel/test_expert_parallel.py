@@ -284,7 +284,7 @@ def _refused(rank: int, world: int) -> None:
     with pytest.raises(PlanError, match="must come after the data axes"):
         zeroshard.shard(build(), mesh=outer)
     config = {**BASE, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
-    with pytest.raises(PlanError, match="not built on a mesh that divides sequences or experts"):
+    with pytest.raises(PlanError, match="not supported on a mesh that divides sequences or experts"):
         zeroshard.initialize(model=build(), config=config, mesh_param=mesh)
 
 

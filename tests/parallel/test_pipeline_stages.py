@@ -143,7 +143,7 @@ def _refuses(rank: int, world: int) -> None:
         zeroshard.shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
     with pytest.raises(PlanError, match=r"tied module '0' is not the same .* stage 0 has 0.weight \[2, 2\]"):
         zeroshard.shard(nn.Sequential(nn.Linear(2, 2 + rank)), mesh=mesh, tied=["0"])
-    with pytest.raises(PlanError, match=r"plan='auto': of pipeline stages"):
+    with pytest.raises(PlanError, match=r"plan='auto' is not supported with pipeline stages"):
         zeroshard.shard(nn.Linear(2, 2), mesh=mesh, plan="auto")
     both = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
     model, _ = zeroshard.shard(nn.ModuleDict({str(rank): nn.Linear(2, 2)}), mesh=both)
