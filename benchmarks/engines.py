@@ -29,9 +29,8 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,96 +40,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from benchmarks.llama import SIZES, Block, Llama, Shape, initialize
+from benchmarks.llama import Block, Llama, initialize
+from benchmarks.setting import (
+    BETAS,
+    DECAY,
+    OPTIMIZER,
+    MicroBatch,
+    NotInstalled,
+    Setting,
+    Trainer,
+    adamw,
+    backward,
+    model_of,
+    numel_of,
+)
 
-if TYPE_CHECKING:
-    from zeroshard.plan.plan import Plan
-
-BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 SEED = 0
 DEEPSPEED_BUCKET = 200_000_000
-OPTIMIZER = "optimizer"
-"""Annotation around clipping and update, by which a trace's kernels are told apart."""
-
 PACKAGES = {
     "deepspeed": ("deepspeed",),
     "zeroshard": ("zeroshard.engine.native", "zeroshard.sharding.deferred.init"),
     "initialize": ("zeroshard.from_config", "zeroshard.sharding.deferred.init"),
 }
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""Ids and targets, int64 (batch, length)."""
-
-
-class NotInstalled(Exception):
-    """The engine is not there; the measurement is left out, not failed."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What an engine needs to know to build the model and its step.
-
-    Attributes:
-        batch: sequences per micro-batch on each rank.
-        accumulation: micro-batches per step.
-        checkpointing: recompute activations, block by block.
-        compiled: compile every block.
-        tuned: see the module's text.
-        exact: start from the very values that the other engines start from, at the price of a whole model on each GPU.
-        rate: learning rate.
-        offload: "none", or see the module's text.
-        host_share: the share of the state in host memory, for zeroshard.
-        clip: largest global norm; 0 is no clipping.
-        graph: replay steps as a CUDA graph (zeroshard, and the floor).
-        spare: GiB in which units may stay gathered, for zeroshard.
-        cap_gib: memory of the device that may be used; None is all of it.
-        length: tokens of a sequence, for those who plan.
-        fp8: "none", or the recipe in which linear layers multiply (zeroshard, and torchao's on FSDP2).
-    """
-
-    engine: str
-    device: torch.device
-    size: str = "1b"
-    batch: int = 4
-    accumulation: int = 1
-    checkpointing: bool = False
-    compiled: bool = False
-    tuned: bool = False
-    exact: bool = False
-    rate: float = 1e-4
-    offload: str = "none"
-    host_share: float = 1.0
-    clip: float = CLIP
-    graph: bool = False
-    spare: float = 0.0
-    cap_gib: float | None = None
-    length: int = 2048
-    fp8: str = "none"
-
-    @property
-    def shape(self) -> Shape:
-        return SIZES[self.size]
-
-    @property
-    def stage(self) -> int:
-        """The number at the end of the engine's name."""
-        return int(self.engine[-1])
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """A model that is ready: `step` takes the micro-batches of one step and gives the loss of the last one.
-
-    `step` never waits for the device by itself; whether the engine does is what is measured. `outside` are bytes on the
-    device that torch's allocator doesn't count; they are added to what it says. `plan` gives the plan that zeroshard
-    runs, None for the others.
-    """
-
-    step: Callable[[Sequence[MicroBatch]], torch.Tensor]
-    numel: int
-    outside: int = 0
-    close: Callable[[], None] = lambda: None
-    plan: Callable[[], Plan | None] = lambda: None
 
 
 def load(engine: str) -> None:
@@ -165,35 +96,22 @@ def build(setting: Setting) -> Trainer:
     return ENGINES[setting.engine](setting)
 
 
-def _model(setting: Setting) -> Llama:
-    """The model, built under whatever context the caller has opened."""
-    return Llama(setting.shape, checkpointing=setting.checkpointing)
-
-
-def _adamw(parameters: Iterable[nn.Parameter], setting: Setting, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=setting.rate, betas=BETAS, weight_decay=DECAY, fused=fused)
-
-
-def _numel(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 # The floor and DDP
 
 
 def build_floor(setting: Setting) -> Trainer:
     with setting.device:
-        model = _model(setting).to(torch.bfloat16)
+        model = model_of(setting).to(torch.bfloat16)
     if setting.compiled:
         model.compile_blocks()
 
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         model.zero_grad(set_to_none=True)
-        return _backward(model, micro_batches)
+        return backward(model, micro_batches)
 
     # Without a GPU a graph is the step as it is, as for GraphedStep: presets are tried there.
     graphed = setting.graph and setting.device.type == "cuda"
-    return Trainer(_graphed_floor(step, setting) if graphed else step, _numel(model))
+    return Trainer(_graphed_floor(step, setting) if graphed else step, numel_of(model))
 
 
 def _graphed_floor(step: Callable[[Sequence[MicroBatch]], torch.Tensor], setting: Setting) -> Any:
@@ -221,17 +139,17 @@ def _graphed_floor(step: Callable[[Sequence[MicroBatch]], torch.Tensor], setting
 
 def build_ddp(setting: Setting) -> Trainer:
     with setting.device:
-        model = _model(setting)
+        model = model_of(setting)
     if setting.compiled:
         model.compile_blocks()
     ids = [setting.device.index] if setting.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    optimizer = _adamw(model.parameters(), setting, fused=True)
+    optimizer = adamw(model.parameters(), setting, fused=True)
 
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         with ddp.no_sync() if len(micro_batches) > 1 else nullcontext():
-            _backward(ddp, micro_batches[:-1], len(micro_batches), autocast=setting.device.type)
-        loss = _backward(ddp, micro_batches[-1:], len(micro_batches), autocast=setting.device.type)
+            backward(ddp, micro_batches[:-1], len(micro_batches), autocast=setting.device.type)
+        loss = backward(ddp, micro_batches[-1:], len(micro_batches), autocast=setting.device.type)
         with record_function(OPTIMIZER):
             if setting.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
@@ -239,19 +157,7 @@ def build_ddp(setting: Setting) -> Trainer:
             optimizer.zero_grad(set_to_none=True)
         return loss
 
-    return Trainer(step, _numel(model))
-
-
-def _backward(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], divisor: int = 1, autocast: str | None = None
-) -> torch.Tensor:
-    """Forward and backward of every micro-batch; the last loss, undivided."""
-    loss = torch.zeros(())
-    for ids, targets in micro_batches:
-        with torch.autocast(autocast, torch.bfloat16) if autocast else nullcontext():
-            loss = model(ids, targets)
-        (loss if divisor == 1 else loss / divisor).backward()
-    return loss.detach()
+    return Trainer(step, numel_of(model))
 
 
 # FSDP2
@@ -260,8 +166,8 @@ def _backward(
 def build_fsdp2(setting: Setting) -> Trainer:
     # A DTensor draws other random numbers than a plain tensor, so exact values have to be there before it is sharded.
     with setting.device if setting.exact else torch.device("meta"):
-        model = _model(setting)
-    numel = _numel(model)
+        model = model_of(setting)
+    numel = numel_of(model)
     if setting.fp8 != "none":
         _convert_by_torchao(model, setting.fp8)
     if setting.compiled:
@@ -287,10 +193,10 @@ def build_fsdp2(setting: Setting) -> Trainer:
         model.to_empty(device="cpu" if away else setting.device)
         initialize(model)
     # On CPU fused AdamW does not know DTensors; foreach is the fastest there.
-    optimizer = _adamw(model.parameters(), setting, fused=setting.device.type == "cuda")
+    optimizer = adamw(model.parameters(), setting, fused=setting.device.type == "cuda")
 
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        loss = _backward(model, micro_batches, len(micro_batches))
+        loss = backward(model, micro_batches, len(micro_batches))
         with record_function(OPTIMIZER):
             if setting.clip and setting.tuned:
                 clip_local_(model.parameters(), setting.clip)
@@ -363,16 +269,16 @@ def build_deepspeed(setting: Setting) -> Trainer:
     config = deepspeed_config(setting)
     if setting.stage == 3:
         with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
-            model = _model(setting)
+            model = model_of(setting)
     else:
         with setting.device:
-            model = _model(setting).to(torch.bfloat16)
+            model = model_of(setting).to(torch.bfloat16)
     if setting.compiled:
         model.compile_blocks()
     if setting.tuned and setting.stage == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
     if setting.offload == "none":
-        optimizer = _adamw(model.parameters(), setting, fused=True)
+        optimizer = adamw(model.parameters(), setting, fused=True)
     else:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
 
@@ -423,8 +329,8 @@ def build_zeroshard(setting: Setting) -> Trainer:
 
     # Deferred, so that no rank ever holds the whole model: each tensor is made, cut and forgotten.
     with zeroshard.Init(device=setting.device):
-        model = _model(setting)
-    numel = _numel(model)
+        model = model_of(setting)
+    numel = numel_of(model)
     if setting.compiled:
         model.compile_blocks()
     policy = zeroshard.ExecutionPolicy(
@@ -442,7 +348,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
     units = ["embed", *(f"blocks.{index}" for index in range(len(model.blocks))), "head"]
     sharded, optimizer = zeroshard.shard(
         model,
-        _adamw(model.parameters(), setting, fused=False),
+        adamw(model.parameters(), setting, fused=False),
         plan=_automatic(setting, recipe) if setting.offload == "auto" else recipe,
         units=units if setting.tuned else None,
         device=setting.device,
@@ -450,7 +356,7 @@ def build_zeroshard(setting: Setting) -> Trainer:
     assert optimizer is not None
 
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        loss = _backward(sharded, micro_batches, len(micro_batches))
+        loss = backward(sharded, micro_batches, len(micro_batches))
         with record_function(OPTIMIZER):
             optimizer.step()
             optimizer.zero_grad()
@@ -467,7 +373,7 @@ def build_initialize(setting: Setting) -> Trainer:
 
     assert setting.offload == "none", "offload is measured on the native interface"
     with zeroshard.Init(device=setting.device):
-        model = _model(setting)
+        model = model_of(setting)
     if setting.compiled:
         model.compile_blocks()
     config: dict[str, Any] = {
@@ -480,7 +386,7 @@ def build_initialize(setting: Setting) -> Trainer:
     }
     if setting.fp8 != "none":
         config["fp8"] = {"enabled": True, "recipe": setting.fp8, "tokens": setting.batch * setting.length}
-    optimizer = _adamw(model.parameters(), setting, fused=False)
+    optimizer = adamw(model.parameters(), setting, fused=False)
     engine = zeroshard.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def step(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

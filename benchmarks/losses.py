@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare import device_count
-from benchmarks.engines import ENGINES, MicroBatch, Setting, build
+from benchmarks.engines import ENGINES, build
 from benchmarks.llama import SIZES
 from benchmarks.ranks import run_ranks
+from benchmarks.setting import MicroBatch, Setting
 from benchmarks.train import start
 
 DEFAULT = ("zeroshard3", "fsdp2", "ddp")

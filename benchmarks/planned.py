@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import Setting
 from benchmarks.planner_cases import workload
+from benchmarks.setting import Setting
 from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import reordered

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import Setting, build, load
+from benchmarks.engines import build, load
 from benchmarks.planner_cases import ALL_MEMORY, Case
+from benchmarks.setting import Setting
 from benchmarks.train import batches, finish, memory, slowest, start, synchronize, timed, used, warmed_up
 
 WAIT_SECONDS = 120.0

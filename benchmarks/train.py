@@ -40,8 +40,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.account import STEP, account, read_trace
-from benchmarks.engines import CLIP, ENGINES, MicroBatch, NotInstalled, Setting, Trainer, build, load
+from benchmarks.engines import ENGINES, build, load
 from benchmarks.llama import SIZES, Shape
+from benchmarks.setting import CLIP, MicroBatch, NotInstalled, Setting, Trainer
 
 GIB = 2**30
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}

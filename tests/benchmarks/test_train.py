@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 
 from benchmarks import compare, largest, losses, train
-from benchmarks.engines import ENGINES, NotInstalled, Setting, build
+from benchmarks.engines import ENGINES, build
 from benchmarks.llama import SIZES, Llama
 from benchmarks.ranks import ROOT
 from benchmarks.ranks import run_ranks as launch
 from benchmarks.report import Outcome
+from benchmarks.setting import NotInstalled, Setting
 from tests.support.cases import only_with_all_cases
 from tests.support.distributed import run_ranks
 from zeroshard.planner.machine.hardware import parse_cluster

@@ -1,4 +1,4 @@
-"""Ranks that agree on their last step let go of each other: at once where the others are gone, else with a last word."""
+"""Ranks that agree on a last step part at once where the others are gone, and else after they have told their steps."""
 
 from __future__ import annotations
 

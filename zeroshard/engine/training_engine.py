@@ -106,8 +106,7 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
         if self._options.check_every_pass:
             handle_of(model).runtime.check_every_pass()
         self._inside_no_sync = self._coalesces = False
-        self.in_capture = False
-        self._unapplied = 0
+        self.in_capture, self._unapplied = False, 0
         self._scheduler_arguments: dict[str, Any] | None = (
             None  # for the scheduler, while a step's outcome is to be looked at
         )
@@ -496,7 +495,6 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
                 f"engine.{call}: there is no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}) "
                 "or pass one to initialize(optimizer=...)"
             )
-        stepper = stepper_of(self.module)
         if not graphed:
-            stepper.refuse_capture(f"engine.{call}")
-        return stepper
+            stepper_of(self.module).refuse_capture(f"engine.{call}")
+        return stepper_of(self.module)
