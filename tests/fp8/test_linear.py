@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.fp8_model import LAYERS, batch, build, loss_of
+from tests.support.fp8_model import LAYERS, batch, build, loss_of, recipe
+from zeroshard.engine.planning import _with_products
 from zeroshard.errors import PlanError
 from zeroshard.fp8.cast import (
     COLUMNS,
@@ -159,6 +160,13 @@ def test_names_choose_layers_and_wrong_ones_are_refused() -> None:
         choose(model, Fp8(names=("outer",)))
     with pytest.raises(PlanError, match="multiples of 16"):
         choose(model, Fp8(names=("inner.0.odd",)))
+
+
+def test_a_model_of_which_no_layer_takes_part_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    made = _with_products(recipe(3, fp8=Fp8()), build(), torch.device("cpu"))
+    assert made.policy.products is None
+    assert "no layer takes part; the model computes as without it (" in caplog.text
+    assert "linear layers of 96 x 32 stay" in caplog.text
 
 
 def test_small_products_gain_nothing_and_large_ones_do() -> None:

@@ -59,3 +59,13 @@ def test_a_place_is_left_out_after_a_kill_or_two_failures(outcomes: list[Outcome
         places = places.after(outcome)
     assert "".join(places.devices or ()) == devices
     assert places.count == len(devices)
+
+
+def test_a_list_of_hosts_is_not_passed_over_in_an_elastic_job(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    words = ["--nodes", "1:2", "--master-addr", "localhost", script(tmp_path, "print('started')")]
+    for hosts in (["--hostfile", "hosts"], ["--include", "localhost:0"]):
+        done = zeroshard(tmp_path, "run", *hosts, *words, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert done.returncode != 0
+        assert "hosts of an elastic job come and go" in " ".join(done.stderr.split())
+        assert "started" not in done.stdout

@@ -95,7 +95,8 @@ def _with_products(recipe: Recipe, model: nn.Module, device: torch.device) -> Re
     for line in described(choices):
         _LOGGER.info("%s", line)
     if made.policy.products is None:
-        _LOGGER.warning("fp8: no layer takes part; the model computes as without it")
+        reasons = "; ".join(line.removeprefix("fp8: ") for line in described(choices))
+        _LOGGER.warning("fp8: no layer takes part; the model computes as without it (%s)", reasons or "it has none")
     return made
 
 

@@ -127,6 +127,11 @@ def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job
 
 def _elastic(job: Job, options: HostOptions, given: NodePlace) -> Job:
     """A node of an elastic job: it needs no number, but to know where the nodes meet."""
+    if options.hostfile is not None or options.include is not None or options.exclude is not None:
+        raise UsageError(
+            "--hostfile, --include and --exclude with --nodes MIN:MAX: hosts of an elastic job come and go, so a list "
+            "of them is not obeyed; leave it out, and start the same command on each host"
+        )
     if given.node_rank is not None:
         raise UsageError("--node-rank: nodes of an elastic job come and go, and need no numbers; leave it out")
     told = find_told(options.rendezvous, os.environ)
