@@ -131,6 +131,8 @@ def test_the_planners_clocks_read_the_same_list(row: Sharding) -> None:
     for kind in set(_kinds(plan)):
         less = step_time(_with_legs(plan, partial(_without, kind)), traced, cluster).busy
         assert less["gather"] + less["reduce"] < busy["gather"] + busy["reduce"], kind
+        moved = _with_legs(plan, partial(_over_subgroups, kind))
+        assert moved.legs == plan.legs or step_time(moved, traced, cluster).busy != busy, kind
 
 
 @pytest.mark.parametrize("stage", range(4))
