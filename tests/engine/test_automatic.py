@@ -82,7 +82,7 @@ def _choices(rank: int, world_size: int) -> dict[str, Any]:
     found["config"] = _placed(_initialize(Llama(SIZES["tiny"]), {}, data))
     little = {"automatic": {"device_memory": 48 * MB}}
     found["config, little"] = _placed(_initialize(Llama(SIZES["tiny"]), little, data))
-    with pytest.raises(PlanError, match=r"nothing fits.*Offload was not looked at, for it is forbidden"):
+    with pytest.raises(PlanError, match=r"nothing fits.*Offload was not tried, since it is forbidden"):
         _initialize(Llama(SIZES["tiny"]), {**little, "offload_optimizer": {"device": "none"}}, data)
     fixed = {"automatic": {"device_memory": 60 * MB}, "offload_optimizer": {"device": "cpu", "ratio": 0.9}}
     _initialize(Llama(SIZES["tiny"]), fixed, data)

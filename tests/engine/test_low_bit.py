@@ -44,7 +44,7 @@ from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Blocks
 from zeroshard.plan.plan import Plan
-from zeroshard.planner.choose.configs import meaning
+from zeroshard.planner.choose.configs import read_config
 from zeroshard.planner.machine.hardware import parse_cluster
 from zeroshard.sharding.units import find_units
 
@@ -324,7 +324,7 @@ def _check_planner(kind: str, params: dict[str, Any], stage: int) -> None:
     assert config.optimizer is not None
     model = _Model()
     source = configured_source(config.optimizer.type, config.optimizer.params, list(model.parameters()), {})
-    recipe = meaning(document, parse_cluster("1xH100")).recipe
+    recipe = read_config(document, parse_cluster("1xH100")).recipe
     engine = make_plan(model, replace(recipe, moments=9, blocks=None), source, torch.device("cpu"))
     plan = zeroshard.build_plan(find_units(model), recipe, engine.dp)
     assert state_bytes(plan).moments == state_bytes(engine).moments
@@ -333,7 +333,7 @@ def _check_planner(kind: str, params: dict[str, Any], stage: int) -> None:
 
 def test_no_block_straddles_parameters_or_ranks_and_the_planner_counts_as_the_engine_does() -> None:
     document = {"optimizer": {"type": "AdamW4bit", "params": {}}, "train_micro_batch_size_per_gpu": 1}
-    recipe = meaning(document, parse_cluster("8xH100")).recipe
+    recipe = read_config(document, parse_cluster("8xH100")).recipe
     assert recipe.blocks == Blocks(4, 128)
     plan = zeroshard.build_plan(find_units(_Model()), recipe, 3)
     for _, group in plan.groups():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.planner.choose.configs import meaning
+from zeroshard.planner.choose.configs import read_config
 from zeroshard.planner.machine.hardware import parse_cluster
 from zeroshard.planner.trace.kernels import KernelKind
 from zeroshard.planner.trace.ledger import Purpose
@@ -60,5 +60,5 @@ def test_a_trace_keeps_what_autocast_keeps_and_multiplies_in_its_dtype() -> None
 
 def test_a_config_says_which_dtype() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "torch_autocast": {"enabled": True, "dtype": "bf16"}}
-    assert meaning(config, parse_cluster("1xH100")).autocast == "bfloat16"
-    assert meaning({"train_micro_batch_size_per_gpu": 1}, parse_cluster("1xH100")).autocast is None
+    assert read_config(config, parse_cluster("1xH100")).autocast == "bfloat16"
+    assert read_config({"train_micro_batch_size_per_gpu": 1}, parse_cluster("1xH100")).autocast is None

@@ -52,7 +52,7 @@ def test_a_narrow_terminal_loses_whole_columns_and_no_digit(monkeypatch: pytest.
     assert all(len(line) <= 80 for line in table.splitlines())
     assert "…" not in shown
     assert {"total", "fits", "step"} <= set(table.splitlines()[1].split())
-    assert "Left out for want of room: param" in rest
+    assert "Left out, since the window is too narrow: param" in rest
 
 
 def test_titles_are_no_markup_and_what_a_factory_prints_is_no_answer() -> None:

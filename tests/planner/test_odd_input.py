@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.planner.settings import BF16
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.planner.choose.configs import default_document, meaning, with_batch
+from zeroshard.planner.choose.configs import default_document, read_config, with_batch
 from zeroshard.planner.machine.hardware import parse_cluster
 from zeroshard.planner.predict.rows import Row, Setting, make_row
 from zeroshard.planner.predict.tiers import Offload
@@ -101,4 +101,4 @@ def test_nought_is_not_taken_for_nothing_given() -> None:
         parse_cluster("4xH100", per_node=0)
     document = with_batch(default_document(CLUSTER.gpu), None, 0)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
-        meaning(document, CLUSTER)
+        read_config(document, CLUSTER)

@@ -26,11 +26,11 @@ from zeroshard.comm.reach import gpus_reachable
 from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError, UsageError, ZeroShardError
 from zeroshard.plan.builder import Recipe
-from zeroshard.planner.choose.startup import Decision, Example, MakePlan, Room, decide
+from zeroshard.planner.choose.startup import Decision, Example, FreeMemory, MakePlan, decide
 from zeroshard.planner.machine.hardware import Cluster, find_gpu, parse_cluster
 from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.trace.meta_copy import meta_copy
 from zeroshard.planner.trace.sources import guessed_batch
-from zeroshard.planner.trace.twin import meta_twin
 from zeroshard.sharding.units import UnitSpec
 
 _LOGGER = logging.getLogger("zeroshard")
@@ -85,7 +85,7 @@ def assumed_example(model: nn.Module, samples: int, length: int | None) -> Examp
     tokens = length or min(DEFAULT_TOKENS, limit if isinstance(limit, int) else DEFAULT_TOKENS)
     try:
         with torch.device("meta"):
-            batch = guessed_batch(meta_twin(model), type(model).__name__, samples, tokens)
+            batch = guessed_batch(meta_copy(model), type(model).__name__, samples, tokens)
     except (ZeroShardError, AttributeError, TypeError, ValueError):
         return None
     found = "" if length else ", as nobody found how long they are"
@@ -138,7 +138,7 @@ def reachable(device: torch.device) -> bool:
     return device.type == "cuda" and gpus_reachable(device)
 
 
-def _free_on_ranks(model: nn.Module, device: torch.device, limit: float | None) -> Room:
+def _free_on_ranks(model: nn.Module, device: torch.device, limit: float | None) -> FreeMemory:
     """The least free memory of any rank."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
     free = available_bytes()
@@ -150,7 +150,7 @@ def _free_on_ranks(model: nn.Module, device: torch.device, limit: float | None) 
     if world_size() > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
     own, host = least.tolist()
-    return Room(own, host, world_size(), device.type == "cuda", cluster)
+    return FreeMemory(own, host, world_size(), device.type == "cuda", cluster)
 
 
 def _free(model: nn.Module, device: torch.device, limit: float | None, host: int) -> tuple[int, Cluster | None]:

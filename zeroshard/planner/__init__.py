@@ -1,1 +1,1 @@
-"""The planner: what a plan takes and how long its step is, before any GPU is rented. `zeroshard plan` is its face."""
+"""The planner: predicts memory, time and cost of plans before any GPU is rented. Its command is `zeroshard plan`."""

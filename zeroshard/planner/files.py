@@ -1,4 +1,4 @@
-"""Files that the command line names: what can't be read or written is an error of the option that named it."""
+"""Reads and writes the files that options of the command line name; errors name the option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_json(what: str, path: Path, *, absent: str = "") -> Any:
 
     Args:
         what: the option that named it, for errors.
-        absent: what to do where there is no such file.
+        absent: what to do if there is no such file, added to the error.
 
     Raises:
         PlanError: it can't be read, or is not JSON.
@@ -36,7 +36,7 @@ def read_json(what: str, path: Path, *, absent: str = "") -> Any:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Around what writes a file. Raises PlanError with the option and the cause where that fails."""
+    """A context in which a file is written. Raises PlanError with the option and the cause if that fails."""
     try:
         yield
     except OSError as error:

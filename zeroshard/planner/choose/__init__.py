@@ -1,1 +1,1 @@
-"""Which plan to take, why not the others, and what would mend one that does not fit."""
+"""Chooses a plan, says why not the others, and finds changes that make a config fit."""

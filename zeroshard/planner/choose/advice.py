@@ -1,7 +1,7 @@
-"""What an expert would say to a plan. Each rule is a function of the chosen row; it gives a sentence or nothing.
+"""Gives advice on the chosen row. Each rule is a function of the situation that returns a sentence or "".
 
-The thresholds are the usual ones: a million tokens per step for large runs, tensor and pipeline parallelism above
-about 70B on many nodes, a bf16 that cards before Ampere lack.
+The thresholds are those that large runs commonly use: a million tokens per step, tensor and pipeline parallelism from
+about 70B parameters on many nodes, fp16 on cards before Ampere, which lack bf16.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroshard.plan.report import human_bytes
-from zeroshard.planner.predict.rows import Row
+from zeroshard.planner.predict.rows import SAFE_SHARE, Row
 from zeroshard.planner.predict.tiers import Offload
 from zeroshard.planner.trace.checkpointing import Checkpointing
 
@@ -18,15 +18,16 @@ LARGE_RUN_GPUS = 32
 TOKENS_PER_STEP = 1_000_000
 LARGE_MODEL, MANY_NODES = 60e9, 8
 WAITING = 0.15
-TIGHT = 0.95
+"""Share of a step that the GPU waits, from which on it is mentioned."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the rules look at: the row that is taken and the ones beside it.
+    """What the rules read: the chosen row and all rows.
 
     Attributes:
-        length, positions: tokens in a sequence, and for how many the model was made.
+        length: tokens in a sequence.
+        positions: tokens in the longest sequence that the model takes; None if that is not known.
     """
 
     row: Row
@@ -116,19 +117,19 @@ def _three_dimensions(s: Situation) -> str:
         return ""
     return (
         "At this size on this many nodes compare with ZeRO-1 beside tensor and pipeline parallelism, and with sharding "
-        "inside the node (HSDP, hpZ): --scale shows them on paper, --meshes all layouts of this cluster."
+        "inside the node (HSDP, hpZ): --scale predicts them, --meshes all layouts of this cluster."
     )
 
 
 def _positions(s: Situation) -> str:
     if s.positions is None or s.length <= s.positions:
         return ""
-    return f"Sequences of {s.length} tokens are longer than the {s.positions} that the model's config speaks of."
+    return f"Sequences of {s.length} tokens are longer than the {s.positions} of the model's config."
 
 
 def _tight(s: Situation) -> str:
     row = s.row
-    if not row.fits or row.total < TIGHT * row.cluster.gpu.memory:
+    if not row.fits or row.total < SAFE_SHARE * row.cluster.gpu.memory:
         return ""
     return f"Only {human_bytes(row.cluster.gpu.memory - row.total)} stay free: fragmentation may still end the run."
 
@@ -157,10 +158,10 @@ RULES: tuple[Callable[[Situation], str], ...] = (
 def impossible_rate(
     parameters: float, tokens_per_second: float, peak_flops: float, *, recompute: bool = True
 ) -> str | None:
-    """Why a published rate per GPU can't be: training needs 6 flops per parameter and token, 8 with recomputation.
+    """Why a published rate per GPU is impossible: training needs 6 flops per parameter and token, 8 with recomputation.
 
     Returns:
-        The reason, None for a rate that the peak allows.
+        The reason; None for a rate that the peak allows.
     """
     per_token = (8 if recompute else 6) * parameters
     limit = peak_flops / per_token
@@ -173,7 +174,7 @@ def impossible_rate(
 
 
 def impossible_memory(state: float, published: float) -> str | None:
-    """Why a published memory figure can't be: the state alone is larger. Both in bytes of one rank."""
+    """Why a published memory figure is impossible: the state alone takes more. None if not; bytes of one rank."""
     if state <= published:
         return None
     return f"the state alone takes {human_bytes(int(state))}, without activations"

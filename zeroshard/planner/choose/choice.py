@@ -1,4 +1,4 @@
-"""Which row to take, and why each of the others is not it, in a sentence."""
+"""Chooses a row, and says in a sentence why each of the others was not chosen."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.plan.report import human_bytes
-from zeroshard.planner.predict.rows import ROOM, Row, Setting
+from zeroshard.planner.predict.rows import SAFE_SHARE, Row, Setting
 from zeroshard.planner.predict.tiers import Offload
 
 SAME_SPEED = 0.01
-"""Rows whose steps differ by less are equally fast; the one that takes less memory is better."""
+"""Rows whose steps differ by a smaller share are taken as equally fast; the one that takes less memory is chosen."""
 EQUAL = 0.0005
-"""A difference that is not worth a word."""
+"""Difference of steps, as a share, below which no difference is reported."""
 
 OFFLOAD_GAIN = 0.10
-"""Offload is taken only where it is faster by more: it lives from copies that hide behind compute, and takes the host's
-memory and the link from everything else."""
+"""Offload is chosen only if it is faster by a larger share: it needs copies that overlap with compute, and takes the
+host's memory and the link from other uses."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The row to take (None where nothing that runs fits) and a sentence for every setting."""
+    """The chosen row (None if no row that runs fits) and a sentence for every setting."""
 
     row: Row | None
     reasons: Mapping[Setting, str]
 
 
 def choose(rows: Sequence[Row]) -> Choice:
-    """The fastest row that fits with some room and runs; among equally fast ones the smallest."""
+    """Choose the fastest row that runs and fits with some memory to spare; of equally fast rows the smallest."""
     able = [row for row in rows if row.fits and row.runs]
     if not able:
         return Choice(None, {row.setting: _obstacle(row) for row in rows})
@@ -68,7 +68,7 @@ def _reason(row: Row, best: Row) -> str:
 
 
 def _is_tight(row: Row) -> bool:
-    return row.total > ROOM * row.cluster.gpu.memory
+    return row.total > SAFE_SHARE * row.cluster.gpu.memory
 
 
 def _relative(slower: float) -> str:

@@ -1,7 +1,7 @@
-"""Configs for the planner's command line: what a row's DeepSpeed JSON is, and what it means as a recipe.
+"""Writes a row as a DeepSpeed JSON config, and reads such a config as a recipe, for the planner's command line.
 
-The only part of the planner that knows configs. A setting that the config refuses is one that the engine does not run
-yet, so the table follows what is built without a list of its own.
+This is the only module of the planner that knows configs. A setting whose config is refused is one that the engine does
+not run yet, so the planner needs no list of what is built.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """A document as the planner needs it.
+class ReadConfig:
+    """What the planner needs of a config.
 
     Attributes:
-        refused: why the engine does not run it, "" where it does.
-        shard: ranks of a subgroup; None where all are one.
+        micro: sequences per rank and micro-batch.
+        accumulation: micro-batches per step.
+        refused: why the engine does not run it; "" if it does.
+        autocast: dtype of torch.autocast; None without it.
+        shard: ranks of each subgroup that shards; None if all ranks are one group.
     """
 
     recipe: Recipe
     micro: int
     accumulation: int
-    setting_stage: int
+    stage: int
     refused: str
     autocast: str | None = None
     shard: int | None = None
@@ -55,12 +58,12 @@ class Meaning:
 _COPIES, _SUBGROUPS, _SUMS = "zero_hpz_partition_size", "mics_shard_size", "zero_quantized_gradients"
 _DIFFERENCES = "zero_quantized_weight_differences"
 _FOR_STAGE_3 = (_COPIES, "zero_quantized_weights", "zero_quantized_nontrainable_weights", _DIFFERENCES)
-_NOT_AT = {0: (*_FOR_STAGE_3, _SUBGROUPS, _SUMS), 1: _FOR_STAGE_3, 2: _FOR_STAGE_3}
-"""Keys that mean nothing at a stage, and are refused there; second copies but for sums in codes."""
+_REFUSED_AT = {0: (*_FOR_STAGE_3, _SUBGROUPS, _SUMS), 1: _FOR_STAGE_3, 2: _FOR_STAGE_3}
+"""Keys that are refused at a stage; second copies only if no quantized sums of gradients need them."""
 
 
 def default_document(gpu: Gpu) -> Document:
-    """What a row is written as where no config was given: AdamW, clipping, the 16-bit dtype that the card has."""
+    """The config of a row if none was given: AdamW, clipping, the 16-bit dtype that the card has."""
     return {
         "bf16" if gpu.has_bf16 else "fp16": {"enabled": True},
         "gradient_clipping": 1.0,
@@ -70,7 +73,7 @@ def default_document(gpu: Gpu) -> Document:
 
 
 def read_document(path: Path, option: str = "--config") -> Document:
-    """The JSON object in a file. Raises PlanError where there is none, by the option that named it."""
+    """The JSON object in a file. Raises PlanError, with the option that named it, if it has none."""
     content = read_json(f"{option} {path}", path)
     if not isinstance(content, dict):
         raise PlanError(f"{option} {path}: not a JSON object")
@@ -78,10 +81,10 @@ def read_document(path: Path, option: str = "--config") -> Document:
 
 
 def without_autos(document: Document, gpu: Gpu) -> Document:
-    """The document as a plan needs it: with what the HF Trainer would fill in, or without it where it does not matter.
+    """The config without those "auto" values that Hugging Face's Trainer would fill in.
 
-    The precision is the 16-bit dtype that the card has; a batch of which nothing is said is one sequence. Rates and
-    schedules change no byte. Every other "auto" is left to the config, which knows what it means.
+    The precision becomes the 16-bit dtype that the card has, and a batch that is not given one sequence. Learning rates
+    and schedules are dropped, since they change no byte. Every other "auto" stays, and is read as the engine reads it.
     """
     changed = copy.deepcopy(document)
     for section, enabled in (("bf16", gpu.has_bf16), ("fp16", not gpu.has_bf16)):
@@ -97,7 +100,7 @@ def without_autos(document: Document, gpu: Gpu) -> Document:
             del changed["optimizer"]
     zero = changed.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == AUTO:
-        zero["stage"] = 3  # the last that would be chosen; the table's rows write their own
+        zero["stage"] = 3  # it takes the least memory; rows of the table set their own
     changed.pop("scheduler", None)
     for key in BATCH_KEYS:
         if changed.get(key) == AUTO:
@@ -108,7 +111,7 @@ def without_autos(document: Document, gpu: Gpu) -> Document:
 
 
 def with_batch(document: Document, micro: int | None, accumulation: int | None) -> Document:
-    """The document with the batch of the command line, where it gives one; the global batch of a config stays."""
+    """The config with the batch of the command line, if it gives one; the global batch of a config is kept."""
     changed = copy.deepcopy(document)
     given = any(key in changed for key in BATCH_KEYS)
     if micro is not None and accumulation is None and _number(changed.get("train_batch_size")) is not None:
@@ -127,51 +130,53 @@ def with_batch(document: Document, micro: int | None, accumulation: int | None) 
 
 
 def with_setting(document: Document, setting: Setting) -> Document:
-    """The document of one row: its stage, its offload, and checkpointed blocks, by a key that DeepSpeed passes over."""
+    """The config of one row: its stage, its offload, and checkpointed blocks, by a key that DeepSpeed ignores."""
     changed = copy.deepcopy(document)
     if setting.checkpointing is not Checkpointing.OFF:
         changed["activation_checkpointing"] = {**(changed.get("activation_checkpointing") or {}), "policy": "full"}
     zero = changed.setdefault("zero_optimization", {})
     zero["stage"] = setting.stage
     optimizer, parameters = zero.pop("offload_optimizer", None), zero.pop("offload_param", None)
-    for key in _NOT_AT.get(setting.stage, ()):
-        # Where parameters rest whole, second copies say what sums in codes go within first.
+    for key in _REFUSED_AT.get(setting.stage, ()):
+        # Where parameters rest whole, the key of second copies gives the subgroups of quantized sums.
         if key != _COPIES or not zero.get(_SUMS) or setting.stage == 0:
             zero.pop(key, None)
     if setting.offload is not Offload.NONE:
-        zero["offload_optimizer"] = _placed(setting.offload.states, optimizer, parameters)
+        zero["offload_optimizer"] = _offload_section(setting.offload.states, optimizer, parameters)
         if setting.ratio < 1:
             zero["offload_optimizer"]["ratio"] = setting.ratio
         if setting.offload.parameters is not Tier.DEVICE:
-            zero["offload_param"] = _placed(setting.offload.parameters, parameters, optimizer)
+            zero["offload_param"] = _offload_section(setting.offload.parameters, parameters, optimizer)
     return changed
 
 
-def _placed(tier: Tier, *given: object) -> dict[str, Any]:
-    """A section of offload; for a disk with the first folder that sections of the document name."""
+def _offload_section(tier: Tier, *given: object) -> dict[str, Any]:
+    """A section for offload to a tier; for a disk with the first folder that one of the given sections names."""
     if tier is Tier.HOST:
         return {"device": "cpu", "pin_memory": True}
     paths = (section.get("nvme_path") for section in given if isinstance(section, Mapping))
     return {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, paths), "/local_nvme")}
 
 
-def meaning(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] = ()) -> Meaning:
-    """What a document means on a cluster. Raises ConfigError for what no offload explains."""
+def read_config(document: Document, cluster: Cluster, *, keep_fp32: tuple[str, ...] = ()) -> ReadConfig:
+    """Read a config for a cluster. Raises ConfigError if it is refused even without its offload."""
     document, world, refused = without_autos(document, cluster.gpu), cluster.count, ""
     try:
         config = _config(document, world)
     except ConfigError as error:
-        refused = _first(error)
+        refused = _refusal(error)
         config = _config(without_offload(document), world)
-    recipe = replace(recipe_of(config, keep_fp32), moments=_moments(config), compressed=_kind(config) in ONE_BIT)
+    recipe = replace(
+        recipe_of(config, keep_fp32), moments=_moments(config), compressed=_optimizer_type(config) in ONE_BIT
+    )
     recipe = replace(recipe, blocks=_blocks(config))
-    if _kind(config) not in SPLIT_MASTERS:
+    if _optimizer_type(config) not in SPLIT_MASTERS:
         recipe = replace(recipe, precision=replace(recipe.precision, master="float32"))
     stage = config.zero.stage
-    assert stage != AUTO  # without_autos took it out
+    assert stage != AUTO  # without_autos has replaced it
     low = config.precision.autocast
     autocast = None if low is None else dtype_name(low)
-    return Meaning(
+    return ReadConfig(
         recipe, config.batch.micro, config.batch.accumulation, stage, refused, autocast, config.zero.subgroup
     )
 
@@ -181,6 +186,7 @@ def _config(document: Document, world: int) -> Config:
 
 
 def without_offload(document: Document) -> Document:
+    """The config without its sections for offload."""
     changed = copy.deepcopy(document)
     zero = changed.get("zero_optimization")
     if isinstance(zero, dict):
@@ -190,7 +196,7 @@ def without_offload(document: Document) -> Document:
 
 
 def offload_of(document: Mapping[str, Any]) -> Offload:
-    """The offload that a document asks for."""
+    """The offload that a config asks for."""
     zero = document.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return Offload.NONE
@@ -201,26 +207,26 @@ def offload_of(document: Mapping[str, Any]) -> Offload:
 
     tiers = {"cpu": Tier.HOST, "nvme": Tier.NVME}
     parameters = tiers.get(device("offload_param"), Tier.DEVICE)
-    states = tiers.get(device("offload_optimizer"), parameters)  # which takes the state along
+    states = tiers.get(device("offload_optimizer"), parameters)  # offloaded parameters offload the state, too
     return Offload.of(states, parameters)
 
 
 def stage_is_auto(document: Mapping[str, Any]) -> bool:
-    """Whether a document leaves the stage to the planner at start-up."""
+    """Whether a config lets the planner choose the stage at start-up."""
     zero = document.get("zero_optimization")
     return isinstance(zero, Mapping) and zero.get("stage") == AUTO
 
 
 def ratio_of(document: Mapping[str, Any]) -> float:
-    """The share of the optimizer's state that a document offloads."""
+    """The share of the optimizer's state that a config offloads."""
     zero = document.get("zero_optimization")
     entry = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
     ratio = entry.get("ratio", 1.0) if isinstance(entry, Mapping) else 1.0
     return float(ratio) if isinstance(ratio, (int, float)) else 1.0
 
 
-def _first(error: ConfigError) -> str:
-    """What is not built, without the key and the cure (which is to ask for something else)."""
+def _refusal(error: ConfigError) -> str:
+    """What is not built, without the key and the advice of the error."""
     text = str(error.problems[0] if error.problems else error).partition("; ")[0]
     asked = re.search(r"asks for (.+), which (is not built yet)", text)
     return f"{asked[1]} {asked[2]}" if asked else text
@@ -230,21 +236,21 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _kind(config: Config) -> str:
-    """The optimizer; the script's own is taken to be AdamW."""
+def _optimizer_type(config: Config) -> str:
+    """The optimizer's type; a script's own optimizer is assumed to be AdamW."""
     return "AdamW" if config.optimizer is None else config.optimizer.type
 
 
 def _blocks(config: Config) -> Blocks | None:
-    """How the optimizer's moments are kept in few bits."""
+    """The blocks of quantized moments; None for moments in float32."""
     if config.optimizer is None or config.optimizer.type not in LOW_BIT:
         return None
     return Blocks(LOW_BIT[config.optimizer.type], config.optimizer.params["block_size"])
 
 
 def _moments(config: Config) -> int:
-    """Optimizer states per parameter. Muon is counted as Adam: which parameters are its matrices, its names decide."""
-    kind = _kind(config)
+    """Optimizer states per parameter. Muon is counted as Adam, since the names of its matrices are not known here."""
+    kind = _optimizer_type(config)
     params = {} if config.optimizer is None else config.optimizer.params
     if kind == "SGD":
         return 1 if params.get("momentum") else 0

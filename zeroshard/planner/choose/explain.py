@@ -1,6 +1,6 @@
-"""Why a config does not fit: what takes the memory, at which moment, and the three cheapest changes that cure it.
+"""Explains why a config does not fit: the items of its peak, and the three cheapest changes that make it fit.
 
-Of a config that fits, what the three cheapest changes would free.
+For a config that fits, it names the three cheapest changes that free memory.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from zeroshard.planner.trace.checkpointing import Checkpointing
 
 CHANGES = 3
 WORTH_FREEING = 0.02
-"""Share of the card that a change to a config that fits must free to be spoken of."""
+"""Share of the card's memory that a change to a config that fits must free to be named."""
 RATIOS = (0.25, 0.5, 0.75)
-"""Shares of the optimizer's state that are tried before all of it goes to host memory."""
+"""Shares of the optimizer's state that are offloaded to host memory before all of it is."""
 CHECKPOINTING = "activation checkpointing"
 Option = tuple[str, Setting, int]
 """A change in words, the setting that it leads to, and the sequences per micro-batch."""
 MakeRow = Callable[[Setting, int], Row]
-"""The row of a setting with that many sequences per micro-batch, at an unchanged global batch."""
+"""Makes the row of a setting with a number of sequences per micro-batch, at the same global batch."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A way to make it fit, and its price: the step's length relative to the config's own, without the limit."""
+    """A change that makes a config fit; `slower` is how much longer a step takes, as a share of the config's."""
 
     what: str
     row: Row
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A config's row, its peak from the largest item down, and changes from the cheapest up."""
+    """A config's row, the items of its peak, the largest first, and changes, the cheapest first."""
 
     row: Row
     largest: tuple[tuple[str, int], ...]
@@ -45,7 +45,7 @@ class Explanation:
 
 
 def explain(setting: Setting, samples: int, make: MakeRow) -> Explanation:
-    """Explain a setting with micro-batches of `samples`. Changes that the engine does not run come last."""
+    """Explain a setting with micro-batches of `samples` sequences. Changes that the engine does not run come last."""
     row = make(setting, samples)
     items = sorted(row.memory.peak.nbytes.items(), key=lambda item: -item[1])
     found: list[Change] = []
@@ -53,9 +53,9 @@ def explain(setting: Setting, samples: int, make: MakeRow) -> Explanation:
         for what, changed, size in family:
             try:
                 made = make(changed, size)
-            except PlanError:  # what the optimizer can't have is no change to propose
+            except PlanError:  # the optimizer can't have this change
                 continue
-            if _helps(made, row):  # the first of a family is its mildest
+            if _helps(made, row):  # the first of a family costs least
                 found.append(Change(what, made, made.time.seconds / row.time.seconds - 1))
                 break
     found.sort(key=lambda change: (not change.row.runs, round(change.slower, 2), " and " in change.what))
@@ -63,7 +63,7 @@ def explain(setting: Setting, samples: int, make: MakeRow) -> Explanation:
 
 
 def _helps(made: Row, row: Row) -> bool:
-    """Whether a change makes it fit or, where it does already, frees memory that is worth it."""
+    """Whether a change makes a config fit or, if it fits, frees enough memory."""
     return made.fits and (not row.fits or row.total - made.total >= WORTH_FREEING * row.cluster.gpu.memory)
 
 
@@ -101,7 +101,7 @@ def _listed(explanation: Explanation) -> Iterator[str]:
 
 
 def _families(setting: Setting, samples: int) -> Iterator[list[Option]]:
-    """Changes of one kind, the mildest first: a stage, checkpointing, a smaller micro-batch, offload, and pairs."""
+    """Lists of changes of one kind, the cheapest first: stage, micro-batch, checkpointing, offload, pairs."""
     off = setting.checkpointing is Checkpointing.OFF
     kept = replace(setting, checkpointing=Checkpointing.ON)
     sharded = replace(setting, stage=3)
@@ -116,21 +116,21 @@ def _families(setting: Setting, samples: int) -> Iterator[list[Option]]:
         yield _smaller(sharded, samples, ' and "stage": 3')
     if setting.offload is Offload.NONE:
         kinds = [o for o in TABLE[1:] if allowed(o, setting.stage)]
-        yield [option for o in kinds for option in _away(setting, o, samples, "")]
+        yield [option for o in kinds for option in _offloaded(setting, o, samples, "")]
         more = ['"stage": 3'] * (setting.stage < 3) + [CHECKPOINTING] * off
         if more:
             yield [
                 option
                 for o in (Offload.CPU, Offload.CPU_PARAM)
-                for option in _away(replace(kept, stage=3), o, samples, f" with {' and '.join(more)}")
+                for option in _offloaded(replace(kept, stage=3), o, samples, f" with {' and '.join(more)}")
             ]
     elif setting.offload is Offload.CPU and setting.ratio < 1:
         rest = [ratio for ratio in (*RATIOS, 1.0) if ratio > setting.ratio]
         yield [(f'"offload_optimizer.ratio": {r:g}', replace(setting, ratio=r), samples) for r in rest]
 
 
-def _away(setting: Setting, offload: Offload, samples: int, beside: str) -> Iterator[Option]:
-    """State in host memory, a part of it first."""
+def _offloaded(setting: Setting, offload: Offload, samples: int, beside: str) -> Iterator[Option]:
+    """Offloads of a growing share of the optimizer's state."""
     keys = {
         Offload.CPU: '"offload_optimizer": {"device": "cpu"',
         Offload.CPU_PARAM: '"offload_optimizer" and "offload_param": {"device": "cpu"',
@@ -143,6 +143,6 @@ def _away(setting: Setting, offload: Offload, samples: int, beside: str) -> Iter
 
 
 def _smaller(setting: Setting, samples: int, beside: str) -> list[Option]:
-    """Micro-batches of a half, a quarter and so on, the global batch kept by accumulation."""
+    """Micro-batches of a half, a quarter and so on, with more accumulation for the same global batch."""
     parts = [2**power for power in range(1, samples.bit_length()) if samples % 2**power == 0]
     return [(f"micro-batch {samples // n}, accumulation x {n}{beside}", setting, samples // n) for n in parts]

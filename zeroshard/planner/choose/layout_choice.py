@@ -1,4 +1,4 @@
-"""Which layout to take of those that fit, and why each other mesh is not it, in a sentence."""
+"""Chooses a layout of those that fit, and says in a sentence why each other mesh was not chosen."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from zeroshard.mesh import Mesh
 from zeroshard.plan.report import human_bytes
 from zeroshard.planner.choose.choice import SAME_SPEED
 from zeroshard.planner.predict.layouts import Layout, Layouts, TooLarge, short
-from zeroshard.planner.predict.rows import ROOM
+from zeroshard.planner.predict.rows import SAFE_SHARE
 
 WORTH_NAMING = 0.02
-"""Share of a step from which what it waits for is named."""
+"""Share of a step from which on a wait is named."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout to take (None where none fits), the best of each mesh from the fastest on, and a sentence for each."""
+    """The chosen layout (None if none fits), the best one of each mesh, the fastest first, and a sentence per mesh."""
 
     best: Layout | None
     of_mesh: tuple[Layout, ...]
@@ -25,7 +25,7 @@ class LayoutChoice:
 
 
 def choose_layout(layouts: Layouts) -> LayoutChoice:
-    """The fastest layout with some room; of equally fast ones the fewest axes, then the least memory."""
+    """Choose the fastest layout with some memory to spare; of equally fast ones that with fewest axes, then bytes."""
     ranked = sorted(layouts.found, key=lambda layout: (_tight(layout), layout.seconds))
     of_mesh: dict[Mesh, Layout] = {}
     for layout in ranked:
@@ -47,7 +47,7 @@ def _alike(first: Layout, other: Layout) -> bool:
 
 
 def _tight(layout: Layout) -> bool:
-    return layout.row.total > ROOM * layout.row.cluster.gpu.memory
+    return layout.row.total > SAFE_SHARE * layout.row.cluster.gpu.memory
 
 
 def _axes(mesh: Mesh) -> int:
@@ -69,7 +69,7 @@ def _reason(layout: Layout, best: Layout | None) -> str:
 
 
 def _waits(layout: Layout) -> list[tuple[float, str]]:
-    """What takes the step beside the kernels of one rank, as shares of it, and in words."""
+    """What a step waits for besides the kernels of one rank, as shares of the step, and in words."""
     found = [(layout.bubble, "stages wait for each other {} of the step")]
     found += [
         (seconds / layout.seconds, f"what goes over {axis!r} takes {{}} of it")
@@ -96,7 +96,7 @@ def _too_large(large: TooLarge) -> str:
 
 
 def refusals(layouts: Layouts) -> list[str]:
-    """Why meshes are left out: each sentence once, with how many it holds for."""
+    """Why meshes are left out: each reason once, with the number of its meshes."""
     return [
         f"{len(meshes)} {'mesh' if len(meshes) == 1 else 'meshes'}, {short(meshes[0])} say: {why}."
         for why, meshes in layouts.refused.items()

@@ -1,1 +1,1 @@
-"""GPUs, clusters, and what the doctor measures of this machine."""
+"""GPUs and clusters, and what `zeroshard doctor` measures on this machine."""

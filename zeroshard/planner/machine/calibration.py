@@ -1,4 +1,4 @@
-"""What `zeroshard doctor` measured, as a file that the planner reads: shares and rates instead of an H100's."""
+"""Reads and writes what `zeroshard doctor` measured: rates that the planner takes instead of those of an H100."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zeroshard.planner.machine.hardware import Cluster, Efficiency
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured values of `Efficiency`, by field, and what they were measured on.
+    """Measured values for fields of `Efficiency`, and the machine that they were measured on.
 
     Attributes:
-        machine: name of the card, or of the processor where there is none.
-        gpu: the planner's profile of the card; "" where there is none.
-        efficiency: only the fields that could be measured.
-        measured: the raw figures in words, for people.
+        machine: name of the card, or of the processor if there is none.
+        gpu: name of the planner's profile of the card; "" if there is none.
+        efficiency: the fields that could be measured.
+        measured: the figures in words.
     """
 
     machine: str
@@ -32,13 +32,13 @@ class Calibration:
     measured: Mapping[str, str]
 
     def save(self, path: Path) -> None:
-        """Write it. Raises PlanError where that is not possible."""
+        """Write it as JSON. Raises PlanError if that fails."""
         with writing("--save", path):
             path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read a calibration. Raises PlanError for anything else, with the field at fault."""
+    """Read a calibration. Raises PlanError, with the field, for a file that is none."""
     content = read_json(f"--calibration {path}", path, absent=f"; zeroshard doctor --save {path} makes one")
     if not isinstance(content, dict) or not isinstance(content.get("efficiency"), dict):
         raise PlanError(f"--calibration {path}: no 'efficiency', so zeroshard doctor did not write it")
@@ -62,10 +62,10 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def calibrated(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """The cluster with measured values; those of a card apply to that card only.
+    """The cluster with the measured values in place of the defaults.
 
     Raises:
-        PlanError: the calibration is of another card.
+        PlanError: the calibration is of another card than the cluster's.
     """
     if calibration.gpu and calibration.gpu != cluster.gpu.name:
         raise PlanError(

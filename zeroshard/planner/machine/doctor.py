@@ -1,14 +1,14 @@
-"""`zeroshard doctor`: measures the machine, so that the planner need not assume.
+"""`zeroshard doctor`: measures the machine, so that the planner need not assume its rates.
 
-    always          host memory (an add over all threads), disk (write and read past the cache), and which code would
-                    make an optimizer's step on the host
-    with --nvme     folders for state on disk: by our own reader and writer, beside plain system calls, and what a step
-                    through them takes
+    always          host memory (an add over all threads), disk (written and read without the page cache), and which
+                    code would run an optimizer's step on the host
+    with --nvme     folders for state on disk: rates of zeroshard's reader and writer and of plain system calls, and the
+                    time of a step with state there
     with a GPU      device memory copy, PCIe both ways, sustained matrix products, and how fast the host issues kernels
     with several    all-gathers of 1 to 512 MiB, from which latency and rate are fitted
 
-What it prints are the figures; what it saves are the planner's shares. A kernel of a model does not reach the rate of a
-plain copy: the planner's elementwise share is taken as 0.73 of it, as on the H100 that it was fitted on.
+It prints figures, and saves the shares of the peaks that the planner computes with. A model's kernels are slower than a
+plain copy: the planner's share for elementwise kernels is 0.73 of the copy's, as on the H100 that it was fitted on.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ GIB, MIB = 2**30, 2**20
 COPY_TO_ELEMENTWISE, COPY_TO_UPDATE, COPY_TO_NORM = 0.73, 0.98, 0.69
 """Shares of a plain copy's rate that the planner's classes of kernels reach, measured on an H100."""
 HOST_NUMEL = 2**25
+"""Elements of each tensor in the measured add on the host."""
 PRODUCT = 8192
+"""Rows and columns of the matrices that are multiplied."""
 ADAM_NBYTES = 12
-PARAM_NBYTES = 2
 """Bytes of a parameter's float32 master weight and two moments."""
+PARAM_NBYTES = 2
+"""Bytes of a parameter in 16 bits."""
 SUSTAINED = 1.0
 """Seconds of matrix products, after which a card has its working temperature and clock."""
 
@@ -58,7 +61,7 @@ def doctor(
     nvme_mib: Annotated[int, typer.Option(min=144, help="Bytes that are written and read there, MiB.")] = 4096,
 ) -> None:
     """Measure host memory, disk, and what GPUs there are."""
-    found = examine(folder, disk_mib * MIB, tuple(nvme or ()), nvme_mib * MIB)
+    found = measure_machine(folder, disk_mib * MIB, tuple(nvme or ()), nvme_mib * MIB)
     for name, text in found.measured.items():
         typer.echo(f"{name:18} {text}")
     if save is not None:
@@ -66,8 +69,8 @@ def doctor(
         typer.echo(f"saved to {save}")
 
 
-def examine(folder: Path, disk_bytes: int, nvme: tuple[str, ...] = (), nvme_bytes: int = 0) -> Calibration:
-    """Measure everything that this machine has, and folders for state on disk in place of `folder`."""
+def measure_machine(folder: Path, disk_bytes: int, nvme: tuple[str, ...] = (), nvme_bytes: int = 0) -> Calibration:
+    """Measure everything that this machine has; folders for state on disk (`nvme`), if given, instead of `folder`."""
     efficiency: dict[str, float] = {}
     measured: dict[str, str] = {}
     rate = host_memory_rate()
@@ -77,7 +80,7 @@ def examine(folder: Path, disk_bytes: int, nvme: tuple[str, ...] = (), nvme_byte
     if nvme:
         rates = measure_disk(nvme, nvme_bytes)
         efficiency["disk_rate"] = rates.both
-        measured.update(_told(rates))
+        measured.update(_disk_figures(rates))
     else:
         written, read, direct = disk_rates(folder, disk_bytes)
         efficiency["disk_rate"] = min(written, read)
@@ -92,8 +95,8 @@ def examine(folder: Path, disk_bytes: int, nvme: tuple[str, ...] = (), nvme_byte
     return Calibration(machine, gpu, efficiency, measured)
 
 
-def _told(rates: DiskRates) -> dict[str, str]:
-    """The figures of folders for state on disk, in words."""
+def _disk_figures(rates: DiskRates) -> dict[str, str]:
+    """The rates of folders for state on disk, in words."""
     plain = f"{rates.plain_written / 1e9:.2f} GB/s written, {rates.plain_read / 1e9:.2f} read"
     shares = f"{rates.written / rates.plain_written:.2f} and {rates.read / rates.plain_read:.2f} of that are reached"
     seconds = rates.step_seconds(ADAM_NBYTES * 10**9)
@@ -117,7 +120,7 @@ def host_memory_rate() -> float:
 
 
 def disk_rates(folder: Path, nbytes: int) -> tuple[float, float, bool]:
-    """Bytes per second written and read in blocks of 16 MiB, and whether the page cache was passed by.
+    """Bytes per second written and read in blocks of 16 MiB, and whether direct I/O left the page cache out.
 
     Raises:
         UsageError: nothing can be written there.
@@ -161,14 +164,15 @@ def _open_direct(name: str) -> tuple[int, bool]:
 
 
 def _device(name: str, efficiency: dict[str, float], measured: dict[str, str]) -> str:
-    """Measure the first card, and the links where there are several; the planner's profile of it."""
+    """Measure the first card, and all-gathers if there are several; returns the name of the planner's profile of it."""
     copy, up, down, products = device_copy_rate(), *pcie_rates(), product_rate()
     measured["device memory"] = f"{copy / 1e9:,.0f} GB/s (copy, read and written)"
     measured["PCIe"] = f"{up / 1e9:.1f} GB/s up, {down / 1e9:.1f} down, pinned"
     measured["matrix products"] = f"{products / 1e12:,.0f} TFLOP/s sustained, {PRODUCT} cubed, bf16"
     launch = launch_seconds(torch.device("cuda", 0))
     measured["host"] = f"{1e6 * launch:.1f} us to issue a kernel of a model"
-    # The engine's own Python was measured on one host; another is as much faster at it as at issuing kernels.
+    # The engine's own Python was measured on one host; another host is assumed to be faster by the same factor as for
+    # issuing kernels.
     slower = launch / Efficiency.host_launch
     efficiency.update(host_launch=launch, host_operation=slower * Efficiency.host_operation)
     try:
@@ -236,4 +240,4 @@ def _best(run: Callable[[], object], times: int) -> float:
 
 
 def _nothing() -> None:
-    """There is no device to wait for."""
+    """Stands for torch.cuda.synchronize on a machine without a GPU."""

@@ -1,4 +1,4 @@
-"""All-gathers by size over the GPUs of this machine, in a process each; latency and rate are fitted to their times."""
+"""Measures all-gathers of several sizes over this machine's GPUs, one process each, and fits latency and rate."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REPEATS = 10
 
 @dataclass(frozen=True)
 class Fabric:
-    """What was measured.
+    """Speed of the links between the GPUs of this machine.
 
     Attributes:
-        latency: seconds that a collective takes beside its bytes.
-        rate: bytes per second that a rank receives, as sizes grow.
-        rates: bus rate by size in MiB.
+        latency: seconds of a collective, however few its bytes.
+        rate: bytes per second that a rank receives in large collectives.
+        rates: bytes per second that a rank receives, by size in MiB.
     """
 
     latency: float
@@ -42,7 +42,11 @@ def measure_gathers(ranks: int, *, backend: str = "nccl", sizes: Sequence[int] =
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float], ranks: int) -> Fabric:
-    """The straight line through the times of the largest and the smallest size, in seconds over bytes received."""
+    """Latency and rate from the straight line through the times of the smallest and the largest size.
+
+    Args:
+        sizes, seconds: outputs of the all-gathers in MiB, and their times.
+    """
     wire = [size * MIB * (ranks - 1) / ranks for size in sizes]
     slope = (seconds[-1] - seconds[0]) / (wire[-1] - wire[0]) if len(sizes) > 1 else seconds[0] / wire[0]
     slope = max(slope, 1e-15)
@@ -65,7 +69,7 @@ def _rank(rank: int, ranks: int, backend: str, sizes: tuple[int, ...], folder: s
 
 
 def gather_seconds(nbytes: int, ranks: int, device: torch.device) -> float:
-    """Seconds of one all-gather of `nbytes` in all, called by all ranks of the default group."""
+    """Seconds of one all-gather with an output of `nbytes`; called by all ranks of the default group."""
     shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
     whole = torch.zeros(shard.numel() * ranks, dtype=torch.uint8, device=device)
     for _ in range(3):

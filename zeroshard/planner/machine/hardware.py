@@ -1,8 +1,8 @@
-"""GPUs and clusters by name: published peaks, and which share of them real kernels reach.
+"""GPUs and clusters by name: published peaks, and the shares of them that real kernels reach.
 
-`data/gpus.tsv` holds what data sheets say, each row with its source: dense peaks, memory bandwidth, link rates per
-direction. `memory_gib` is what CUDA reports as the card's total, a little under the nominal size. Shares are kept
-apart from peaks, because they come from measurements (`Efficiency`) and a calibration may replace them.
+`data/gpus.tsv` has the figures of data sheets, each row with its source: dense peaks, memory bandwidth, link rates per
+direction. `memory_gib` is the total that CUDA reports, a little less than the nominal size. The shares are separate
+(`Efficiency`), because they are measured and a calibration may replace them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card by its data sheet. Rates are per second, links per direction; 0 TFLOP/s where it lacks the dtype."""
+    """A card by its data sheet: bytes, flops and bytes per s, links per direction; 0 flops if it lacks the dtype."""
 
     name: str
     memory: int
@@ -39,7 +39,7 @@ class Gpu:
     fp8_flops: float = 0.0
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Dense peak of matrix products in `dtype`."""
+        """Dense peak of matrix products in `dtype`, in flops per second."""
         if dtype == torch.bfloat16:
             return self.bf16_flops or self.fp32_flops
         if dtype == torch.float16:
@@ -59,8 +59,8 @@ class Efficiency:
 
     The defaults are from an H100 (torch 2.11). `products`, `attention` and `elementwise` are fitted to forward and
     backward alone of two models, without any engine; `update` and `norm` are measured rates of the optimizer's
-    kernels; link and latency follow measured all-gathers of 1 MiB to 512 MiB on two H100s. For other cards they are an
-    assumption until `zeroshard doctor` has measured.
+    kernels; link and latency are fitted to all-gathers of 1 MiB to 512 MiB on two H100s. For other cards they are
+    assumptions until `zeroshard doctor` has measured.
     """
 
     products: float = 0.676
@@ -69,12 +69,12 @@ class Efficiency:
     update: float = 0.87
     norm: float = 0.61
     link: float = 0.584
-    """263 of 450 GB/s: what all-gathers tend to on NVLink without multicast."""
+    """263 of 450 GB/s: the rate of large all-gathers on NVLink without multicast."""
     nic: float = 0.85
     pcie: float = 0.84
     """54 of 64 GB/s."""
     contention: float = 0.30
-    """Share of a collective's time by which computation beside it becomes longer."""
+    """Share of a collective's time by which concurrent kernels become longer."""
     peer_contention: float = 0.21
     """The same of copies between peers: 0.075 ms where a collective costs 0.105."""
     kernel_latency: float = 2e-6
@@ -84,7 +84,8 @@ class Efficiency:
     host_launch: float = 37e-6
     """Seconds in which the host issues one kernel of the model: forward, autograd and Python around it."""
     host_operation: float = 0.38e-3
-    """Seconds of the engine's own Python for one gather or reduce. Both are of one machine; hosts differ by a third."""
+    """Seconds of the engine's own Python for one gather or reduce; as `host_launch` of one machine, from which hosts
+    differ by a third."""
     step_latency: float = 1e-3
     """Idle time between norm and update: the small all-reduce, its table of scalars, the first gather's start."""
     host_memory_rate: float = 180e9
@@ -99,7 +100,7 @@ class Cluster:
 
     Attributes:
         nic: bytes per second and direction of the network, for each GPU.
-        host_memory: bytes of one node.
+        host_memory: bytes of one node's host memory.
     """
 
     gpu: Gpu
@@ -122,7 +123,7 @@ class Cluster:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """The built-in profiles."""
+    """The built-in profiles of GPUs."""
     return tuple(_gpu(row) for row in read_table("gpus.tsv"))
 
 
@@ -130,7 +131,7 @@ def find_gpu(name: str) -> Gpu:
     """The profile called `name`, in any case and with or without the memory's size.
 
     Raises:
-        PlanError: there is none; the message names the nearest.
+        PlanError: there is none; the message names the nearest and all.
     """
     table = _names()
     wanted = _key(name)
@@ -148,7 +149,8 @@ def parse_cluster(
 
     Args:
         per_node: GPUs in a node; 8, or all where there are fewer.
-        host_memory_gb, disk_gbs: memory of a node, and what its disks read or write in a second.
+        host_memory_gb: host memory of a node, GB.
+        disk_gbs: rate at which a node's disks read or write, GB/s.
 
     Raises:
         PlanError: no such GPU, or a number that makes no sense.
@@ -169,7 +171,7 @@ def parse_cluster(
 
 
 def listed_price(gpu: Gpu) -> float | None:
-    """USD per GPU and hour from `data/prices.tsv`, None where nobody has written one down."""
+    """USD per GPU and hour from `data/prices.tsv`; None if it has none for this GPU."""
     for row in read_table("prices.tsv"):
         if row["gpu"] == gpu.name:
             return float(row["usd_per_gpu_hour"])
@@ -177,7 +179,7 @@ def listed_price(gpu: Gpu) -> float | None:
 
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """The rows of a data file of the planner."""
+    """The rows of a data file of the planner, by column name."""
     text = (files("zeroshard.planner") / "data" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines(), delimiter="\t"))
 

@@ -1,9 +1,9 @@
-"""How fast this machine's host issues a model's kernels: what decides steps with little work on the GPU.
+"""Measures how fast this machine's host issues a model's kernels, which bounds steps with little work on the GPU.
 
     a small decoder, forward and backward        seconds until the last kernel is issued, the shortest of several
-    the same, traced by the planner              launches, counted as the planner counts them everywhere
+    the same, traced by the planner              launches, counted as in every trace
 
-Their quotient takes the place of an H100 machine's 37 us. Sizes are so small that a GPU waits for the host throughout.
+Their quotient replaces the 37 us of an H100 machine. Sizes are so small that a GPU waits for the host all the time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a plan takes: memory, traffic, time and money."""
+"""Predicts what a plan takes: memory, traffic, time and money."""

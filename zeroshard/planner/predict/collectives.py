@@ -1,8 +1,8 @@
-"""How long a collective takes: alpha and beta, on one node or over several.
+"""Computes how long a collective takes, from latency and bandwidth, on one node or over several.
 
-    one node      t = latency + hops x intra hop + wire / link
-    flat ring     t = latency + hops + wire / min(link, node's network): each ring crosses a node's border once
-    two levels    between the nodes 1/per_node of the tensor on every GPU's own network card, then inside the node
+    one node      t = latency + hops x latency of a hop + wire / link
+    flat ring     t = latency + hops + wire / min(link, node's network), since a ring enters and leaves each node once
+    two levels    1/per_node of the tensor between nodes through each GPU's own network card, then within the node
 
 `wire` is what each rank receives: (n-1)/n of an all-gather's output or a reduce-scatter's input, twice that for an
 all-reduce. (Thakur, Rabenseifner and Gropp 2005, section 3; hierarchy as in ZeRO++, arXiv:2306.10209, section 4.)
@@ -31,13 +31,18 @@ class Ranks:
 
 
 def group_of(cluster: Cluster, size: int, *, stride: int = 1) -> Ranks:
-    """A group of neighbouring ranks, or of every `stride`-th one."""
+    """A group of `size` neighbouring ranks, or of every `stride`-th rank."""
     per_node = max(1, min(size, cluster.per_node // stride))
     return Ranks(size, per_node)
 
 
 def collective_seconds(cluster: Cluster, kind: str, nbytes: int, ranks: Ranks, *, two_levels: bool = False) -> float:
-    """Seconds of one collective with a payload of `nbytes` (an all-gather's output, a reduce-scatter's input)."""
+    """Seconds of one collective with a payload of `nbytes` (an all-gather's output, a reduce-scatter's input).
+
+    Args:
+        kind: one of FACTORS.
+        two_levels: collectives over several nodes run between the nodes first, then within each.
+    """
     if ranks.size < 2 or not nbytes:
         return 0.0
     factor = FACTORS[kind]
@@ -57,6 +62,6 @@ def collective_seconds(cluster: Cluster, kind: str, nbytes: int, ranks: Ranks, *
 
 
 def _level(nbytes: int, size: int, rate: float, latency: float, hop: float, factor: float) -> float:
-    """One level, whose rounds double the distance: log2 hops of latency, the bytes of a ring."""
+    """Seconds of a collective on one level: log2(size) hops, as each round doubles the distance, and a ring's bytes."""
     wire = nbytes * (size - 1) / size
     return latency + factor * (math.ceil(math.log2(size)) * hop + wire / rate)

@@ -1,4 +1,4 @@
-"""What kernels and the engine's own passes cost on a card, by the share of its peaks that they reach."""
+"""Computes seconds of kernels and of the engine's own passes on a card, by the share of its peaks that they reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroshard.planner.trace.kernels import Kernel, KernelKind
 
 
 def kernel_seconds(cluster: Cluster, kernel: Kernel) -> float:
-    """One launch: the slower of its arithmetic and its memory traffic."""
+    """Seconds of one launch: the longer of its arithmetic and its memory traffic."""
     gpu, share = cluster.gpu, cluster.efficiency
     moving = kernel.nbytes / (gpu.hbm * share.elementwise)
     if kernel.kind is KernelKind.ELEMENTWISE:
@@ -22,17 +22,17 @@ def kernel_seconds(cluster: Cluster, kernel: Kernel) -> float:
 
 
 def kernels_seconds(cluster: Cluster, kernels: Mapping[Kernel, int]) -> float:
-    """Many launches, one after the other."""
+    """Seconds of many launches, one after the other."""
     return sum(kernel_seconds(cluster, kernel) * count for kernel, count in kernels.items())
 
 
 def copy_seconds(cluster: Cluster, nbytes: float) -> float:
-    """A pass over device memory that reads and writes `nbytes` in all."""
+    """Seconds of a pass over device memory that reads and writes `nbytes` altogether."""
     return nbytes / (cluster.gpu.hbm * cluster.efficiency.elementwise)
 
 
 def update_nbytes(group: GroupPlan) -> int:
-    """Bytes that the optimizer's pass moves for this rank's part of a group.
+    """Bytes that an update of this rank's part of a group reads and writes.
 
     Gradients are read; master weights and moments are read and written; parameters are written, and read where they are
     their own master or the upper half of a split one. With whole fp32 masters and bf16 gradients: 28 bytes a parameter.
@@ -48,12 +48,12 @@ def update_nbytes(group: GroupPlan) -> int:
 
 
 def update_seconds(cluster: Cluster, unit: UnitPlan) -> float:
-    """The optimizer's pass over one unit."""
+    """Seconds of the update of one unit on the device."""
     return sum(map(update_nbytes, unit.groups)) / (cluster.gpu.hbm * cluster.efficiency.update)
 
 
 def norm_seconds(cluster: Cluster, units: tuple[UnitPlan, ...]) -> float:
-    """The pass that sums the squares of the gradients that this rank owns."""
+    """Seconds of the pass that sums the squares of this rank's part of the gradients."""
     nbytes = sum(
         group.layout.shard_numel * itemsize(group.grad.dtype)
         for unit in units

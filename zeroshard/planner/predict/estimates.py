@@ -1,14 +1,14 @@
-"""DeepSpeed's memory estimators by their own names, answered from plans.
+"""DeepSpeed's memory estimators under their own names; the figures come from plans.
 
     estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=8, num_nodes=1)
     estimate_zero2_model_states_mem_needs_all_cold(total_params=7e9, num_gpus_per_node=8)
     estimate_zero3_model_states_mem_needs_all_live(model, ...)
     estimate_zero3_model_states_mem_needs_all_cold(total_params=7e9, largest_layer_params=131e6, ...)
 
-Each prints a table and gives its rows. "live" looks at a module, "cold" at numbers. What they print is the state and
-the slots of the plan that the engine would run on GPUs, bf16 with AdamW, per GPU and per node's host: no activations,
-which `zeroshard plan` adds. DeepSpeed's multiply what goes to the host by 1.5; ours counts what is there, so the factor
-is accepted and does nothing.
+Each prints a table and returns its rows. "live" takes a module, "cold" takes numbers. The figures are state and slots
+of the plan that the engine would run on GPUs, bf16 with AdamW, per GPU and per node's host memory. Activations are not
+included; `zeroshard plan` predicts them. DeepSpeed multiplies host memory by a factor (1.5); here it is counted, so
+`additional_buffer_factor` is accepted and has no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of state under one setting: on each GPU, and on each node's host."""
+    """Bytes of state and slots under one setting: on each GPU, and in each node's host memory."""
 
     stage: int
     offload: Offload
@@ -59,7 +59,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[Estimate]:
-    """State bytes of so many parameters at stage 2; printed as a table too."""
+    """State bytes of a model with `total_params` parameters at stage 2; printed as a table too."""
     return _all(_units(total_params, total_params / 32), 2, num_gpus_per_node, num_nodes)
 
 
@@ -70,12 +70,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> list[Estimate]:
-    """State bytes of so many parameters at stage 3, in units of `largest_layer_params`; printed as a table too."""
+    """State bytes of a model with `total_params` parameters at stage 3, in units of at most `largest_layer_params`.
+
+    They are printed as a table too.
+    """
     return _all(_units(total_params, largest_layer_params), 3, num_gpus_per_node, num_nodes)
 
 
 def estimates(units: Sequence[UnitSpec], stage: int, per_node: int, nodes: int) -> list[Estimate]:
-    """State and slots of one GPU and one host, for every offload that the stage allows."""
+    """State and slots per GPU and per node's host, for each offload to host memory that the stage allows."""
     if per_node < 1 or nodes < 1:
         raise PlanError(f"{per_node} GPUs on each of {nodes} nodes: both must be 1 or more")
     found: list[Estimate] = []

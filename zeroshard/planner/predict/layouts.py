@@ -1,8 +1,9 @@
-"""All layouts of a cluster: the ranks as dp_replicate x dp_shard x tp x sp x ep x pp, each with ZeRO's stages.
+"""Finds all layouts of a cluster: meshes with axes dp_replicate, dp_shard, tp, sp, ep and pp, each with ZeRO's stages.
 
-Every layout trains the same sequences in a step, so steps compare. What the engine would refuse is left out with its
-sentence; what is left has a plan, a trace of one rank's part of the model, memory, and, where that fits, time. Axes
-stand as the engine wants them: `tp` innermost, where links are fastest, `pp` outermost, which sends least.
+Every layout trains equally many sequences in a step, so that the times of steps can be compared. Layouts that the
+engine would refuse are left out, with the reason. Each of the others has a plan, a trace of one rank's part of the
+model, its memory and, if that fits, its time. Axes are ordered as the engine needs them: `tp` innermost, where links
+are fastest, `pp` outermost, since it sends least.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from zeroshard.plan.placement import STAGES as STAGES_OF_ZERO
 from zeroshard.plan.plan import Plan
 from zeroshard.planner.machine.hardware import Cluster
 from zeroshard.planner.predict.memory import StepMemory, step_memory
-from zeroshard.planner.predict.rows import BILLION, ROOM, Row, Setting, device_nbytes, hours, reaches_peers, recipe_at
+from zeroshard.planner.predict.rows import (
+    BILLION,
+    SAFE_SHARE,
+    Row,
+    Setting,
+    device_nbytes,
+    hours,
+    reaches_peers,
+    recipe_at,
+)
 from zeroshard.planner.predict.stages import Pipeline, partition_units, split
 from zeroshard.planner.predict.tiers import Offload
 from zeroshard.planner.predict.timeline import steady_time
@@ -36,12 +46,11 @@ SCHEDULES: tuple[tuple[str, int, str], ...] = (
     ("interleaved_zero_bubble", 3, "loop"),
     ("zbv_zero_bubble", 2, "v"),
 )
-"""Schedules that are tried, with the parts of the model on each stage and how these are placed."""
-
+"""Schedules that are tried, with the number of model parts (chunks) on each stage and how these are placed."""
 
 NOTES = (
-    "Times of divided models are not measured: kernels of one rank's part, and what ranks send each other in between.",
-    "Experts are taken to be chosen evenly; pipeline stages are cut by their parameters.",
+    "Times of divided models are predicted from one rank's kernels and its collectives; none was measured.",
+    "Experts are assumed to get equally many tokens; pipeline stages get equally many parameters.",
 )
 
 
@@ -50,9 +59,9 @@ class Layout:
     """One mesh with one setting.
 
     Attributes:
-        row: of one rank; in a pipeline of the stage that takes the most memory.
-        pipeline: the stages and their clocks; None without an axis `pp`.
-        schedule: of the pipeline, with its parts per stage.
+        row: the row of one rank; in a pipeline, of a rank of the stage that takes the most memory.
+        pipeline: the stages and their times; None without an axis `pp`.
+        schedule: name of the pipeline's schedule, with its chunks per stage.
     """
 
     mesh: Mesh
@@ -62,6 +71,7 @@ class Layout:
 
     @property
     def seconds(self) -> float:
+        """Seconds of a step."""
         return self.row.time.seconds if self.pipeline is None else self.pipeline.seconds
 
     @property
@@ -73,7 +83,7 @@ class Layout:
 
     @cached_property
     def sent_seconds(self) -> dict[str, float]:
-        """Seconds of a step in which compute waits for what the model's own ranks send each other, by axis."""
+        """Seconds of a step in which compute waits for the model's own collectives, by axis."""
         own = [self.row.time] if self.pipeline is None else self.pipeline.alone
         times = 1 if self.pipeline is None else self.row.micro_batches
         found: dict[str, float] = {}
@@ -85,7 +95,7 @@ class Layout:
 
     @property
     def tokens_per_second(self) -> float:
-        """Per GPU."""
+        """Tokens per second and GPU."""
         readers = self.mesh.data_parallel_size / self.mesh.world_size
         return self.row.tokens * self.row.micro_batches * readers / self.seconds
 
@@ -103,7 +113,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A mesh on which no setting fits: the one that takes least."""
+    """A mesh on which no setting fits, with the setting that takes the least memory."""
 
     mesh: Mesh
     setting: Setting
@@ -116,7 +126,7 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Layouts:
-    """What was found: layouts that fit, meshes on which none does, and those that can't be, by what refuses them."""
+    """Layouts that fit, meshes on which no setting fits, and meshes that the engine refuses, by its reason."""
 
     found: tuple[Layout, ...]
     too_large: tuple[TooLarge, ...]
@@ -125,24 +135,27 @@ class Layouts:
 
 @dataclass
 class Search:
-    """The layouts of a workload on a cluster.
+    """Finds the layouts of a workload on a cluster.
 
     Args:
-        whole: the model as one process has it, with the micro-batch of one data rank.
-        sequences: of one step, over all ranks.
-        recipe_of: by setting, how state is kept.
-        ways: of activation checkpointing, the cheapest first: a later one is tried where an earlier one does not fit.
+        whole: the undivided model, with the micro-batch of one data-parallel rank.
+        sequences: sequences of one step, over all ranks.
+        recipe_of: the recipe of a setting.
+        checkpointing: kinds of activation checkpointing, the cheapest first; a later one is tried if an earlier one
+            does not fit.
+        stages: the ZeRO stages that are tried.
     """
 
     whole: Workload
     cluster: Cluster
     sequences: int
     recipe_of: Callable[[Setting], Recipe]
-    ways: tuple[Checkpointing, ...]
+    checkpointing: tuple[Checkpointing, ...]
     stages: tuple[int, ...] = tuple(STAGES_OF_ZERO)
     _divided: dict[Parts, Workload | PlanError] = field(default_factory=dict)
 
     def run(self) -> Layouts:
+        """Try every mesh of the cluster."""
         found: list[Layout] = []
         large: list[TooLarge] = []
         refused: dict[str, list[Mesh]] = {}
@@ -160,21 +173,22 @@ class Search:
 
     def _of_mesh(self, mesh: Mesh) -> Iterator[Layout | TooLarge]:
         work, count = self._workload(mesh), self._micro_batches(mesh)
-        make = self._staged if mesh.size((STAGES,)) > 1 else self._flat
+        make = self._with_pipeline if mesh.size((STAGES,)) > 1 else self._without_pipeline
         copies = mesh.size((REPLICATE,)) > 1
         for stage in self.stages[1:] if copies else self.stages:
-            for how in self.ways:
+            for how in self.checkpointing:
                 setting = Setting(stage, Offload.NONE, how)
                 recipe = self.recipe_of(setting)
                 if copies:
                     recipe = replace(recipe, sharding=replace(recipe.sharding, axes=(SHARD,)))
                 made = make(work, mesh, setting, recipe_at(recipe, setting, count), count)
                 yield made
-                if isinstance(made, Layout) and made.row.total <= ROOM * self.cluster.gpu.memory:
+                if isinstance(made, Layout) and made.row.total <= SAFE_SHARE * self.cluster.gpu.memory:
                     break
 
-    def _flat(self, work: Workload, mesh: Mesh, setting: Setting, recipe: Recipe, count: int) -> Layout | TooLarge:
-        """A mesh without pipeline stages."""
+    def _without_pipeline(
+        self, work: Workload, mesh: Mesh, setting: Setting, recipe: Recipe, count: int
+    ) -> Layout | TooLarge:
         plan, traced = work.plan(recipe, mesh.of_stage(), how=setting.checkpointing)
         if reaches_peers(self.cluster) and recipe.peer_copies is not False and peer_problem(plan) is None:
             plan = with_peer_copies(plan)
@@ -186,7 +200,7 @@ class Search:
         return Layout(mesh, Row(setting, plan, traced, memory, time, self.cluster, count, work.tokens, flops))
 
     def _workload(self, mesh: Mesh) -> Workload:
-        """One rank's part of the model. Raises PlanError where it can't be divided so."""
+        """One rank's part of the model. Raises PlanError if it can't be divided so."""
         parts = Parts(mesh.size((TENSOR,)), mesh.size((SEQUENCES,)), mesh.size((EXPERT,)))
         if parts not in self._divided:
             if parts.sequence > self.whole.length:
@@ -209,8 +223,10 @@ class Search:
             )
         return count
 
-    def _staged(self, work: Workload, mesh: Mesh, setting: Setting, recipe: Recipe, count: int) -> Layout | TooLarge:
-        """The quickest schedule whose memory fits."""
+    def _with_pipeline(
+        self, work: Workload, mesh: Mesh, setting: Setting, recipe: Recipe, count: int
+    ) -> Layout | TooLarge:
+        """The layout with the fastest schedule that fits."""
         own, stages = mesh.of_stage(), mesh.size((STAGES,))
         plan, traced = work.plan(recipe, own, how=setting.checkpointing)
         partition_units(work.units, traced, stages)
@@ -227,7 +243,7 @@ class Search:
             if device_nbytes(worst.memory) > self.cluster.gpu.memory:
                 large.append(TooLarge(mesh, setting, worst.memory))
                 continue
-            pipeline = made.timed(self.cluster, self._hand_over)
+            pipeline = made.timed(self.cluster, self._send_seconds)
             time = pipeline.alone[made.stages.index(worst)]
             row = Row(setting, worst.plan, worst.traced, worst.memory, time, self.cluster, count, work.tokens, flops)
             layouts.append(Layout(mesh, row, pipeline, name if chunks == 1 else f"{name} x {chunks}"))
@@ -236,11 +252,11 @@ class Search:
         return min(layouts, key=lambda layout: layout.seconds)
 
     def _flops(self, plan: Plan, mesh: Mesh) -> int:
-        """Of one GPU's share of a micro-batch, where nothing is computed twice."""
+        """Flops of one GPU's share of a micro-batch, without recomputation."""
         return self.whole.trace(plan, Checkpointing.OFF).flops // mesh.size((STAGES, SEQUENCES, TENSOR))
 
-    def _hand_over(self, nbytes: int) -> float:
-        """Seconds for activations to the next stage, on another node where there are several."""
+    def _send_seconds(self, nbytes: int) -> float:
+        """Seconds to send activations to the next stage, which is on another node if there are several."""
         share, cluster = self.cluster.efficiency, self.cluster
         if cluster.nodes > 1:
             return share.collective_latency + share.network_hop_latency + nbytes / (cluster.nic * share.nic)
@@ -248,7 +264,7 @@ class Search:
 
 
 def _runs(name: str, shape: Shape, setting: Setting, layers: int) -> bool:
-    """Whether a schedule is one to try: it runs, and the model has a layer for each part."""
+    """Whether a schedule is tried: the engine runs it, and the model has a layer for each chunk."""
     if kind_of(name).splits and (setting.stage == 3 or setting.checkpointing is not Checkpointing.OFF):
         return False
     if layers < shape.stages * shape.chunks:
@@ -261,15 +277,15 @@ def _runs(name: str, shape: Shape, setting: Setting, layers: int) -> bool:
 
 
 def short(mesh: Mesh) -> str:
-    """A mesh by its axes of several ranks."""
+    """The axes of a mesh that have several ranks, in words."""
     several = [f"{axis.name} {axis.size}" for axis in mesh.axes if axis.size > 1]
     return " x ".join(several) or "1 GPU"
 
 
 def meshes(cluster: Cluster) -> Iterator[Mesh]:
-    """Every mesh of the cluster's GPUs: sizes that divide their number, `tp` within a node.
+    """Every mesh of the cluster's GPUs: sizes divide their number, and `tp` stays within a node.
 
-    Data ranks are one group, or, over several nodes, groups within a node that hold copies (HSDP).
+    Data-parallel ranks shard over all of them or, on several nodes, within each node with replicas between (HSDP).
     """
     count = cluster.count
     for stages in _divisors(count):

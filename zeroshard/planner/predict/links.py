@@ -1,4 +1,4 @@
-"""Bytes over each link in one optimizer step, for one GPU."""
+"""Computes the bytes over each link in one optimizer step, for one GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroshard.planner.predict.rows import Row
 
 
 def link_traffic(row: Row) -> Mapping[str, int]:
-    """Bytes that a GPU receives over its link, over the network, over PCIe (both ways), and that go to and from disk.
+    """Bytes of a step by link: received over the GPU's link and the network, and both ways over PCIe and to disk.
 
-    A ring over several nodes crosses each node's border once, so per GPU the network carries 1/per_node of the wire.
+    A ring over several nodes enters each node once, so per GPU the network carries 1/per_node of the received bytes.
     """
     disk = disk_traffic(row.plan, micro_batches=row.micro_batches).total
     wire = sum(row.traffic().values())
@@ -22,7 +22,7 @@ def link_traffic(row: Row) -> Mapping[str, int]:
 
 
 def _pcie(row: Row) -> int:
-    """What an update moves between device and host; parameters that rest off the device up at every gather."""
+    """Bytes between device and host of an update, and of gathers of parameters that rest off the device."""
     moved = plan_link_traffic(row.plan)
     gathered = sum(
         2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)

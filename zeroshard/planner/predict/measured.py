@@ -1,4 +1,4 @@
-"""Measured steps of the engine, from `data/measured.tsv`: what the predictions are held against."""
+"""Measured steps of the engine, from `data/measured.tsv`, to which predictions are compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from zeroshard.planner.machine.hardware import read_table
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured row; `stage` None is forward and backward alone, without an engine. None: not measured.
+    """One measured row; `stage` None is forward and backward alone, without an engine; other None were not measured.
 
     Attributes:
         model: a size of the GPU benchmarks' model.
+        samples, length: sequences of the micro-batch, and tokens of each.
         tuned: all units may stay gathered from forward to backward.
         offload: none, or how state in host memory is updated (streamed, processor), or param: parameters there too.
-        commit, where: of which code, and where it is written down.
+        commit, where: the code that was measured, and the page that has the measurement.
     """
 
     model: str
@@ -38,7 +39,7 @@ class Measured:
 
 
 def row_label(model: str, stage: int | None, batch: str, checkpointing: bool, tuned: bool, offload: str) -> str:
-    """A configuration in words, as tables have it; `stage` None is the floor, the others as in Measured."""
+    """A configuration in words, for tables; arguments as in Measured."""
     parts = [model, "floor" if stage is None else f"stage {stage}", batch]
     parts += ["checkpointing"] * checkpointing + ["all kept gathered"] * tuned
     return ", ".join([*parts, *([f"offload {offload}"] if offload != "none" else [])])

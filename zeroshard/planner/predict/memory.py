@@ -1,11 +1,11 @@
-"""The memory of one step: state from the plan, activations from the trace, put together moment by moment.
+"""Adds up the memory of one step, segment by segment: state from the plan, activations from the trace.
 
-    at each segment's worst moment    resting state + slots + what the trace holds + sharded gradients landed so far
-                                      + the gradients that are still being copied to peers
-    at the optimizer step             resting state + slots + all gradients
+    at the peak of each segment    resting state + slots + what the trace holds + gradients reduced so far
+                                   + the gradients that are still being copied to peers
+    at the optimizer step          resting state + slots + all gradients
 
-The peak is the largest of these sums, not the sum of the largest parts: with checkpointing gradients grow while
-activations shrink, and the peak is at either end. Nothing here is a formula for an architecture.
+The peak of the step is the largest of these sums, not the sum of the largest parts: with checkpointing, gradients grow
+while activations shrink, and the peak is at either end. No formula here is for one architecture.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ KINDS = (
     "local gradients",
     "inputs",
 )
-"""What device memory goes to. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'rounding' is what the
-allocator adds to what rests; 'local gradients' are whole gradients of a unit on their way to a slot or to peers."""
+"""What device memory is used for. 'workspaces' are cuBLAS's and the tables of the step's kernels; 'rounding' is what
+the allocator adds to resting state; 'local gradients' are whole gradients of a unit before they are in a slot or at
+peers."""
 
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 """Bytes on Hopper and newer (a quarter of it before): one for the thread of the forward, one for that of autograd."""
 UPDATE_TABLE, NORM_TABLE, SEGMENT_ROW = 12 / 512, 40 / 16384, 64
-"""Bytes per updated element, per summed element and per parameter, of the tables that the step's kernels walk by."""
+"""Bytes per updated element, per summed element and per parameter, of the tables that the step's kernels read."""
 
 _OF_PURPOSE = {
     Purpose.INPUTS: "inputs",
@@ -63,7 +64,7 @@ _OF_STATE = {
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at the worst moment of a stretch of the step, in bytes by KINDS."""
+    """What is alive at the peak of a segment or of the optimizer step, in bytes by KINDS."""
 
     label: str
     nbytes: Mapping[str, int]
@@ -87,8 +88,8 @@ class StepMemory:
     """Device memory of one rank over a steady step, as torch's allocator counts it (allocated, not reserved).
 
     Attributes:
-        moments: the step, stretch by stretch.
-        tiers: resting state by tier, slots and gradients that are there for a while not included.
+        moments: the peaks of all segments, in order, and of the optimizer step.
+        tiers: resting state by tier, without slots and without gradients that are freed after the step.
     """
 
     moments: tuple[Moment, ...]
@@ -100,11 +101,11 @@ class StepMemory:
 
 
 def step_memory(plan: Plan, traced: Trace, *, gpu: bool = True, waiting: int = 0) -> StepMemory:
-    """The memory of one rank under `plan`, which must be made of the units that were traced.
+    """The memory of one rank under `plan`, whose units must be those of the trace.
 
     Args:
-        gpu: False leaves out what only a GPU's allocator and libraries take.
-        waiting: bytes of activations of other micro-batches, which wait for their backward in a pipeline.
+        gpu: False leaves out what a GPU's allocator and libraries take.
+        waiting: bytes of activations of other micro-batches, whose backward comes later in a pipeline.
     """
     found = _on_device(plan, traced, waiting)
     return found if gpu else _without_gpu(found)
@@ -127,21 +128,23 @@ def _on_device(plan: Plan, traced: Trace, waiting: int) -> StepMemory:
         "workspaces": workspace_nbytes(plan),
         "rounding": sum(map(rounding, _allocations(plan))),
     }
-    landed: dict[str, int] = {}
+    reduced: dict[str, int] = {}
     moments: list[Moment] = []
     sending, started = 0, False
     complete = iter(traced.complete)
     for segment in traced.segments:
         if segment.phase is Phase.BACKWARD:
             for unit in next(complete):
-                _add(landed, _landing(plan, unit))
+                _add(reduced, _reduced_nbytes(plan, unit))
                 sending = _sent_nbytes(plan, unit, sending)
         nbytes = {name: segment.peak[purpose] for purpose, name in _OF_PURPOSE.items()}
         nbytes["local gradients"] += sending
         nbytes["activations"] += waiting
-        moments.append(Moment(_label(plan, segment, started), _added(resting, landed, nbytes)))
+        moments.append(Moment(_label(plan, segment, started), _added(resting, reduced, nbytes)))
         started = started or segment.phase is Phase.BACKWARD
-    step = _added(resting, *(_landing(plan, unit) for unit in range(len(plan.units))), {"local gradients": sending})
+    step = _added(
+        resting, *(_reduced_nbytes(plan, unit) for unit in range(len(plan.units))), {"local gradients": sending}
+    )
     step["workspaces"] += state_bytes(plan).step
     moments.append(Moment("optimizer step", step))
     return StepMemory(tuple(moments), tiers)
@@ -183,7 +186,7 @@ def workspace_nbytes(plan: Plan) -> int:
 
 
 def transient_nbytes(plan: Plan, unit: int) -> int:
-    """Device bytes that a unit's reduced gradients take from its backward to the step."""
+    """Device bytes that a unit's reduced gradients take from its backward to the step, if they do not rest."""
     return sum(_transient(group) for group in plan.units[unit].groups)
 
 
@@ -205,7 +208,7 @@ def slots_nbytes(plan: Plan) -> int:
 
 
 def _label(plan: Plan, segment: Segment, started: bool) -> str:
-    """A stretch in words. `started`: the backward has begun before it."""
+    """A segment in words. `started`: the backward has begun before it."""
     unit = plan.units[segment.unit]
     if segment.unit == 0 and segment.phase is Phase.BACKWARD:
         return "end of the backward" if started else "backward of the loss"
@@ -213,7 +216,7 @@ def _label(plan: Plan, segment: Segment, started: bool) -> str:
 
 
 def _allocations(plan: Plan) -> Iterator[int]:
-    """Sizes of the tensors that rest in memory of torch's allocator: not what peers reach, nor what is on the host."""
+    """Sizes of resting tensors in memory of torch's allocator, without memory that peers reach and host memory."""
     peers = plan.policy.peer_copies
     for _, group in plan.groups():
         for kind in _OF_STATE:
@@ -230,8 +233,8 @@ def _allocations(plan: Plan) -> Iterator[int]:
     yield from stream_buffer_nbytes(plan)
 
 
-def _landing(plan: Plan, unit: int) -> dict[str, int]:
-    """What the reduced gradients of a unit add until the step."""
+def _reduced_nbytes(plan: Plan, unit: int) -> dict[str, int]:
+    """Bytes that the reduced gradients of a unit take until the step, with what the allocator adds."""
     sizes = [_transient(group) for group in plan.units[unit].groups]
     return {"gradients": sum(sizes), "rounding": sum(map(rounding, sizes))}
 
@@ -239,14 +242,14 @@ def _landing(plan: Plan, unit: int) -> dict[str, int]:
 def _sent_nbytes(plan: Plan, unit: int, before: int) -> int:
     """Bytes of gradients that stay alive because peers may still be copying them, after a unit has been reduced.
 
-    They are given back when the next group is reduced (`engine.peer_reduce`).
+    They are freed when the next group is reduced (`engine/core/peer_reduce.py`).
     """
-    travelling = [group for group in plan.units[unit].groups if group.needs_reduce_slot and group.wire_nbytes]
-    if not plan.policy.peer_copies or not travelling:
+    sent = [group for group in plan.units[unit].groups if group.needs_reduce_slot and group.wire_nbytes]
+    if not plan.policy.peer_copies or not sent:
         return before
-    last = travelling[-1]
+    last = sent[-1]
     if last.grad is None or not last.grad.divided:
-        return 0  # whole gradients are sent from where they rest
+        return 0  # whole gradients are sent from their resting buffer
     return last.layout.parameter_numel * itemsize(last.shown_dtype)
 
 

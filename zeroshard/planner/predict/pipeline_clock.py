@@ -1,9 +1,10 @@
-"""How long the micro-batches of a step take in a pipeline: the order that torch executes, run over a clock per rank.
+"""Computes how long the micro-batches of a step take in a pipeline, by running torch's order over a clock per rank.
 
-An action begins when its rank is free and what it needs has come from the part before (a forward) or behind (gradients
-of inputs). What ranks wait for each other is the bubble. The same run tells how many micro-batches' activations each
-part holds at once: from its forward to its last gradients. (Narayanan et al. 2021, arXiv:2104.04473; Qi et al. 2023,
-arXiv:2401.10241.) Rejected: (stages - 1) / micro-batches, which is of equal stages and one schedule.
+An action begins when its rank is free and its input has arrived, from the part before for a forward, from the part
+after for gradients of inputs. The time in which ranks wait for each other is the bubble. The same run counts how many
+micro-batches each part holds activations of at once, from its forward to its last gradients. (Narayanan et al. 2021,
+arXiv:2104.04473; Qi et al. 2023, arXiv:2401.10241.) Rejected: the bubble (stages - 1) / micro-batches, which holds for
+equal stages and one schedule only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from zeroshard.pipeline.order import Action, Order, Work
 
 _ENDS = (Work.BACKWARD, Work.WEIGHTS)
-"""After which a micro-batch's activations are gone."""
+"""Actions after which a micro-batch's activations are freed."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class PartTime:
     weights: float
 
     def of(self, work: Work) -> float:
+        """Seconds of one kind of action."""
         return {
             Work.FORWARD: self.forward,
             Work.INPUTS: self.inputs,
@@ -44,8 +46,8 @@ class PipelineTime:
 
     Attributes:
         seconds: until the last rank has ended.
-        waiting: by rank, the seconds of it in which it has nothing to do.
-        held: by rank, for each moment in which it holds most, the micro-batches of each of its parts.
+        waiting: by rank, the seconds in which it waits.
+        held: by rank, how many micro-batches it holds for each of its parts, as (part, count), when it holds most.
     """
 
     seconds: float
@@ -58,12 +60,12 @@ class PipelineTime:
         return sum(self.waiting) / (self.seconds * len(self.waiting)) if self.seconds else 0.0
 
 
-def pipeline_time(order: Order, parts: Sequence[PartTime], hand_over: float = 0.0) -> PipelineTime:
-    """Run an order over clocks.
+def pipeline_time(order: Order, parts: Sequence[PartTime], send_seconds: float = 0.0) -> PipelineTime:
+    """Run the actions of all ranks over clocks.
 
     Args:
-        parts: of the whole model, one after the other.
-        hand_over: seconds from one rank to another.
+        parts: times of all parts of the model, in order.
+        send_seconds: seconds to send activations or gradients from one rank to another.
     """
     rank_of = {action.part: rank for rank, actions in order.items() for action in actions}
     left = {rank: list(reversed(actions)) for rank, actions in order.items()}
@@ -74,7 +76,7 @@ def pipeline_time(order: Order, parts: Sequence[PartTime], hand_over: float = 0.
     while moved:
         moved = False
         for rank, actions in left.items():
-            while actions and (ready := _ready(actions[-1], len(parts), rank_of, done, hand_over)) is not None:
+            while actions and (ready := _ready(actions[-1], len(parts), rank_of, done, send_seconds)) is not None:
                 action = actions.pop()
                 seconds = parts[action.part].of(action.work)
                 free[rank] = max(free[rank], ready) + seconds
@@ -82,16 +84,16 @@ def pipeline_time(order: Order, parts: Sequence[PartTime], hand_over: float = 0.
                 given = Work.INPUTS if action.work is Work.BACKWARD else action.work
                 done[given, action.part, action.micro] = free[rank]
                 moved = True
-    assert not any(left.values()), "an order that waits for itself"
+    assert not any(left.values()), "the actions of the order wait for each other"
     end = max(free.values())
     held = tuple(_held(order[rank]) for rank in sorted(order))
     return PipelineTime(end, tuple(end - busy[rank] for rank in sorted(order)), held)
 
 
 def _ready(
-    action: Action, parts: int, rank_of: dict[int, int], done: dict[tuple[Work, int, int], float], hand_over: float
+    action: Action, parts: int, rank_of: dict[int, int], done: dict[tuple[Work, int, int], float], send_seconds: float
 ) -> float | None:
-    """When what an action needs is there; None where that has not been computed yet."""
+    """When the input of an action arrives; None if that is not known yet."""
     if action.work is Work.WEIGHTS:
         return 0.0
     forward = action.work is Work.FORWARD
@@ -101,7 +103,7 @@ def _ready(
     ended = done.get((Work.FORWARD if forward else Work.INPUTS, before, action.micro))
     if ended is None:
         return None
-    return ended if rank_of[before] == rank_of[action.part] else ended + hand_over
+    return ended if rank_of[before] == rank_of[action.part] else ended + send_seconds
 
 
 def _held(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""One row of the planner's table: a setting, its plan, and what that takes in memory, traffic, time and money."""
+"""Computes one row of the planner's table: a setting, its plan, and its memory, traffic, time and cost."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from zeroshard.planner.trace.model_trace import Trace, total_kernels
 from zeroshard.planner.trace.workload import Workload
 
 BILLION = 10**9
-ROOM = 0.95
-"""Share of the memory above which a row is taken only where nothing smaller fits: fragmentation may end the run."""
+SAFE_SHARE = 0.95
+"""Share of the memory above which a row is chosen only if nothing smaller fits, since fragmentation may end the run."""
 ALLOCATOR_SHARE, ALLOCATOR_FIXED = 0.045, 0.6 * GIB
-"""What the allocator reserves above what is allocated; follows six measured pairs within 0.2 GiB."""
+"""What the allocator reserves above what is allocated, as a share and a constant; six measurements fit in 0.2 GiB."""
 CONTEXT = 1.0 * GIB
-"""CUDA context, libraries and communicators: outside of the allocator. An assumption, not a measurement."""
+"""CUDA context, libraries and communicators, which the allocator does not count. An assumption, not a measurement."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row of the table chooses. `ratio`: share of the optimizer's state that is offloaded."""
+    """The choices of a row. `ratio` is the share of the optimizer's state that is offloaded."""
 
     stage: int
     offload: Offload
@@ -56,9 +56,10 @@ class Row:
     """A setting and what it takes on one GPU of the cluster.
 
     Attributes:
-        refused: why the engine does not run it yet, "" where it does.
-        model_flops: of one micro-batch without recomputation, for the MFU.
         micro_batches: per optimizer step.
+        tokens: of one micro-batch.
+        model_flops: of one micro-batch without recomputation, for the MFU.
+        refused: why the engine does not run it yet; "" if it does.
     """
 
     setting: Setting
@@ -79,7 +80,7 @@ class Row:
 
     @property
     def reserve(self) -> int:
-        """Device bytes beside what is allocated: the allocator's slack, context and communicators."""
+        """Device bytes that are not allocated: the allocator's slack, context and communicators."""
         return self.slack + int(CONTEXT)
 
     @property
@@ -88,7 +89,7 @@ class Row:
 
     @property
     def host(self) -> int:
-        """Bytes on one node's host memory."""
+        """Bytes in one node's host memory."""
         return sum(self.memory.tiers.host.values()) * self.cluster.per_node
 
     @property
@@ -106,12 +107,13 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Per GPU."""
+        """Tokens per second and GPU."""
         readers = self.plan.mesh.data_parallel_size / self.plan.mesh.world_size
         return self.tokens * self.micro_batches * readers / self.time.seconds
 
     @property
     def mfu(self) -> float:
+        """Model flops utilization: the model's flops, without recomputation, as a share of the card's peak."""
         peak = self.cluster.gpu.peak(_compute_dtype(self.traced, self.plan))
         return self.model_flops * self.micro_batches / self.time.seconds / peak
 
@@ -128,7 +130,7 @@ class Row:
         return self.hours_per_billion * self.cluster.count * self.cluster.price
 
     def traffic(self) -> Mapping[str, int]:
-        """Bytes that one GPU receives in a step, by collective; what crosses PCIe to the host comes from `tiers`."""
+        """Bytes that one GPU receives in a step, by kind of collective; bytes over PCIe are in `links`."""
         traffic = step_traffic(self.plan, micro_batches=self.micro_batches)
         share = (self.plan.dp - 1) / self.plan.dp
         twice = {"all-reduce": 2}
@@ -141,17 +143,17 @@ def slack_nbytes(memory: StepMemory) -> int:
 
 
 def device_nbytes(memory: StepMemory) -> int:
-    """All that a rank takes on its device, context and communicators included."""
+    """All bytes that a rank takes on its device, with slack, context and communicators."""
     return memory.peak.total + slack_nbytes(memory) + int(CONTEXT)
 
 
 def hours(tokens: float, gpus: int, tokens_per_second: float) -> float:
-    """Hours in which `gpus` train on `tokens` at a rate per GPU."""
+    """Hours in which `gpus` GPUs train on `tokens` tokens; `tokens_per_second` is per GPU."""
     return tokens / (3600 * gpus * tokens_per_second)
 
 
 def settings(*, checkpointing: tuple[Checkpointing, ...] = (Checkpointing.OFF, Checkpointing.ON)) -> Iterator[Setting]:
-    """Every setting of the table, the ones without offload first."""
+    """Every setting of the table, those without offload first."""
     for offload in TABLE:
         for stage in STAGES:
             for how in checkpointing:
@@ -172,13 +174,15 @@ def make_row(
     two_levels: bool = False,
     compiling: bool = False,
 ) -> Row:
-    """Plan, memory and time of one setting.
+    """The row of one setting: its plan, memory and time.
 
     Args:
-        recipe: as a config describes it; the setting's stage is put into it.
-        shard: ranks of a subgroup of the mesh; None is one group of all.
-        mesh: of all ranks, in place of data-parallel ones alone; `work` is one rank's part of the model then.
-        compiling: every block is compiled; an estimate.
+        recipe: as a config describes it; the setting's stage and offload replace its own.
+        refused: see Row.
+        shard: ranks of each subgroup that shards; None if all ranks are one group.
+        mesh: the mesh of all ranks, if they are not all data-parallel; `work` is one rank's part of the model then.
+        two_levels: collectives run between nodes first, then within each.
+        compiling: estimate a model whose blocks are all compiled.
     """
     chosen = recipe_at(recipe, setting, micro_batches)
     plan, traced = work.plan(chosen, mesh or Mesh.data_parallel(cluster.count, shard), how=setting.checkpointing)
@@ -193,7 +197,7 @@ def make_row(
 
 
 def recipe_at(recipe: Recipe, setting: Setting, micro_batches: int) -> Recipe:
-    """The recipe of a setting, for so many micro-batches in a step."""
+    """The recipe with the stage and the offload of a setting, for steps of this many micro-batches."""
     policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
     axes, row = recipe.sharding.axes, STAGES[setting.stage]
     row = row.over(axes) if recipe.gradient_codes is None else replace(row, axes=axes)
@@ -201,12 +205,12 @@ def recipe_at(recipe: Recipe, setting: Setting, micro_batches: int) -> Recipe:
 
 
 def reaches_peers(cluster: Cluster) -> bool:
-    """Whether all GPUs reach each other's memory, so that the engine copies between them: one node with NVLink."""
+    """Whether the engine copies between GPUs, since all reach each other's memory: on one node with NVLink."""
     return cluster.nodes == 1 and cluster.count > 1 and cluster.gpu.link.startswith("NVLink")
 
 
 def _compute_dtype(traced: Trace, plan: Plan) -> torch.dtype:
-    """The dtype of most of the arithmetic; of most parameters where there is none."""
+    """The dtype of most of the arithmetic; if there is none, of most parameters."""
     flops: dict[torch.dtype, int] = {}
     for kernel, count in total_kernels(traced.segments).items():
         flops[kernel.dtype] = flops.get(kernel.dtype, 0) + kernel.flops * count

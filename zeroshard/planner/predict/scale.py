@@ -1,14 +1,14 @@
-"""ZeRO-3, HSDP and ZeRO-1 with tensor and pipeline parallelism, compared on paper from 8 to 16,384 GPUs.
+"""Compares ZeRO-3, HSDP and ZeRO-1 with tensor and pipeline parallelism by prediction, from 8 to 16,384 GPUs.
 
     ZeRO-3         parameters, gradients and states over all ranks; every gather crosses the network
     HSDP           parameters, gradients and states within a node, gradients summed between nodes
     hpZ            as ZeRO-3, with a second copy of the parameters in each node (arXiv:2306.10209, section 4.2)
-    hpZ, qwZ, qgZ  the same, and what leaves a node goes in codes (sections 4.1 and 4.3)
-    ZeRO-1 + 3D    a block over the GPUs of a node, stages over nodes, the rest data parallel with ZeRO-1
+    hpZ, qwZ, qgZ  the same, with quantized traffic between nodes (sections 4.1 and 4.3)
+    ZeRO-1 + 3D    tensor parallel within a node, pipeline stages over nodes, the rest data parallel with ZeRO-1
 
-The first four are simulated as every other row. 3D is arithmetic on the traced block: 1/(tp x pp) of its kernels, four
-all-reduces of the block's output, and a bubble of (pp - 1) / (micro-batches + pp - 1). (Narayanan et al. 2021,
-arXiv:2104.04473.) zeroshard executes the first four today; the last is drawn to know when it would pay.
+The first four are simulated like every other row; zeroshard executes them. 3D is a formula over the traced model: 1/(tp
+x pp) of its kernels, four all-reduces of each block's output, and a bubble of (pp - 1) / (micro-batches + pp - 1)
+(Narayanan et al. 2021, arXiv:2104.04473). It shows from which size on it is faster; `--meshes` simulates such layouts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ BYTES_PER_PARAMETER = 16
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to use a cluster.
+class Strategy:
+    """One strategy to use a cluster, and what it takes.
 
     Attributes:
-        memory: bytes per GPU, reserve included.
+        seconds: of one step.
+        memory: bytes per GPU, with the reserve.
         tokens_per_second: per GPU.
-        executed: False where zeroshard does not execute it: on paper only.
+        executed: whether zeroshard executes it as predicted.
     """
 
     name: str
@@ -53,17 +54,17 @@ class Way:
     remark: str = ""
 
 
-def compare(work: Workload, recipe: Recipe, cluster: Cluster, sizes: list[int], how: Checkpointing) -> list[Way]:
-    """All ways on clusters of `sizes` GPUs of the same kind, at the same micro-batch per GPU.
+def compare(work: Workload, recipe: Recipe, cluster: Cluster, sizes: list[int], how: Checkpointing) -> list[Strategy]:
+    """All strategies on clusters of `sizes` GPUs of the same kind, with the same micro-batch per GPU.
 
     Raises:
-        PlanError: a size that is not whole nodes.
+        PlanError: a size is not a multiple of the GPUs of a node.
     """
-    return [way for size in sizes for way in _ways(work, recipe, _resized(cluster, size), how)]
+    return [strategy for size in sizes for strategy in _strategies(work, recipe, _resized(cluster, size), how)]
 
 
 def parse_sizes(text: str) -> list[int]:
-    """'8,64,512' as numbers of GPUs. Raises PlanError for anything else."""
+    """Numbers of GPUs from text such as '8,64,512'. Raises PlanError for other text."""
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -80,31 +81,31 @@ def _resized(cluster: Cluster, size: int) -> Cluster:
     return replace(cluster, count=size, per_node=per_node)
 
 
-def _ways(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) -> Iterator[Way]:
+def _strategies(work: Workload, recipe: Recipe, cluster: Cluster, how: Checkpointing) -> Iterator[Strategy]:
     setting = Setting(3, Offload.NONE, how)
     whole = make_row(work, recipe, setting, cluster)
-    yield _way("ZeRO-3", whole, executed=True)
+    yield _strategy("ZeRO-3", whole, executed=True)
     if cluster.nodes == 1:
         return
-    yield _way(
+    yield _strategy(
         "ZeRO-3, two-level collectives", make_row(work, recipe, setting, cluster, two_levels=True), executed=False
     )
     inside = replace(recipe, sharding=replace(STAGES[3], axes=(SHARD,)))
-    yield _way("HSDP", make_row(work, inside, setting, cluster, shard=cluster.per_node), executed=True)
+    yield _strategy("HSDP", make_row(work, inside, setting, cluster, shard=cluster.per_node), executed=True)
     if cluster.per_node > 1:
         copied = replace(recipe, sharding=replace(STAGES[3], axes=NESTED))
         copies = make_row(work, copied, setting, cluster, shard=cluster.per_node)
-        yield _way("hpZ", copies, executed=True, remark=f"a second copy in each {cluster.per_node}")
+        yield _strategy("hpZ", copies, executed=True, remark=f"a second copy in each node of {cluster.per_node}")
         coded = replace(copied, codes=GATHER_CODES, frozen_codes=GATHER_CODES, gradient_codes=GradientCodes())
         codes = make_row(work, coded, setting, cluster, shard=cluster.per_node)
         lost = codes.time.seconds >= copies.time.seconds
-        remark = "codes lose here: making them takes longer than what they save" if lost else "8 bits, 4 between nodes"
-        yield _way("hpZ, qwZ, qgZ", codes, executed=True, remark=remark)
+        remark = "slower with codes here: encoding takes longer than they save" if lost else "8 bits, 4 between nodes"
+        yield _strategy("hpZ, qwZ, qgZ", codes, executed=True, remark=remark)
     yield _three_dimensions(work, whole, cluster)
 
 
-def _way(name: str, row: Row, *, executed: bool, remark: str = "") -> Way:
-    return Way(
+def _strategy(name: str, row: Row, *, executed: bool, remark: str = "") -> Strategy:
+    return Strategy(
         name,
         row.cluster.count,
         row.time.seconds,
@@ -117,15 +118,16 @@ def _way(name: str, row: Row, *, executed: bool, remark: str = "") -> Way:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Share of a pipeline's time in which a stage has nothing to do."""
+    """Share of a pipeline's time in which a stage waits."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def _three_dimensions(work: Workload, whole: Row, cluster: Cluster) -> Way:
-    """ZeRO-1 beside tensor parallelism in the node and as many pipeline stages as the state needs."""
+def _three_dimensions(work: Workload, whole: Row, cluster: Cluster) -> Strategy:
+    """ZeRO-1 with tensor parallelism within a node and as many pipeline stages as the state needs."""
     tp = cluster.per_node
     capacity = cluster.gpu.memory
-    # In steady state a stage holds as many micro-batches as there are stages, each 1/stages of the model deep.
+    # In the steady state a stage holds activations of as many micro-batches as there are stages, each of 1/stages of
+    # the model.
     kinds = ("activations", "logits and loss", "backward")
     activations = sum(whole.memory.peak.nbytes.get(kind, 0) for kind in kinds) // tp
     state, stages, ranks = 0.0, 1, cluster.nodes
@@ -136,7 +138,7 @@ def _three_dimensions(work: Workload, whole: Row, cluster: Cluster) -> Way:
         if state + activations + whole.reserve <= 0.9 * capacity or stages * 2 > cluster.nodes:
             break
         stages *= 2
-    # One step: the micro-batches that tp x pp GPUs would have had with ZeRO-3 go through the pipeline one by one.
+    # The micro-batches that tp x pp GPUs would have with ZeRO-3 go through the pipeline one after the other.
     count = tp * stages
     compute = kernels_seconds(cluster, total_kernels(whole.traced.segments)) / (tp * stages)
     inside = Ranks(tp, tp)
@@ -147,7 +149,7 @@ def _three_dimensions(work: Workload, whole: Row, cluster: Cluster) -> Way:
     seconds = count * (compute + tensor) / (1 - bubble(stages, count)) + 2 * gradients
     tokens = count * work.tokens / (tp * stages)
     total = int(state) + activations + whole.reserve
-    return Way(
+    return Strategy(
         "ZeRO-1 + tensor + pipeline",
         cluster.count,
         seconds,
@@ -160,7 +162,7 @@ def _three_dimensions(work: Workload, whole: Row, cluster: Cluster) -> Way:
 
 
 def _block_output(work: Workload) -> int:
-    """Bytes of a block's output in 16 bits: tokens times the width of the widest norm-like parameter."""
+    """Bytes of a block's output in 16 bits: tokens times the most frequent size of one-dimensional parameters."""
     widths = [p.shape[0] for unit in work.units for p in unit.parameters if len(p.shape) == 1]
     width = max(set(widths), key=widths.count) if widths else 1
     return 2 * work.tokens * width

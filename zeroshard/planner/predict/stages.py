@@ -1,11 +1,12 @@
-"""Pipeline stages of a traced model: which units each has, its plan on the stage's mesh, its trace, memory and time.
+"""Divides a traced model into pipeline stages, each with its units, plan, trace, memory and time.
 
     units in the order of the forward     embed | block 0 | block 1 | block 2 | block 3 | head
     parts, as PipelineModule cuts         [embed, block 0]  [block 1, block 2]  [block 3, head]
     a rank                                 one part, or several (chunks), with a plan of their units alone
 
-A part's trace is the stretch of the whole one: what is alive before it belongs to the parts before. Its times come from
-the same clocks as every other row's, for one micro-batch more; the schedule then runs over them.
+The trace of a part is cut out of the whole trace; bytes that are alive before it belong to the parts before. The time
+of a micro-batch in a stage is the difference between steps of two micro-batches and of one, on the same clocks as every
+other row; the schedule then runs over these times.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from zeroshard.sharding.units import UnitSpec
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline: its parts of the model, numbered from the model's first, and its plan."""
+    """One rank of a pipeline: the numbers of its parts of the model, its plan, trace and memory."""
 
     parts: tuple[int, ...]
     plan: Plan
@@ -42,11 +43,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All ranks of a pipeline along one line, and the step's micro-batches through them.
+    """The stages of a pipeline and the times of a step.
 
     Attributes:
-        alone: of each stage, the time of a step of one micro-batch by itself.
-        once: seconds of a step beside its micro-batches: the last sums, norm, update.
+        alone: by stage, the time of a step of one micro-batch without the other stages.
+        time: of the micro-batches of a step, through all stages.
+        once: seconds of a step besides its micro-batches: the last reduces, norm, update.
     """
 
     stages: tuple[Stage, ...]
@@ -56,7 +58,7 @@ class Pipeline:
 
     @property
     def seconds(self) -> float:
-        """A step."""
+        """Seconds of a step."""
         return self.time.seconds + self.once
 
 
@@ -67,7 +69,7 @@ def layers_in_order(units: Sequence[UnitSpec], traced: Trace) -> list[int]:
 
 
 def partition_units(units: Sequence[UnitSpec], traced: Trace, parts: int) -> list[list[int]]:
-    """The units of each part, by their parameters, as `PipelineModule` cuts layers.
+    """The units of each part; parts have about equally many parameters, as those of `PipelineModule`.
 
     Raises:
         PlanError: there are fewer units than parts.
@@ -89,12 +91,12 @@ def _numel(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """A pipeline before its clocks run.
+    """A pipeline whose times are not computed yet.
 
     Attributes:
-        order: what each rank does.
-        cuts: of each part, its stretch of the trace.
-        between: bytes that go from part to part.
+        order: the actions of each rank.
+        cuts: by part, its segments of the trace.
+        between: bytes that are sent from part to part.
     """
 
     order: Order
@@ -102,8 +104,8 @@ class Split:
     between: int
     stages: tuple[Stage, ...]
 
-    def timed(self, cluster: Cluster, hand_over: Callable[[int], float]) -> Pipeline:
-        """The pipeline with its times; `hand_over` gives the seconds in which bytes get to another stage."""
+    def timed(self, cluster: Cluster, send_seconds: Callable[[int], float]) -> Pipeline:
+        """The pipeline with its times; `send_seconds` gives the seconds to send so many bytes to another stage."""
         known: dict[int, tuple[StepTime, float]] = {}
         times: dict[int, PartTime] = {}
         for stage in self.stages:
@@ -111,19 +113,19 @@ class Split:
                 once, twice = (step_time(stage.plan, stage.traced, cluster, micro_batches=n) for n in (1, 2))
                 known[id(stage.plan)] = once, max(0.0, twice.seconds - once.seconds)
             micro = known[id(stage.plan)][1]
-            times |= _shared_out(micro, {part: self.cuts[part] for part in stage.parts}, cluster)
-        clocks = pipeline_time(self.order, [times[part] for part in sorted(times)], hand_over(self.between))
+            times |= _times_of_parts(micro, {part: self.cuts[part] for part in stage.parts}, cluster)
+        clocks = pipeline_time(self.order, [times[part] for part in sorted(times)], send_seconds(self.between))
         alone = tuple(known[id(stage.plan)][0] for stage in self.stages)
         once = max(max(0.0, one.seconds - micro) for one, micro in known.values())
         return Pipeline(self.stages, alone, clocks, once)
 
 
 def split(units: Sequence[UnitSpec], traced: Trace, recipe: Recipe, mesh: Mesh, shape: Shape, schedule: str) -> Split:
-    """A pipeline of so many stages and chunks; equal stages share a plan.
+    """Divide a model into the stages and chunks of `shape`; equal stages share a plan.
 
     Args:
-        units, traced: of the whole model, as one rank of a stage computes its layers.
-        mesh: of one stage.
+        units, traced: of the whole model; each rank of a stage computes its layers so.
+        mesh: the mesh of one stage.
     """
     parts = partition_units(units, traced, shape.stages * shape.chunks)
     cuts = tuple(_cut(traced, parts, number) for number in range(len(parts)))
@@ -176,7 +178,7 @@ def _retained(part: Trace) -> int:
 
 
 def _cut(traced: Trace, parts: Sequence[Sequence[int]], number: int) -> Trace:
-    """The stretch of a trace that one part runs; operations of the root go with the part that runs around them."""
+    """The segments of a trace that one part runs; operations of the root belong to the part that runs around them."""
     part_of = {unit: part for part, units in enumerate(parts) for unit in units}
     found: list[Segment] = []
     complete: list[tuple[int, ...]] = []
@@ -194,18 +196,19 @@ def _cut(traced: Trace, parts: Sequence[Sequence[int]], number: int) -> Trace:
             if segment.phase is Phase.BACKWARD:
                 complete.append(mine)
         elif mine:
-            complete[-1] += mine  # it is known to be complete when the part before has begun
+            complete[-1] += mine  # it is seen to be complete only when the part before has begun
         end = segment.end
     order = tuple(unit for unit in traced.order if unit in parts[number])
     return Trace(tuple(found), order, tuple(complete), traced.notes, traced.tokens, traced.outputs)
 
 
 def _above(live: Sequence[int], base: Sequence[int]) -> tuple[int, ...]:
+    """Bytes that are alive beyond `base`, by Purpose."""
     return tuple(max(0, now - then) for now, then in zip(live, base, strict=True))
 
 
 def _joined(parts: Sequence[Trace], number: Mapping[int, int]) -> Trace:
-    """The forwards of a rank's parts one after the other, then their backwards, with the rank's numbers of units."""
+    """The forwards of a rank's parts one after the other, then their backwards; units get the rank's own numbers."""
     forwards = [segment for part in parts for segment in part.segments if segment.phase is Phase.FORWARD]
     backwards: list[Segment] = []
     complete: list[tuple[int, ...]] = []
@@ -217,8 +220,8 @@ def _joined(parts: Sequence[Trace], number: Mapping[int, int]) -> Trace:
     return Trace(segments, order, tuple(complete), parts[0].notes, parts[0].tokens)
 
 
-def _shared_out(micro: float, parts: Mapping[int, Trace], cluster: Cluster) -> dict[int, PartTime]:
-    """A rank's seconds of a micro-batch, to its parts and their passes as their kernels take."""
+def _times_of_parts(micro: float, parts: Mapping[int, Trace], cluster: Cluster) -> dict[int, PartTime]:
+    """A rank's seconds of a micro-batch, divided over parts and passes in the ratio of their kernels' times."""
     alone = {part: _kernel_time(traced, cluster) for part, traced in parts.items()}
     total = sum(time.total for time in alone.values()) or 1.0
     scale = micro / total
@@ -228,7 +231,7 @@ def _shared_out(micro: float, parts: Mapping[int, Trace], cluster: Cluster) -> d
 
 
 def _kernel_time(traced: Trace, cluster: Cluster) -> PartTime:
-    """Seconds of the kernels alone. Half of the products of a backward are gradients of weights."""
+    """Seconds of the kernels alone; half of the matrix products of a backward are taken as gradients of weights."""
     forward, backward = (
         total_kernels([segment for segment in traced.segments if segment.phase is phase]) for phase in Phase
     )

@@ -1,4 +1,4 @@
-"""Offload as rows of the table: what the engine's plan is asked for.
+"""The offloads that are rows of the table, and the recipes that the engine would take for them.
 
                     master weights, moments     sharded parameters
     none            device                      device
@@ -8,9 +8,9 @@
     nvme+param      disk                        disk
     nvme, param cpu and cpu, param nvme: only where a config asks for it
 
-The plan is the one that the engine executes; state streams through the GPU or is updated by the processor, and by the
-processor alone, in windows of host memory, where anything is on disk. Gradients always go down with the optimizer, to
-host memory. Gathers read parameters from where they rest.
+The plan is the one that the engine executes. State in host memory is streamed through the GPU or updated by the
+processor; state on disk is updated by the processor, in windows of host memory. Gradients are offloaded with the
+optimizer's state, always to host memory.
 (ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.)
 """
 
@@ -48,7 +48,7 @@ class Offload(str, Enum):
 
     @staticmethod
     def of(states: Tier, parameters: Tier) -> Offload:
-        """The row for two places; where parameters go, state does not stay on the device."""
+        """The offload for two tiers; there is none that offloads parameters and leaves state on the device."""
         return next(offload for offload, places in _TIERS.items() if places == (states, parameters))
 
 
@@ -62,25 +62,25 @@ _TIERS = {
     Offload.CPU_NVME_PARAM: (Tier.HOST, Tier.NVME),
 }
 TABLE = (Offload.NONE, Offload.CPU, Offload.CPU_PARAM, Offload.NVME, Offload.NVME_PARAM)
-"""The rows that a table has."""
+"""The offloads that are rows of every table."""
 
 
 def allowed(offload: Offload, stage: int) -> bool:
-    """Optimizer states can go from stage 1 up, parameters at stage 3 only."""
+    """Whether a stage can have an offload: of optimizer state from stage 1 on, of parameters at stage 3 only."""
     if offload is Offload.NONE:
         return True
     return stage >= 3 if offload.parameters is not Tier.DEVICE else stage >= 1
 
 
 def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
-    """The recipe that the engine would take on GPUs for this offload, with what it leaves open decided.
+    """The recipe that the engine would take on GPUs for this offload, with its open choices made.
 
-    What the recipe's own offload says of the way of updating is kept where the row offloads at all.
+    If the row offloads, the recipe's own choice of who updates the state is kept.
 
     Args:
-        ratio: share of the optimizer's state that goes, where the parameters stay.
+        ratio: share of the optimizer's state that is offloaded, if parameters are not.
     """
-    # Adam's, with moments in float32: it takes split master weights, and streamed state.
+    # Adam's device kernel, with moments in float32, can update split master weights and streamed state.
     kernel = recipe.moments == 2 and recipe.blocks is None
     if offload is Offload.NONE:
         return for_gpu(replace(recipe, offload=None), split_master=kernel)

@@ -1,16 +1,16 @@
-"""The time of one step: the engine's operation lists run over clocks instead of streams.
+"""Predicts the time of one step by running the engine's operation lists over clocks instead of streams.
 
     host      issues kernels and operations; slower than the GPU at small batches
     compute   kernels of the segments, collects, norm, update
     gather    all-gathers        reduce    reduce-scatters        copies    PCIe        cpu    updates on the host
-    disk      parameters read for gathers; an update beside it takes what its own bytes and those reads take
+    disk      parameters read for gathers; the time of an update on disk includes these reads
 
-A clock is the time until which a stream is busy. Every wait is one of the engine's: a unit's use waits for its gather,
-a gather for its slot and for the update of its shard, the norm for all reduces. Collectives make what they run beside
-slower by a share of their time. Two steps warm up, the third is the answer.
+A clock is the time until which a stream is busy. The waits are those of the engine: a unit's use waits for its gather,
+a gather for its slot and for the update of its shard, the norm for all reduces. Collectives slow concurrent kernels
+down by a share of their own time. Two steps warm up; the third is measured.
 
-Rejected: adding up compute and a share of the communication. What is hidden depends on the order of units, on their
-sizes and on the slots, and these are in the plan.
+Rejected: adding up compute and a share of the communication. How much of it overlaps with compute depends on the order
+of units, on their sizes and on the slots, which are in the plan.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from zeroshard.planner.trace.model_trace import Phase, Segment, Trace
 STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu", "disk")
 WARM_UP = 2
 STEADY = 2
-"""Micro-batches after which a further one is like the one before it."""
+"""Micro-batches after which each further one takes as long as the one before it."""
 BOTH_WAYS = 71 / 54
-"""A link that carries both directions at once, beside one that carries one: 71 and 54 GB/s, measured on an H100."""
+"""Rate of a PCIe link in both directions at once over its rate in one: 71 and 54 GB/s, measured on an H100."""
 CODE_PASSES = {LegKind.ENCODE: 10, LegKind.DIFFER: 10, LegKind.DECODE: 4, LegKind.ADD: 4, LegKind.SUM: 15}
-"""Codes are made and read by torch's operations one after the other, which move so many times what one kernel would."""
+"""How many times the bytes of one kernel torch's operations move, which encode and decode one after the other."""
 STEP_LAUNCHES = 40
-"""Small operations of a step besides one update per unit: norm, coefficient, table of scalars."""
+"""Kernel launches of a step besides one update per unit: norm, coefficient, table of scalars."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class StepTime:
     """Seconds of one step and where they go.
 
     Attributes:
-        compute: kernels of forward and backward by kind; 'collect', 'norm', 'update' are the engine's own passes.
+        compute: seconds of kernels of forward and backward by kind; 'collect', 'norm', 'update' are the engine's own.
         busy: seconds in which each stream works.
-        exposed: seconds in which compute waits for something or for the host.
+        exposed: seconds in which compute waits for another stream or for the host.
+        spans: the work of all streams.
     """
 
     seconds: float
@@ -93,7 +94,7 @@ def step_time(
 
 
 def steady_time(plan: Plan, traced: Trace, cluster: Cluster, micro_batches: int) -> StepTime:
-    """The same, where each micro-batch after the first few takes as long as the one before it."""
+    """As `step_time`, but micro-batches after the first few are extrapolated, since each takes as long as the last."""
     if micro_batches <= STEADY + 1:
         return step_time(plan, traced, cluster, micro_batches=micro_batches)
     few, more = (step_time(plan, traced, cluster, micro_batches=count) for count in (STEADY, STEADY + 1))
@@ -108,7 +109,7 @@ def steady_time(plan: Plan, traced: Trace, cluster: Cluster, micro_batches: int)
 
 
 class _Simulation:
-    """Clocks of one rank, and what the engine's hazards wait for."""
+    """Clocks of one rank, and the times of the events that the engine waits for."""
 
     def __init__(self, plan: Plan, traced: Trace, cluster: Cluster, two_levels: bool) -> None:
         self._plan, self._traced, self._cluster = plan, traced, cluster
@@ -122,10 +123,10 @@ class _Simulation:
         self._wire_free: dict[int, float] = {}
         self._written: dict[int, float] = {}
         self._read: dict[int, float] = {}
-        self._debt = 0.0
+        self._contention = 0.0
         self._spans: list[Span] = []
         self._kinds: dict[str, float] = {}
-        self._priced: dict[Kernel, float] = {}
+        self._seconds_of_kernel: dict[Kernel, float] = {}
         self._waited = 0.0
 
     # A step.
@@ -142,7 +143,6 @@ class _Simulation:
         return StepTime(seconds, dict(self._kinds), busy, self._waited, spans)
 
     def step(self, micro_batches: int) -> None:
-        # The host looks at the outcome of the step before: it is at most one step ahead.
         for micro in range(micro_batches):
             self._pass(last=micro == micro_batches - 1)
         self._optimizer()
@@ -188,12 +188,10 @@ class _Simulation:
             self._work(f"update {unit.label}", "update", update_seconds(self._cluster, unit))
             self._written[index] = self._clock["compute"]
             return
-        done = self._host_update(unit, ready)
-        # A unit that rests whole is read by compute itself, so the step's end for it is when its copy has arrived.
-        self._written[index] = done
+        self._written[index] = self._host_update(unit, ready)
 
     def _host_update(self, unit: UnitPlan, ready: float) -> float:
-        """The processor's own update, or state streamed through the GPU, as the plan says."""
+        """When the update of a unit with offloaded state ends: by the processor, or streamed through the GPU."""
         share, node = self._share, self._cluster.per_node
         own = sum(map(update_nbytes, unit.groups))
         kept = sum(group.nbytes(StateKind.MASTER) + group.nbytes(StateKind.MOMENTS) for group in unit.groups)
@@ -249,7 +247,7 @@ class _Simulation:
         outdated = self._ledger.renew(index)
         for group, legs in zip(unit.groups, self._plan.legs[index], strict=True):
             made_first = legs.renewal(outdated, trainable=group.trainable)
-            ready = self._beside(unit, "gather", (*made_first, *legs.gather), ready)
+            ready = self._run_beside(unit, "gather", (*made_first, *legs.gather), ready)
         self._gathered[index] = ready
 
     def _release(self, index: int) -> None:
@@ -259,7 +257,7 @@ class _Simulation:
         self._ledger.release(index)
 
     def _reduce_unit(self, index: int, last: bool) -> None:
-        """Collect a unit's gradients and reduce them where the plan says so."""
+        """Collect a unit's gradients, and reduce them if the plan reduces them in this backward."""
         unit = self._plan.units[index]
         slot = self._plan.reduce_slots.of_unit[index]
         if slot is not None:
@@ -270,7 +268,7 @@ class _Simulation:
             for leg in now:
                 if leg.stream is Stream.COMPUTE:
                     self._work(f"{leg.kind.value} {unit.label}", "collect", self._pass_seconds(leg))
-            self._beside(
+            self._run_beside(
                 unit, "reduce", [leg for leg in now if leg.stream is not Stream.COMPUTE], self._clock["compute"]
             )
         if slot is not None:
@@ -278,12 +276,12 @@ class _Simulation:
         if index:
             self._release(index)
 
-    def _beside(self, unit: UnitPlan, stream: str, legs: Sequence[Leg], ready: float) -> float:
-        """Legs beside compute, one after the other; when the last has come."""
+    def _run_beside(self, unit: UnitPlan, stream: str, legs: Sequence[Leg], ready: float) -> float:
+        """Run legs beside compute, one after the other; returns when the last one ends."""
         for leg in legs:
             label = f"{leg.kind.value} {unit.label}"
             if leg.kind is LegKind.READ:
-                continue  # by an operation of its own
+                continue  # a separate operation reads
             if leg.axes:
                 ready = self._collective(stream, label, leg, ready)
             elif leg.kind is LegKind.COPY:
@@ -294,26 +292,24 @@ class _Simulation:
         return ready
 
     def _pass_seconds(self, leg: Leg) -> float:
-        """A leg that sends nothing: a pass over memory. Squares are part of the norm, which counts all of them."""
-        return (
-            0.0
-            if leg.kind is LegKind.SQUARE
-            else copy_seconds(self._cluster, leg.moved_nbytes) * CODE_PASSES.get(leg.kind, 1)
-        )
+        """Seconds of a leg that sends nothing, a pass over memory. Squares are counted with the norm."""
+        if leg.kind is LegKind.SQUARE:
+            return 0.0
+        return copy_seconds(self._cluster, leg.moved_nbytes) * CODE_PASSES.get(leg.kind, 1)
 
     # Clocks.
 
     def _kernels(self, segment: Segment) -> None:
         seconds = 0.0
         for kernel, count in segment.kernels.items():
-            if kernel not in self._priced:
-                self._priced[kernel] = kernel_seconds(self._cluster, kernel)
-            spent = self._priced[kernel] * count
+            if kernel not in self._seconds_of_kernel:
+                self._seconds_of_kernel[kernel] = kernel_seconds(self._cluster, kernel)
+            spent = self._seconds_of_kernel[kernel] * count
             self._kinds[kernel.kind.value] = self._kinds.get(kernel.kind.value, 0.0) + spent
             seconds += spent
         self._clock["host"] += segment.launches * self._share.host_launch
-        slowed = min(self._debt, seconds)
-        self._debt -= slowed
+        slowed = min(self._contention, seconds)
+        self._contention -= slowed
         self._kinds["slowed by collectives"] = self._kinds.get("slowed by collectives", 0.0) + slowed
         began = max(self._clock["compute"], self._clock["host"] - segment.launches * self._share.host_launch)
         self._waited += began - self._clock["compute"]
@@ -326,7 +322,7 @@ class _Simulation:
             self._work(f"{exchange.kind} over {exchange.axis}", f"over {exchange.axis}", self._sent(exchange) * count)
 
     def _sent(self, exchange: Exchange) -> float:
-        """Seconds of one collective of the model's own, which compute waits for."""
+        """Seconds of one of the model's own collectives, which compute waits for."""
         mesh = self._plan.mesh
         ranks = group_of(self._cluster, mesh.size((exchange.axis,)), stride=mesh.stride(exchange.axis))
         return collective_seconds(self._cluster, exchange.kind, exchange.nbytes, ranks)
@@ -350,7 +346,7 @@ class _Simulation:
         ranks = group_of(self._cluster, mesh.size(leg.axes), stride=mesh.stride(leg.axes[-1]))
         seconds = collective_seconds(self._cluster, leg.kind.value, leg.nbytes, ranks, two_levels=self._two_levels)
         copies = leg.route is Route.COPIES
-        self._debt += (self._share.peer_contention if copies else self._share.contention) * seconds
+        self._contention += (self._share.peer_contention if copies else self._share.contention) * seconds
         return self._occupy(stream, label, ready, seconds)[1]
 
     def _occupy(self, stream: str, label: str, ready: float, seconds: float) -> tuple[float, float]:
@@ -362,13 +358,13 @@ class _Simulation:
 
 
 class _Cursor:
-    """Runs along an operation list up to the use of a unit, as the engine's own cursor does."""
+    """Moves along an operation list up to the use of a unit, as the engine's cursor does."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._at = program, 0
 
     def to_use(self, unit: int) -> Iterator[tuple[OpKind, int]]:
-        """The operations up to and including the next USE of `unit`; only the use itself where there is none left."""
+        """The operations up to and including the next USE of `unit`; only a USE if the list has no more."""
         rest = self._program[self._at :]
         for offset, op in enumerate(rest):
             if op.kind is OpKind.USE and op.unit == unit:

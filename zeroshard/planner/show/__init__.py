@@ -1,1 +1,1 @@
-"""Tables, pages and pictures of it, and the command line."""
+"""Shows predictions as tables, pages, pictures and JSON, and has the command line."""

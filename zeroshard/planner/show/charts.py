@@ -1,4 +1,4 @@
-"""The series behind the charts, for the page and the picture alike: colours, memory over a step, time by kind."""
+"""The data of the charts, for the HTML page and the picture: colours, memory over a step, time by kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = {
     "slots": "#c7a740",
     "reserve": "#a3adba",
 }
-"""Colours of the columns of device memory; they differ in lightness too."""
+"""Colours of the columns of device memory; they differ in lightness, too."""
 LONG_NAMES = {
     "param": "parameters",
     "grad": "gradients",
@@ -31,23 +31,24 @@ LONG_NAMES = {
 }
 TIME_COLOURS = ("#3b6fb6", "#2a9d8f", "#8ab17d", "#d9822b", "#c7a740", "#9a86c8", "#6a51a3", "#b3554a")
 STACK = ("moments", "master", "param", "slots", "grad", "activ.", "logits")
-"""From the bottom up: what stays first, what comes and goes above."""
+"""Columns from the bottom up: what rests first, then what changes during a step."""
 
 
 @dataclass(frozen=True)
 class MemorySeries:
-    """Memory over a step: labels of the stretches, and bytes of each for every column of STACK."""
+    """Memory over a step: labels of the segments, and the bytes of each for every column of STACK."""
 
     labels: tuple[str, ...]
     layers: tuple[tuple[int, ...], ...]
 
     @property
     def tops(self) -> list[int]:
+        """Bytes of each segment, all columns together."""
         return [sum(layer[index] for layer in self.layers) for index in range(len(self.labels))]
 
 
 def memory_series(row: Row) -> MemorySeries:
-    """The worst moment of each stretch of a step, in order."""
+    """The peak of each segment of a step, in order."""
     moments = row.memory.moments
     layers = tuple(
         tuple(sum(moment.nbytes.get(kind, 0) for kind in COLUMNS[name]) for moment in moments) for name in STACK
@@ -56,12 +57,12 @@ def memory_series(row: Row) -> MemorySeries:
 
 
 def time_series(row: Row) -> list[tuple[str, float]]:
-    """Seconds of the compute stream by kind, the largest first, and what it waits."""
+    """Seconds of the compute stream by kind, the largest first, then the seconds in which it waits."""
     found = sorted(row.time.compute.items(), key=lambda item: -item[1])
     return [*((name, seconds) for name, seconds in found if seconds > 0), ("waiting", row.time.exposed)]
 
 
 def scale_of(rows: Sequence[Row]) -> float:
-    """Bytes at the right end of the bars: no more than 2.5 cards, so that what fits stays readable."""
+    """Bytes at the right end of the bars: at most the memory of 2.5 cards, so that bars that fit stay readable."""
     capacity = rows[0].cluster.gpu.memory
     return min(max(max(row.total for row in rows), capacity * 1.05), 2.5 * capacity)

@@ -1,4 +1,4 @@
-"""A simulated step as a Chrome trace, for chrome://tracing or Perfetto: one row per stream."""
+"""Writes a simulated step as a Chrome trace, for chrome://tracing or Perfetto, with one row per stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zeroshard plan`: what a model takes on a cluster, which setting to take and why, before anything is rented."""
+"""`zeroshard plan`: predicts what a model takes on a cluster, and says which setting to choose and why."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from zeroshard.planner.choose.advice import Situation, advice
 from zeroshard.planner.choose.choice import Choice, choose
 from zeroshard.planner.choose.configs import (
     Document,
-    Meaning,
+    ReadConfig,
     default_document,
-    meaning,
     offload_of,
     ratio_of,
+    read_config,
     read_document,
     stage_is_auto,
     with_batch,
@@ -63,7 +63,7 @@ Model = Annotated[str | None, typer.Argument(help="config.json, pkg.mod:factory 
 
 @dataclass
 class Request:
-    """What the command line asked for, read."""
+    """The options of the command line, read and checked."""
 
     source: ModelSource
     cluster: Cluster
@@ -72,18 +72,19 @@ class Request:
     micro: int
     accumulation: int
     cores: int | None = None
-    """Of a node; None where nobody said."""
+    """Processor cores of a node; None if not given."""
     compiling: bool = False
 
     @property
     def update(self) -> HostUpdate | None:
-        """Who updates state in host memory, as the engine chooses by a rank's threads; None is the GPU if it can."""
+        """How state in host memory is updated, by a rank's threads as in the engine; None for the GPU, if it can."""
         enough = self.cores is not None and self.cores // self.cluster.per_node >= ENOUGH_THREADS
         return HostUpdate.PROCESSOR if enough else None
 
-    def means(self, setting: Setting) -> Meaning:
+    def read(self, setting: Setting) -> ReadConfig:
+        """The config of a setting, as the planner reads it."""
         document = with_setting(self.document, setting)
-        return meaning(document, self.cluster, keep_fp32=self.source.keep_fp32)
+        return read_config(document, self.cluster, keep_fp32=self.source.keep_fp32)
 
     @property
     def counted(self) -> str:
@@ -97,11 +98,11 @@ class Request:
         return f"{self.counted} on {self.cluster.label}, micro-batch {batch}"
 
     def row(self, setting: Setting, samples: int | None = None) -> Row:
-        """The row of a setting; with fewer samples per micro-batch there are more micro-batches."""
-        means = self.means(setting)
+        """The row of a setting; with fewer samples per micro-batch there are more micro-batches per step."""
+        read = self.read(setting)
         work = self.work if samples in (None, self.micro) else replace(self.work, samples=samples or 1)
         count = self.accumulation * self.micro // work.samples
-        recipe = means.recipe
+        recipe = read.recipe
         if self.update is not None and setting.offload is not Offload.NONE:
             recipe = replace(recipe, offload=replace(recipe.offload or HostState(), update=self.update))
         return make_row(
@@ -110,13 +111,13 @@ class Request:
             setting,
             self.cluster,
             micro_batches=count,
-            refused=means.refused,
-            shard=means.shard,
+            refused=read.refused,
+            shard=read.shard,
             compiling=self.compiling,
         )
 
-    def mildest(self, row: Row) -> Row:
-        """Of offload to the CPU that fits, the row that offloads the least share of the state which is enough."""
+    def least_offloaded(self, row: Row) -> Row:
+        """The same row or, for offload cpu that fits, the row with the least share of offloaded state that fits."""
         if row.setting.offload is not Offload.CPU or not row.fits:
             return row
         partly = (self.row(replace(row.setting, ratio=ratio)) for ratio in RATIOS)
@@ -125,7 +126,7 @@ class Request:
 
 @dataclass
 class _Table:
-    """The rows of a request, and what is said of them."""
+    """The rows of a request, the choice, advice and notes."""
 
     request: Request
     rows: list[Row]
@@ -160,8 +161,8 @@ def plan(
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step (config's, or 1).")] = None,
     config: Annotated[Path | None, typer.Option(help="A DeepSpeed JSON to plan with.")] = None,
     checkpointing: Annotated[str, typer.Option(help="Activation checkpointing: off, on, both, reentrant.")] = "both",
-    explain_: Annotated[Path | None, typer.Option("--explain", help="Why this config needs what it needs.")] = None,
-    scale: Annotated[str | None, typer.Option(help="Compare ways to use 8,64,512,... GPUs on paper.")] = None,
+    explain_: Annotated[Path | None, typer.Option("--explain", help="Explain the memory of this config.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Predict strategies for 8,64,512,... GPUs.")] = None,
     meshes: Annotated[bool, typer.Option("--meshes", help="All layouts: data, tp, sp, ep and pp.")] = False,
     global_batch: Annotated[int | None, typer.Option(help="With --meshes: sequences of one step.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs in a node (8, or all of fewer).")] = None,
@@ -193,18 +194,18 @@ def plan(
     _refuse_less_than_one({"--host-cores": host_cores, "--micro-batch": micro_batch, "--accumulation": accumulation})
     _refuse_less_than_one({"--global-batch": global_batch})
     document = read_document(explain_, "--explain") if explain_ else read_document(config) if config else None
-    with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+    with redirect_stdout(sys.stderr):  # for what the model's own code prints
         source = find_source(model, params=params, layers=layers, hidden=hidden)
         request = _request(source, where, document, seq, micro_batch, accumulation)
         request = replace(request, cores=host_cores, compiling=compiled)
         if explain_ is not None:
-            answer = _explain(request, _ways(checkpointing)[0], json_)
+            answer = _explain(request, _checkpointing_of(checkpointing)[0], json_)
         elif meshes:
-            answer = _layouts(request, _ways(checkpointing), global_batch, json_)
+            answer = _layouts(request, _checkpointing_of(checkpointing), global_batch, json_)
         elif scale is not None:
-            answer = _scale(request, parse_sizes(scale), _ways(checkpointing)[-1], json_)
+            answer = _scale(request, parse_sizes(scale), _checkpointing_of(checkpointing)[-1], json_)
         else:
-            answer = _table(request, _ways(checkpointing))
+            answer = _table(request, _checkpointing_of(checkpointing))
     if not isinstance(answer, _Table):
         _echo(answer)
         return
@@ -213,10 +214,10 @@ def plan(
 
 
 def _refuse_beside(option: str, given: object, others: Mapping[str, object]) -> None:
-    """An option that answers another question must not swallow those that ask for something else."""
+    """Refuse options that would have no effect beside `option`, which has an output of its own."""
     beside = [name for name, value in others.items() if value is not None]
     if given is not None and beside:
-        raise PlanError(f"{option} gives an answer of its own: leave out {', '.join(beside)}")
+        raise PlanError(f"{option} has an output of its own: leave out {', '.join(beside)}")
 
 
 def _refuse_less_than_one(given: Mapping[str, int | None]) -> None:
@@ -225,8 +226,8 @@ def _refuse_less_than_one(given: Mapping[str, int | None]) -> None:
             raise PlanError(f"{option} {value}: must be a whole number of at least 1")
 
 
-def _table(request: Request, ways: tuple[Checkpointing, ...]) -> _Table:
-    rows, impossible = _rows(request, ways)
+def _table(request: Request, kinds: tuple[Checkpointing, ...]) -> _Table:
+    rows, impossible = _rows(request, kinds)
     choice = choose(rows)
     estimated = [COMPILED_NOTE] if request.compiling else []
     notes = [*request.source.notes, *rows[0].traced.notes, *estimated, *impossible]
@@ -234,13 +235,13 @@ def _table(request: Request, ways: tuple[Checkpointing, ...]) -> _Table:
     return _Table(request, rows, choice, _advice(request, rows, choice), notes)
 
 
-def _rows(request: Request, ways: tuple[Checkpointing, ...]) -> tuple[list[Row], list[str]]:
-    """The table, and why there are no rows of an offload that the optimizer can't have."""
+def _rows(request: Request, kinds: tuple[Checkpointing, ...]) -> tuple[list[Row], list[str]]:
+    """The rows, and why those of an offload are missing that the optimizer can't have."""
     rows: list[Row] = []
     impossible: list[str] = []
-    for setting in settings(checkpointing=ways):
+    for setting in settings(checkpointing=kinds):
         try:
-            rows.append(request.mildest(request.row(setting)))
+            rows.append(request.least_offloaded(request.row(setting)))
         except PlanError as error:
             if setting.offload is Offload.NONE:
                 raise
@@ -258,13 +259,13 @@ def _request(
 ) -> Request:
     document = default_document(cluster.gpu) if document is None else document
     document = with_batch(document, micro, accumulation)
-    means = meaning(document, cluster, keep_fp32=source.keep_fp32)
+    read = read_config(document, cluster, keep_fp32=source.keep_fp32)
     length = seq if seq is not None else min(DEFAULT_LENGTH, source.positions or DEFAULT_LENGTH)
-    work = Workload(source, means.micro, length, means.autocast)
-    return Request(source, cluster, document, work, means.micro, means.accumulation)
+    work = Workload(source, read.micro, length, read.autocast)
+    return Request(source, cluster, document, work, read.micro, read.accumulation)
 
 
-def _ways(text: str) -> tuple[Checkpointing, ...]:
+def _checkpointing_of(text: str) -> tuple[Checkpointing, ...]:
     if text == "both":
         return (Checkpointing.OFF, Checkpointing.ON)
     names = [how.value for how in Checkpointing]
@@ -280,8 +281,8 @@ def _price(given: float | None, cluster: Cluster) -> float | None:
 
 
 def _explain(request: Request, how: Checkpointing, as_json_: bool) -> Answer:
-    means = meaning(request.document, request.cluster, keep_fp32=request.source.keep_fp32)
-    setting = Setting(means.setting_stage, offload_of(request.document), how, ratio_of(request.document))
+    read = read_config(request.document, request.cluster, keep_fp32=request.source.keep_fp32)
+    setting = Setting(read.stage, offload_of(request.document), how, ratio_of(request.document))
     explanation = explain(setting, request.micro, request.row)
     if as_json_:
         changes = [
@@ -307,17 +308,17 @@ def _explain(request: Request, how: Checkpointing, as_json_: bool) -> Answer:
 
 
 def _scale(request: Request, sizes: list[int], how: Checkpointing, as_json_: bool) -> Answer:
-    ways = compare(request.work, request.means(Setting(3, Offload.NONE, how)).recipe, request.cluster, sizes, how)
+    strategies = compare(request.work, request.read(Setting(3, Offload.NONE, how)).recipe, request.cluster, sizes, how)
     if as_json_:
-        return json.dumps([asdict(way) for way in ways], indent=1)
-    return [scale_table(ways, f"{request.counted}, checkpointing {how.value}")]
+        return json.dumps([asdict(one) for one in strategies], indent=1)
+    return [scale_table(strategies, f"{request.counted}, checkpointing {how.value}")]
 
 
-def _layouts(request: Request, ways: tuple[Checkpointing, ...], sequences: int | None, as_json_: bool) -> Answer:
+def _layouts(request: Request, kinds: tuple[Checkpointing, ...], sequences: int | None, as_json_: bool) -> Answer:
     cluster, work = request.cluster, request.work
     if sequences is None:
         sequences = cluster.count * request.micro * request.accumulation
-    found = Search(work, cluster, sequences, lambda setting: request.means(setting).recipe, ways).run()
+    found = Search(work, cluster, sequences, lambda setting: request.read(setting).recipe, kinds).run()
     choice = choose_layout(found)
     notes = [*request.source.notes, *LAYOUT_NOTES, *_assumptions(cluster, ENOUGH_THREADS)]
     if as_json_:
@@ -337,20 +338,22 @@ def _assumptions(cluster: Cluster, cores: int | None) -> list[str]:
     notes = [f"{gpu.name}: {gpu.source}."]
     if cores is None:
         notes.append(
-            f"Offloaded state is taken to be updated by the GPU; with {ENOUGH_THREADS} cores a GPU or more the "
-            "processor does it: give --host-cores."
+            f"Offloaded state is assumed to be updated by the GPU; with {ENOUGH_THREADS} cores a GPU or more the "
+            "processor updates it: give --host-cores."
         )
     if not gpu.name.startswith("H100"):
         notes.append(
-            f"Times on {gpu.name} are not measured: its published peaks times the shares that an H100 reaches."
+            f"Times on {gpu.name} are not measured: they are computed from its published peaks and an H100's shares."
         )
     if cluster.count > 2:
-        notes.append("Collectives of more than two GPUs are not measured: rates of two, and the hops of a ring.")
+        notes.append(
+            "Collectives of more than two GPUs are not measured: they are computed from the rates of two GPUs."
+        )
     return notes
 
 
 def _echo(answer: Answer) -> None:
-    """Text as it is, parts as wide as the terminal; a pipe gets whole lines."""
+    """Print text, or tables as wide as the terminal; lines to a pipe are not broken."""
     if isinstance(answer, str):
         typer.echo(answer)
         return

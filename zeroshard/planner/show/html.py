@@ -1,7 +1,7 @@
-"""The report: one page that needs no network and no script, with bars per configuration and the step's timelines.
+"""Writes the report: one page without network access or scripts, with bars per configuration and a step's timelines.
 
-Bars are plain boxes, so they narrow with the screen; the two timelines are drawings that scale. Rejected: a charting
-library. It would have to be inlined, at a thousand times the size of what is drawn.
+Bars are plain boxes, which narrow with the screen; the two timelines are SVG drawings, which scale. Rejected: a
+charting library, which would have to be inlined and is a thousand times larger than the drawings.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _bar(row: Row, choice: Choice, scale: float) -> str:
 
 
 def _memory(row: Row) -> str:
-    """A stacked area over the stretches of a step, with the card's memory as a line."""
+    """A stacked area over the segments of a step, with the card's memory as a line."""
     series = memory_series(row)
     capacity = row.cluster.gpu.memory
     top = max([*series.tops, capacity * 0.1]) * 1.08
     count = len(series.labels)
-    # Each stretch is a step of the area, drawn at its worst moment.
+    # Each segment is a step of the area, as high as its peak.
     xs = [LEFT + (WIDTH - LEFT) * index / count for index in range(count + 1)]
     base = [0.0] * count
     shapes: list[str] = []
@@ -199,7 +199,7 @@ def _streams(row: Row) -> str:
 
 
 def _merged(spans: list[Span], gap: float) -> list[Span]:
-    """Spans with the ones that nearly touch joined, so that a thousand kernels stay a small page."""
+    """Spans that nearly touch are joined, so that a page with a thousand kernels stays small."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""Layouts as a table for people and as JSON for machines."""
+"""Shows layouts as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zeroshard.planner.show.tables import columns
 from zeroshard.planner.trace.checkpointing import Checkpointing
 
 SHOWN = 24
-"""Meshes in the table, the fastest ones."""
+"""The number of meshes in the table, the fastest ones."""
 _AXES = ("pp", "dp_replicate", "dp_shard", "sp", "ep", "tp")
 _HEADS = ("pp", "replicas", "dp", "sp", "ep", "tp")
 _NUMBERS = ("state", "activ.", "total", "bubble", "sent", "step s", "tok/s", "MFU", "$/1B")
 
 
 def layout_table(layouts: Layouts, choice: LayoutChoice, title: str) -> Group:
-    """The fastest meshes, one line each, a sentence for each below, and what is left out."""
+    """A table with the fastest meshes, a sentence for each below it, and what is left out."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for name in ("", *_HEADS, "stage", "ckpt", "x", "schedule"):
         table.add_column(name, no_wrap=True, justify="left")
@@ -41,7 +41,7 @@ def layout_table(layouts: Layouts, choice: LayoutChoice, title: str) -> Group:
         notes.append(f"{line}\n", style="dim")
     units = (
         "GB of 1e9 bytes per GPU; x: micro-batches a step; bubble: share of the step in which stages wait for each "
-        "other; sent: that of what ranks of tp, sp and ep send each other.\n"
+        "other; sent: share in which compute waits for collectives of tp, sp and ep.\n"
     )
     return Group(Text(title, style="italic"), table, Text(units, style="dim"), notes)
 
@@ -93,7 +93,7 @@ def _left_out(layouts: Layouts, choice: LayoutChoice) -> list[str]:
 
 
 def layouts_json(layouts: Layouts, choice: LayoutChoice, notes: Sequence[str]) -> dict[str, Any]:
-    """Everything, as plain JSON values; bytes and seconds."""
+    """All layouts as JSON values, in bytes and seconds."""
     return {
         "choice": None if choice.best is None else _named(choice.best),
         "layouts": [_layout(layout, choice) for layout in layouts.found],

@@ -1,4 +1,4 @@
-"""The memory charts as a picture; needs matplotlib, which is not a dependency."""
+"""Draws the memory charts as a picture, with matplotlib, which is not a dependency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as a table for people and as JSON for machines. Sizes are GB of 1e9 bytes."""
+"""Shows rows as a table and as JSON. Sizes in the table are GB of 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.plan.report import human_bytes
 from zeroshard.planner.choose.choice import Choice
 from zeroshard.planner.predict.links import link_traffic
 from zeroshard.planner.predict.rows import Row
-from zeroshard.planner.predict.scale import Way
+from zeroshard.planner.predict.scale import Strategy
 from zeroshard.planner.predict.tiers import Offload
 from zeroshard.planner.trace.checkpointing import Checkpointing
 
@@ -27,26 +27,26 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "logits": ("logits and loss",),
     "slots": ("slots", "workspaces", "rounding"),
 }
-"""Columns of device memory, and the kinds that each adds up."""
+"""Columns of device memory, and the kinds of `predict.memory.KINDS` that each adds up."""
 PARTS = (*COLUMNS, "reserve")
 NARROWER: tuple[tuple[str, ...], ...] = (PARTS, ("by", "MFU"), ("disk",), ("$/1B",), ("ratio",), ("tok/s",), ("host",))
-"""What a narrow terminal goes without, from the first to the last; the parts of the sum go together."""
+"""Columns that a narrow terminal leaves out, the first ones first; the parts of the total are left out together."""
 GAP = 2
 LEFT = ("", "stage", "offload", "ratio", "by", "ckpt")
-"""Columns of words; those of numbers stand on the right."""
+"""Columns that are aligned on the left; the others are numbers."""
 
 
 def columns(row: Row) -> dict[str, int]:
-    """Device bytes at the peak by column, the reserve included."""
+    """Device bytes at the peak by column, with the reserve."""
     nbytes = row.memory.peak.nbytes
     found = {name: sum(nbytes.get(kind, 0) for kind in kinds) for name, kinds in COLUMNS.items()}
     return {**found, "reserve": row.reserve}
 
 
 def plan_table(rows: Sequence[Row], choice: Choice, title: str, width: int) -> Group:
-    """The table, one line per row in `width` columns of text, and a sentence for each below it.
+    """The table, one line per row in `width` characters, and a sentence for each row below it.
 
-    What finds no room is left out whole and named: a cut number says nothing.
+    Columns that do not fit are left out and named; no number is cut off.
     """
     cells = [_cells(row, row is choice.row) for row in rows]
     kept, left_out = _that_fit(cells, width)
@@ -59,7 +59,7 @@ def plan_table(rows: Sequence[Row], choice: Choice, title: str, width: int) -> G
         table.add_row(*(values[name] for name in kept), style=style)
     units = "GB of 1e9 bytes per GPU; host and disk per node; tok/s per GPU.\n"
     if left_out:
-        units += f"Left out for want of room: {', '.join(left_out)}. A wider window or a pipe has all.\n"
+        units += f"Left out, since the window is too narrow: {', '.join(left_out)}. A pipe has all.\n"
     notes = Text()
     for row in rows:
         notes.append(f"{row.setting.label}: ", style="bold" if row is choice.row else "")
@@ -68,7 +68,7 @@ def plan_table(rows: Sequence[Row], choice: Choice, title: str, width: int) -> G
 
 
 def _that_fit(rows: Sequence[Mapping[str, str]], width: int) -> tuple[list[str], list[str]]:
-    """Names of the columns that a line of `width` has room for, and of those that it has not."""
+    """Names of the columns that fit in `width` characters, and of those that do not."""
     kept, left_out = list(rows[0]), list[str]()
     for names in NARROWER:
         widths = [max(len(name), *(len(row[name]) for row in rows)) for name in kept]
@@ -80,7 +80,7 @@ def _that_fit(rows: Sequence[Mapping[str, str]], width: int) -> tuple[list[str],
 
 
 def _cells(row: Row, best: bool) -> dict[str, str]:
-    """What a line says, by column, from left to right."""
+    """The cells of a line by column, from left to right."""
     cost = row.cost_per_billion
     how = "off" if row.setting.checkpointing is Checkpointing.OFF else row.setting.checkpointing.value
     fits = ("yes" if row.runs else "later") if row.fits else "no"
@@ -104,33 +104,42 @@ def _cells(row: Row, best: bool) -> dict[str, str]:
 
 
 def _updater(row: Row) -> str:
-    """Who updates what rests off the device."""
+    """Which device updates the state that rests off the device."""
     names = {HostUpdate.PROCESSOR: "cpu", HostUpdate.STREAMED: "gpu"}
     return "+".join(names[update] for update in HostUpdate if update in row.plan.updates) or "-"
 
 
-def scale_table(ways: Sequence[Way], title: str) -> Group:
-    """Ways to use clusters of several sizes, one line each."""
+def scale_table(strategies: Sequence[Strategy], title: str) -> Group:
+    """A table of strategies for clusters of several sizes, one line each."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("GPUs", justify="right")
-    table.add_column("way", no_wrap=True)
+    table.add_column("strategy", no_wrap=True)
     for name in ("step s", "tok/s/GPU", "GB/GPU", "fits"):
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold")
     best = {
-        size: max((way.tokens_per_second for way in ways if way.gpus == size and way.fits), default=0.0)
-        for size in dict.fromkeys(way.gpus for way in ways)
+        size: max(
+            (strategy.tokens_per_second for strategy in strategies if strategy.gpus == size and strategy.fits),
+            default=0.0,
+        )
+        for size in dict.fromkeys(strategy.gpus for strategy in strategies)
     }
-    for way in ways:
-        remark = way.remark if way.executed else ", ".join(filter(None, [way.remark, "on paper"]))
-        cells = [f"{way.gpus:,}", way.name, f"{way.seconds:.3g}", f"{way.tokens_per_second:,.0f}", _gb(way.memory)]
-        fastest = way.fits and way.tokens_per_second == best[way.gpus]
-        table.add_row(*cells, "yes" if way.fits else "no", remark, style="bold green" if fastest else "")
+    for strategy in strategies:
+        remark = strategy.remark if strategy.executed else ", ".join(filter(None, [strategy.remark, "not executed"]))
+        cells = [
+            f"{strategy.gpus:,}",
+            strategy.name,
+            f"{strategy.seconds:.3g}",
+            f"{strategy.tokens_per_second:,.0f}",
+            _gb(strategy.memory),
+        ]
+        fastest = strategy.fits and strategy.tokens_per_second == best[strategy.gpus]
+        table.add_row(*cells, "yes" if strategy.fits else "no", remark, style="bold green" if fastest else "")
     return Group(Text(title, style="italic"), table)
 
 
 def as_json(rows: Sequence[Row], choice: Choice, notes: Sequence[str], advised: Sequence[str]) -> dict[str, Any]:
-    """Everything of the table and what stands behind it, as plain JSON values; bytes and seconds."""
+    """The table and the figures that it is made of as JSON values, in bytes and seconds."""
     return {
         "choice": None if choice.row is None else _setting(choice.row),
         "rows": [_row(row, choice) for row in rows],
@@ -179,7 +188,7 @@ def _row(row: Row, choice: Choice) -> dict[str, Any]:
 
 
 def traffic_text(row: Row) -> str:
-    """Bytes over each link in one step and GPU, in a line."""
+    """Bytes over each link per step and GPU, in a line."""
     found = [f"{human_bytes(nbytes)} over {link}" for link, nbytes in link_traffic(row).items() if nbytes]
     return f"Traffic of a step and GPU: {', '.join(found) or 'none'}."
 

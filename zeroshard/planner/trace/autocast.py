@@ -1,9 +1,9 @@
-"""torch.autocast for a trace: which operations compute in 16 bits and which in float32, on tensors without values.
+"""Does on meta tensors what torch.autocast does on a GPU: some operations compute in 16 bits, some in float32.
 
-torch's own autocast works by a tensor's device and leaves those of the meta device alone. This casts the arguments of
-the same operations, by torch's list for CUDA ("Autocast Op Reference"), before they run, so that the trace sees the
-casts, the dtypes that autograd keeps, and kernels at the rates of their dtype. A parameter is cast once in a forward,
-as torch's cache has it, and once more where a block is computed again.
+torch's own autocast goes by a tensor's device, and does nothing on the meta device. This mode casts the arguments of
+the same operations, by torch's list for CUDA ("Autocast Op Reference"), before they run. So the trace has the casts,
+the dtypes that autograd keeps, and kernels at the rates of their dtypes. As with torch's cache, a parameter is cast
+once in a forward, and once more where a block is recomputed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLOAT32 = _names(
 
 
 class Autocast(TorchFunctionMode):
-    """Casts as torch.autocast("cuda", dtype) does; active in the forward and where it is computed again."""
+    """Casts as torch.autocast("cuda", dtype) does, in the forward and where it is recomputed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Autocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def forget(self) -> None:
-        """Let go of what was cast: torch's cache ends with the forward."""
+        """Drop the cached casts at the end of the forward, as torch does."""
         self._cached.clear()
 
     def _lower(self, value: Any) -> Any:

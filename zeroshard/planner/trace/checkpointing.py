@@ -1,4 +1,4 @@
-"""Activation checkpointing on the model that is traced: by the model's own switch, or around every block."""
+"""Switches activation checkpointing on in a model that is traced: by the model's own method, or around every block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Checkpointing(str, Enum):
 
     OFF = "off"
     ON = "on"
-    """Each block keeps its inputs; the backward computes the block again."""
+    """Each block keeps its inputs only; the backward recomputes it."""
     REENTRANT = "reentrant"
-    """The same by a nested backward, which must also run the block's last product again."""
+    """The same with a nested backward (use_reentrant=True), which also recomputes the block's last product."""
 
 
 def enable(model: nn.Module, units: Sequence[UnitSpec], how: Checkpointing) -> None:

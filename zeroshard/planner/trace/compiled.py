@@ -1,11 +1,11 @@
-"""Compiled blocks, as an estimate: an eager trace with measured shares of what a compiler fuses away.
+"""Estimates compiled blocks: a trace in eager mode, reduced by measured shares of what a compiler fuses.
 
-A compiler's kernels are not in a trace of operations. What it saved is known of one model: forward and backward alone
-of the benchmarks' 1.1e9 parameters, 4 x 2048 tokens, on an H100 with torch 2.11, eager and with every block compiled
-(benchmarks/README.md: 0.1178 and 0.1056 s, 16.88 and 14.88 GiB). Both differences are laid on what fusion can touch,
-elementwise kernels and kept activations of blocks; other models have other shares. Launches are counted as in eager
-mode, so that a step which the host bounds is not predicted to be faster. Rejected: tracing through the compiler, which
-needs a GPU and minutes.
+A trace of operations does not have a compiler's kernels. What a compiler saves was measured on one model: forward and
+backward alone of the benchmarks' 1.1e9 parameters, 4 x 2048 tokens, on an H100 with torch 2.11, in eager mode and with
+every block compiled (benchmarks/README.md: 0.1178 and 0.1056 s, 16.88 and 14.88 GiB). Both differences are attributed
+to what fusion can change, elementwise kernels and kept activations of blocks; other models have other shares. Launches
+are counted as in eager mode, so that a step that is bound by the host is not predicted to be faster. Rejected: tracing
+through the compiler, which needs a GPU and minutes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from zeroshard.planner.trace.ledger import Live, Purpose
 from zeroshard.planner.trace.model_trace import Segment, Trace
 
 ELEMENTWISE = 0.584
-"""12.2 of 29.3 ms of the elementwise kernels in blocks are saved (30.2 predicted, 117.8 of 121.3 measured in all)."""
+"""Share of the elementwise kernels' time that is left: of 29.3 ms in blocks 12.2 are saved."""
 ACTIVATIONS = 0.830
-"""2.00 of 11.80 GiB of activations are not kept."""
+"""Share of the activations that is kept: of 11.80 GiB 2.00 are not."""
 NOTE = "Compiled blocks are an estimate, by what compiling saved forward and backward of one model on an H100."
 
 
 def compiled(traced: Trace, *, keeps_inputs_only: bool) -> Trace:
-    """The trace as if every unit but the root were compiled.
+    """The trace as if all units but the root were compiled.
 
     Args:
-        keeps_inputs_only: blocks are checkpointed: what they keep, a compiler does not change.
+        keeps_inputs_only: blocks are checkpointed, so that a compiler does not change what they keep.
     """
     kept = 1.0 if keeps_inputs_only else ACTIVATIONS
     return replace(traced, segments=tuple(_segment(segment, kept) for segment in traced.segments))

@@ -1,10 +1,10 @@
-"""One rank's part of a model that tensor, sequence and expert parallelism divide, made of the model on the meta device.
+"""Makes one rank's part of a model that tensor, sequence and expert parallelism divide, on the meta device.
 
     parameters      what the rank has of each, by the model's own plan (`tp_plan`) and its modules of experts
-    forward         the model's own, on these; where ranks send each other something, it is noted (see `exchanges`)
+    forward         the model's own, with these parameters; the collectives between ranks are noted (see `exchanges`)
 
-So what is traced is what a rank computes: its kernels, its activations, its collectives. Rejected: dividing what was
-traced of the whole model, which does not know what every rank computes again (norms, residuals, the router).
+A trace of this part has a rank's own kernels, activations and collectives. Rejected: dividing the trace of the whole
+model; it does not show which operations every rank repeats (norms, residuals, the router).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard.errors import PlanError
 from zeroshard.experts.fused import fused_experts, send_by
 from zeroshard.mesh import EXPERT, TENSOR
 from zeroshard.model_plan import check_heads, expanded, own_plan
-from zeroshard.planner.trace.exchanges import Border, Exchanges
+from zeroshard.planner.trace.exchanges import ExchangePoint, Exchanges
 from zeroshard.sharding.cut import Cut
 from zeroshard.sharding.units import UnitSpec
 
@@ -30,12 +30,12 @@ _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "all_reduce", "local_params")
 _EXPERTS = "moe_tp_experts"
 _PACKED = 2
-"""Blocks of a packed weight: gates and what they let pass."""
+"""Blocks of a packed weight of a gated feed-forward: the gate's weight and the up-projection's."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Ranks that divide a model along each axis."""
+    """The number of ranks that divide a model along each axis."""
 
     tensor: int = 1
     sequence: int = 1
@@ -52,7 +52,7 @@ def divide_on_meta(model: nn.Module, parts: Parts, exchanges: Exchanges) -> dict
         How each divided parameter is cut, by name.
 
     Raises:
-        PlanError: the model can't be divided so, in the words in which the engine refuses it.
+        PlanError: the model can't be divided so; the message is the engine's own.
     """
     cuts: dict[str, Cut] = {}
     if parts.experts > 1:
@@ -73,7 +73,7 @@ def with_cuts(units: list[UnitSpec], cuts: Mapping[str, Cut]) -> list[UnitSpec]:
 
 
 def heads_of(model: nn.Module) -> int | None:
-    """Heads of queries, by the model's config."""
+    """The number of query heads by the model's config; None if it has none."""
     config: Any = getattr(model, "config", None)
     text_of = getattr(config, "get_text_config", None)
     heads = getattr(text_of() if callable(text_of) else config, "num_attention_heads", None)
@@ -152,17 +152,17 @@ def _narrowed(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
 
 
 def _hook(module: nn.Module, style: str, ranks: int, exchanges: Exchanges) -> None:
-    border = partial(Border, exchanges, TENSOR)
+    point = partial(ExchangePoint, exchanges, TENSOR)
     if style in (*_COLUMNS, "packed_colwise", _EXPERTS) and style != "embedding_colwise":
-        given = border(backward="all-reduce")
-        module.register_forward_pre_hook(lambda _, args: (given.cross(args[0]), *args[1:]) if args else None)
-    made: Border | None = None
+        entry = point(backward="all-reduce")
+        module.register_forward_pre_hook(lambda _, args: (entry.apply(args[0]), *args[1:]) if args else None)
+    end: ExchangePoint | None = None
     if style in (*_ROWS, "packed_rowwise", "embedding_rowwise", "all_reduce", _EXPERTS):
-        made = border(forward="all-reduce")
+        end = point(forward="all-reduce")
     elif style in ("colwise_gather_output", "colwise_rep", "embedding_colwise"):
-        made = border(forward="all-gather", parts=ranks)
-    if made is not None:
-        module.register_forward_hook(lambda _, __, output, made=made: made.cross(output))
+        end = point(forward="all-gather", parts=ranks)
+    if end is not None:
+        module.register_forward_hook(lambda _, __, output, end=end: end.apply(output))
 
 
 # Experts.
@@ -170,10 +170,13 @@ def _hook(module: nn.Module, style: str, ranks: int, exchanges: Exchanges) -> No
 
 @dataclass(frozen=True)
 class _Evenly:
-    """Rows to the ranks of their experts where each expert is chosen as often: as many arrive as are sent."""
+    """Sends rows to the ranks of their experts, assuming that all experts get equally many: as many arrive as are sent.
+
+    Its methods are those of `experts.dispatch`, by which modules of experts send.
+    """
 
     pairs: torch.Tensor
-    way: Border
+    exchange: ExchangePoint
 
     @property
     def order(self) -> torch.Tensor:
@@ -184,10 +187,10 @@ class _Evenly:
         return torch.empty_like(self.pairs)
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.way.cross(rows)
+        return self.exchange.apply(rows)
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.way.cross(rows)[torch.empty_like(self.pairs)]
+        return self.exchange.apply(rows)[torch.empty_like(self.pairs)]
 
 
 def _divide_experts(model: nn.Module, parts: Parts, exchanges: Exchanges) -> dict[str, Cut]:
@@ -198,7 +201,7 @@ def _divide_experts(model: nn.Module, parts: Parts, exchanges: Exchanges) -> dic
             "ranks"
         )
     cuts: dict[str, Cut] = {}
-    way = Border(exchanges, EXPERT, forward="all-to-all", backward="all-to-all", moved=True)
+    exchange = ExchangePoint(exchanges, EXPERT, forward="all-to-all", backward="all-to-all", moved=True)
     for path, module, experts in found:
         if experts % parts.experts:
             raise PlanError(
@@ -207,5 +210,5 @@ def _divide_experts(model: nn.Module, parts: Parts, exchanges: Exchanges) -> dic
         for name, parameter in list(module.named_parameters(recurse=False)):
             cuts[f"{path}.{name}"] = cut = Cut(EXPERT, 0, parts.experts)
             module._parameters[name] = _narrowed(parameter, cut)
-        send_by(module, experts // parts.experts, lambda pairs: _Evenly(pairs, way))
+        send_by(module, experts // parts.experts, lambda pairs: _Evenly(pairs, exchange))
     return cuts

@@ -1,9 +1,9 @@
-"""What a divided model's ranks send each other in forward and backward, noted where it happens in a trace.
+"""Notes during a trace what the ranks of a divided model send each other in forward and backward.
 
-    hidden --all-reduce--> hidden        what the forward and the backward of a border send, each with its payload
+    hidden --all-reduce--> hidden        an exchange point notes the collective of its forward and of its backward
 
-The plan knows what ZeRO sends. What the model itself sends between its own kernels, compute waits for. Rejected: a
-count by formula (four all-reduces for each block), which is of one architecture.
+The plan knows what ZeRO sends. The collectives here are the model's own; they run between its kernels, and compute
+waits for them. Rejected: a count by a formula (four all-reduces per block), which holds for one architecture only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of the model's own.
+    """One of the model's own collectives.
 
     Attributes:
         kind: as `predict.collectives` knows it: all-reduce, all-gather, reduce-scatter, all-to-all.
-        axis: of the mesh.
-        nbytes: its payload.
+        axis: the mesh axis that it runs over.
+        nbytes: its payload, in bytes.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Exchange:
 
 
 class Exchanges:
-    """Collects what is sent until it is taken."""
+    """Collects the exchanges of a trace until they are taken."""
 
     def __init__(self) -> None:
         self._found: Counter[Exchange] = Counter()
@@ -40,19 +40,19 @@ class Exchanges:
         self._found[Exchange(kind, axis, nbytes)] += 1
 
     def take(self) -> dict[Exchange, int]:
-        """What was noted since the last call, and how often."""
+        """The exchanges noted since the last call, and how often each was."""
         found, self._found = dict(self._found), Counter()
         return found
 
 
 @dataclass(frozen=True)
-class Border:
-    """What a tensor meets where a divided model is joined: a collective forward, another in the backward.
+class ExchangePoint:
+    """A place in a divided model where ranks exchange a tensor: one collective in forward, one in the backward.
 
     Attributes:
-        forward, backward: kinds; "" where nothing is sent.
-        moved: the result is another tensor than what came in (an all-to-all, an all-gather).
-        parts: the last dim of the result has so many times as many elements (an all-gather).
+        forward, backward: kinds of collectives; "" where nothing is sent.
+        moved: the result is a new tensor (as of an all-to-all or an all-gather), not the input.
+        parts: the size of the result's last dim, as a multiple of the input's (an all-gather).
     """
 
     exchanges: Exchanges
@@ -62,28 +62,28 @@ class Border:
     moved: bool = False
     parts: int = 1
 
-    def cross(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` behind the border."""
-        return _Cross.apply(x, self)  # type: ignore[return-value]
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` after the exchange; the collectives of forward and backward are noted."""
+        return _ExchangeFunction.apply(x, self)  # type: ignore[return-value]
 
 
-class _Cross(torch.autograd.Function):
+class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, border: Border) -> torch.Tensor:
-        ctx.border = border
+    def forward(ctx: Any, x: torch.Tensor, point: ExchangePoint) -> torch.Tensor:
+        ctx.point = point
         out = x.view_as(x)
-        if border.moved or border.parts > 1:
-            out = x.new_empty((*x.shape[:-1], x.shape[-1] * border.parts))
-        if border.forward:
-            border.exchanges.note(border.forward, border.axis, out.numel() * out.element_size())
+        if point.moved or point.parts > 1:
+            out = x.new_empty((*x.shape[:-1], x.shape[-1] * point.parts))
+        if point.forward:
+            point.exchanges.note(point.forward, point.axis, out.numel() * out.element_size())
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        border: Border = ctx.border
+        point: ExchangePoint = ctx.point
         gradient = gradients[0]
-        if border.backward:
-            border.exchanges.note(border.backward, border.axis, gradient.numel() * gradient.element_size())
-        if border.parts > 1:
-            return gradient.new_empty((*gradient.shape[:-1], gradient.shape[-1] // border.parts)), None
-        return torch.empty_like(gradient) if border.moved else gradient, None
+        if point.backward:
+            point.exchanges.note(point.backward, point.axis, gradient.numel() * gradient.element_size())
+        if point.parts > 1:
+            return gradient.new_empty((*gradient.shape[:-1], gradient.shape[-1] // point.parts)), None
+        return torch.empty_like(gradient) if point.moved else gradient, None

@@ -1,10 +1,10 @@
-"""What one aten operation costs, without a device: floating-point operations, bytes moved, and what kind of kernel.
+"""Tells what one aten operation costs, without a device: its floating-point operations, bytes and kind of kernel.
 
     matrix products, convolutions, attention    flops, and the bytes of their operands
     everything else that computes                bytes read and written (such kernels are bound by memory)
     views and allocations                        nothing
 
-Rejected: torch's flop counter. It counts no bytes, and two thirds of a block's kernels are bound by memory.
+Rejected: torch's flop counter. It counts no bytes, and memory bounds two thirds of a block's kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class KernelKind(str, Enum):
-    """Which limit a kernel runs into, and with which share of it."""
+    """Kinds of kernels; each kind reaches its own share of the peak of arithmetic or memory."""
 
     GEMM = "matrix products"
     ATTENTION = "attention"
@@ -30,7 +30,7 @@ class KernelKind(str, Enum):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel launch: what it computes and moves. `dtype` is what it multiplies in, for the peak that applies."""
+    """One kernel launch: floating-point operations, bytes read and written, and the dtype of its arithmetic."""
 
     kind: KernelKind
     flops: int
@@ -56,7 +56,7 @@ _GROUPED = {aten._grouped_mm.default}
 
 
 def kernel_of(op: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Kernel | None:
-    """The kernel that `op` launches, None where it launches none.
+    """The kernel that `op` launches; None if it launches none.
 
     Args:
         args: positional arguments of the operation.
@@ -90,7 +90,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Each row meets the matrix of its own group only (or each column, where the sum runs over the tokens)."""
+    """Each row is multiplied by the matrix of its own group only (each column, if the sum runs over the tokens)."""
     return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 

@@ -1,10 +1,10 @@
-"""The ledger: which bytes of a traced forward and backward are alive after each operation, and what they are for.
+"""Counts which bytes of a traced forward and backward are alive after each operation, and what they are for.
 
-Tensors on the meta device have storages with a size and no memory. A storage's death is seen by a weak reference, so
-what autograd saves, what a checkpoint drops and what a kernel needs for a moment is counted as torch itself handles it.
-Sizes are rounded as the CUDA allocator rounds them. Costs of kernels are counted on the way.
+Tensors on the meta device have storages with a size and no memory. A weak reference tells when a storage is freed, so
+the count follows torch itself: what autograd saves, what a checkpoint drops, what a kernel needs for a moment. Sizes
+are rounded as the CUDA allocator rounds them. The kernels that operations launch are counted along the way.
 
-Rejected: hooks for saved tensors. They see what autograd keeps, not what is alive beside it at the peak.
+Rejected: hooks for saved tensors. They show what autograd keeps, not what else is alive at the peak.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.errors import PlanError
+from zeroshard.planner.trace.allocator import BLOCK, round_up
 from zeroshard.planner.trace.kernels import Kernel, kernel_of
-from zeroshard.planner.trace.recall import Recall, Seen
-
-ROUNDING = 512
-"""Bytes: the CUDA allocator's unit."""
+from zeroshard.planner.trace.operation_cache import CachedResult, OperationCache
 
 aten = torch.ops.aten
 
 
 class Purpose(IntEnum):
-    """What an allocation of the model's own computation is for."""
+    """What an allocation of the model's computation is for."""
 
     INPUTS = 0
     ACTIVATIONS = 1
@@ -37,7 +35,7 @@ class Purpose(IntEnum):
     TEMPORARY = 3
     """Made in the backward: gradients of activations, recomputed activations."""
     GRADIENTS = 4
-    """Gradients of parameters, as autograd made them, until the engine has collected them."""
+    """Gradients of parameters as autograd makes them, until the engine has collected them."""
 
 
 Live = tuple[int, ...]
@@ -48,12 +46,12 @@ class Ledger(TorchDispatchMode):
     """Counts what the operations under it allocate, free and cost.
 
     Attributes:
-        purpose: what new storages are for, at the moment.
+        purpose: what storages are for that are made now.
         live: bytes alive, by Purpose.
         peak: `live` when its sum was largest since `start_segment`.
         kernels: kernels launched since `start_segment`.
-        where: says where the trace is, for messages.
-        asked: places where the model asked for a value.
+        where: gives the unit and the pass that are traced now, for messages.
+        asked: the places where the model read a value that a trace does not have.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -63,23 +61,23 @@ class Ledger(TorchDispatchMode):
         self.total = 0
         self.where = where
         self.asked: list[str] = []
-        self._recall = Recall()
+        self._cache = OperationCache()
         self._held: dict[int, tuple[weakref.ref[Any], int, Purpose]] = {}
         self.start_segment()
 
     def start_segment(self) -> None:
-        """Forget the peak and the kernels of what has run."""
+        """Start to count the peak and the kernels of the next segment."""
         self.peak: Live = tuple(self.live)
         self.peak_total = self.total
         self.kernels: Counter[Kernel] = Counter()
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A tensor that is counted elsewhere (a parameter)."""
+        """Do not count a tensor (a parameter, which is counted elsewhere)."""
         storage = tensor.untyped_storage()
         self._held[storage._cdata] = (weakref.ref(storage), 0, Purpose.ACTIVATIONS)
 
     def hold(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """Count a tensor that was made before, or change what a counted one is for."""
+        """Count a tensor that was made before the trace, or change the purpose of one that is counted."""
         storage = tensor.untyped_storage()
         found = self._held.get(storage._cdata)
         if found is None:
@@ -91,16 +89,17 @@ class Ledger(TorchDispatchMode):
         self._held[storage._cdata] = (reference, nbytes, purpose)
 
     def record(self, kernel: Kernel) -> None:
+        """Count a kernel that no traced operation launches."""
         self.kernels[kernel] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0])
-        key = self._recall.key(func, args, kwargs)
-        seen = self._recall.find(key)
-        if seen is not None:
-            return self._again(seen)
+        key = self._cache.key(func, args, kwargs)
+        cached = self._cache.find(key)
+        if cached is not None:
+            return self._repeat(cached)
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -122,20 +121,20 @@ class Ledger(TorchDispatchMode):
         kernel = kernel_of(func, args, inputs, outputs)
         if kernel is not None:
             self.kernels[kernel] += 1
-        self._recall.keep(key, result, inputs, kernel)
+        self._cache.store(key, result, inputs, kernel)
         return result
 
-    def _again(self, seen: Seen) -> Any:
-        """An operation whose results are known: new tensors like those, and the same kernel."""
-        result = seen.again()
+    def _repeat(self, cached: CachedResult) -> Any:
+        """Count an operation whose results are cached: new tensors like them, and the same kernel."""
+        result = cached.new_tensors()
         for tensor in _tensors(result):
             self._take(tensor.untyped_storage(), self.purpose)
-        if seen.kernel is not None:
-            self.kernels[seen.kernel] += 1
+        if cached.kernel is not None:
+            self.kernels[cached.kernel] += 1
         return result
 
     def _take(self, storage: Any, purpose: Purpose) -> None:
-        key, nbytes = storage._cdata, -(-storage.nbytes() // ROUNDING) * ROUNDING
+        key, nbytes = storage._cdata, round_up(storage.nbytes(), BLOCK)
 
         def died(_: object) -> None:
             _, size, now = self._held.pop(key)
@@ -149,7 +148,10 @@ class Ledger(TorchDispatchMode):
             self.peak_total, self.peak = self.total, tuple(self.live)
 
     def _answer(self, tensor: torch.Tensor) -> bool:
-        """A model that asks `if (mask == 0).all()` is told yes: it looks for the ordinary case, to skip work."""
+        """Answer yes to a model that asks `if (mask == 0).all()`: it asks whether work can be skipped.
+
+        Raises PlanError for a tensor of any other dtype than bool.
+        """
         if tensor.dtype is not torch.bool:
             raise PlanError(
                 f"{self.where()}: the model reads a number out of a {tensor.dtype} tensor (.item()), and a trace has "

@@ -1,14 +1,14 @@
 """Traces one forward and backward of a real module on the meta device: memory and kernels, unit by unit.
 
     forward     | root | embed | root | block 0 | block 1 | ... | root | head | root (loss) |
-    backward    | head | block n | ... | block 0 | embed |        each from its output's gradient on, recompute included
+    backward    | head | block n | ... | block 0 | embed |        each from its output's gradient on, with recomputation
 
-A stretch between two borders is a Segment. The borders are the ones at which the engine acts: a unit's forward, and
-the moment when the gradient of a unit's output is ready. Gradients of parameters are dropped when the engine would
-have collected them: a unit is complete when the gradient of a call is ready that ended before the unit's first began.
+A Segment is what runs between two moments at which the engine acts: the beginning or end of a unit's forward, or the
+gradient of a unit's output becoming ready. Gradients of parameters are dropped when the engine would have collected
+them: a unit is complete when a gradient is ready of a call that ended before the unit's first call began.
 
-The whole model is traced, not one block: 405B parameters in 126 layers take about five seconds and 0.4 GiB, and a
-model of any structure needs no rule for what repeats.
+The whole model is traced, not one block: 405B parameters in 126 layers take about five seconds and 0.4 GiB, and no rule
+is needed for what repeats.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORWARD_ERRORS = (
     RuntimeError,
     NameError,
 )
-"""What a user's forward raises on a batch that is not for it; NotImplementedError is a RuntimeError."""
+"""What a user's forward may raise on a batch that does not suit it; NotImplementedError is a RuntimeError."""
 
 
 class Phase(str, Enum):
@@ -53,15 +53,15 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Segment:
-    """What runs between two borders.
+    """What runs between two moments at which the engine acts.
 
     Attributes:
-        unit: index of the unit that computes; the root's own operations between units belong to the root.
-        uses: whether the segment begins with a call of the unit (else it goes on with what was there before).
+        unit: index of the unit that computes; 0, the root, also for operations between units.
+        uses: whether the segment begins with a use of the unit (else it continues after another unit's call).
         kernels: launches by kernel.
         peak: bytes alive at the worst moment, by Purpose.
         end: bytes alive when it ends.
-        exchanges: what the ranks of a divided model send each other, and how often.
+        exchanges: the collectives between ranks of a divided model, and how often each runs.
     """
 
     phase: Phase
@@ -83,7 +83,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Divided:
-    """Where the ranks of a divided model send each other something."""
+    """Where the collectives of a divided model are noted, and how its ranks divide sequences."""
 
     exchanges: Exchanges
     sequence: DividedSequence | None = None
@@ -98,7 +98,7 @@ class Trace:
         complete: for each backward segment, the units whose gradients are complete when it begins.
         notes: what the trace had to assume.
         tokens: elements of the batch that count as tokens (samples where there are no tokens).
-        outputs: by unit, bytes of what its forward gives.
+        outputs: by unit, the bytes of its forward's result.
     """
 
     segments: tuple[Segment, ...]
@@ -133,12 +133,13 @@ def trace(
     Args:
         units: its units, root first, as `find_units` gives them.
         args, kwargs: what the forward is called with, on the meta device.
-        loss: gives the scalar that backward starts from, of the forward's result.
+        loss: computes the scalar that backward starts from, from the forward's result.
+        tokens: see Trace.
         autocast: the dtype of torch.autocast around the forward; None for none.
-        divided: where what a divided model's ranks send each other is noted; None for a whole model.
+        divided: notes the collectives of a divided model; None for a whole one.
 
     Raises:
-        PlanError: the model needs values, or leaves no gradient.
+        PlanError: the model needs values, or its loss needs no gradient.
     """
     tracer = _Tracer(model, units, None if autocast is None else Autocast(autocast), divided)
     try:
@@ -149,7 +150,7 @@ def trace(
 
 
 class _Tracer:
-    """Hooks on the units that cut the run into segments and drop gradients where the engine would."""
+    """Divides a run into segments by hooks on the units, and drops gradients where the engine would."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[UnitSpec], autocast: Autocast | None, divided: Divided | None
@@ -237,7 +238,7 @@ class _Tracer:
         return f"{self._units[unit].name or 'the root'} ({phase.value})"
 
     def _cut(self, phase: Phase, unit: int, *, uses: bool) -> None:
-        """End the segment that runs and begin another."""
+        """End the current segment and begin another."""
         ledger = self._ledger
         before, index, used = self._current
         if ledger.kernels or used or before is Phase.BACKWARD:
@@ -305,16 +306,16 @@ class _Tracer:
                     parameter.grad = None
         self._ready = tuple(found)
         if found:
-            self._ledger.start_segment()  # what they took was seen by the segment before; nothing has run since
+            self._ledger.start_segment()  # the segment before has counted their bytes; nothing has run since
 
 
 def _is_block(model: nn.Module, unit: UnitSpec) -> bool:
-    """Whether a unit is a block: something with modules in it, not a single large leaf or the root."""
+    """Whether a unit is a block, with modules in it: neither the root nor a single large leaf."""
     return unit.name != "" and next(model.get_submodule(unit.name).children(), None) is not None
 
 
 def _run_backward(value: torch.Tensor) -> None:
-    """`value.backward()`, but with our function mode active: torch sets it aside in what it intercepts itself."""
+    """`value.backward()` with the function mode active, which torch switches off inside of `Tensor.backward`."""
     seed = (torch.ones_like(value),)
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((value,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -325,7 +326,7 @@ def _in_backward() -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in a module's output."""
+    """All tensors in a module's output: in containers, and in objects with attributes."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,8 @@
-"""A decoder of a given number of parameters, for `--params 7e9 --layers 32 --hidden 4096`: nothing else is known of it.
+"""A decoder of a given number of parameters, for `--params 7e9 --layers 32 --hidden 4096` without any model.
 
-Llama's shape: root mean square norms, rotary positions, attention with heads 128 wide, a gated feed-forward, a head
-that is not tied. The feed-forward's width is what makes the number of parameters come out; the exact number is shown.
+It has Llama's shape: root mean square norms, rotary positions, attention with heads 128 wide, a gated feed-forward, a
+head that is not tied. The width of the feed-forward is chosen to give the number of parameters; the table's title has
+the exact number.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ class Sizes:
 
     @property
     def num_attention_heads(self) -> int:
-        """By the name of transformers' configs."""
+        """The heads, under the name that they have in transformers' configs."""
         return self.heads
 
 
 def solve_sizes(params: float, layers: int | None, hidden: int | None, vocabulary: int = 32000) -> Sizes:
-    """Sizes whose model has about `params` parameters.
+    """The sizes of a model with about `params` parameters.
 
     Args:
-        layers, hidden: where one is missing, a width of 128 per layer is assumed.
+        layers, hidden: if one is missing, a width of 128 per layer is assumed.
+        vocabulary: rows of the embedding and of the head.
 
     Raises:
         PlanError: no positive feed-forward width gives that number.
@@ -72,7 +74,7 @@ def solve_sizes(params: float, layers: int | None, hidden: int | None, vocabular
 
 
 class Decoder(nn.Module):
-    """Gives the mean loss for int64 ids and labels of shape (batch, length)."""
+    """Its forward returns the mean loss for int64 ids and labels of shape (batch, length)."""
 
     tp_plan: ClassVar[Mapping[str, str]] = {
         "embed": "embedding_rowwise",
@@ -85,7 +87,7 @@ class Decoder(nn.Module):
         "layers.*.down": "rowwise",
         "head": "colwise_gather_output",
     }
-    """How ranks of tensor parallelism divide it, in the words of transformers' plans."""
+    """How tensor parallelism divides it, in the terms of transformers' plans."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Models to plan for: a Hugging Face config, a Python factory, or a size. All are built on the meta device.
+"""Finds the model to plan for: a Hugging Face config, a Python factory, or a size. All are built on the meta device.
 
     path/to/config.json, a folder with one, or a model id that is in the local cache
-    pkg.mod:make_model       called without arguments; gives a module, or a module and a function that makes its batch
+    pkg.mod:make_model       called without arguments; returns a module, or a module and a function that makes its batch
     --params 7e9 --layers 32 --hidden 4096
 
 No weights are read and nothing is downloaded: sizes are all that a plan needs.
@@ -46,10 +46,11 @@ class ModelSource:
     Attributes:
         name: for titles.
         build: makes the module; called under `torch.device("meta")`.
-        batch: keyword arguments of one forward for (samples, length); called under the same.
-        positions: longest sequence that the model takes, None where it says nothing.
-        notes: sentences for below the table, of what was left out.
-        tokens: whether a sample is a sequence of `length` tokens (else it counts as one, an image say).
+        batch: makes the keyword arguments of one forward for (module, samples, length); called under the same.
+        positions: tokens of the longest sequence that the model takes; None if that is not known.
+        tokens: whether a sample is a sequence of `length` tokens (an image, for example, is not).
+        keep_fp32: names of parameters that stay in float32, as in Precision.
+        notes: sentences below the table that say what was not read.
     """
 
     name: str
@@ -61,7 +62,7 @@ class ModelSource:
     notes: tuple[str, ...] = field(default=())
 
     def module(self) -> nn.Module:
-        """The module on the meta device, in training mode. Raises PlanError where building it fails."""
+        """The module on the meta device, in training mode. Raises PlanError if building it fails."""
         with torch.device("meta"):
             try:
                 return self.build().train()
@@ -75,7 +76,7 @@ class ModelSource:
 def find_source(
     model: str | None, *, params: float | None = None, layers: int | None = None, hidden: int | None = None
 ) -> ModelSource:
-    """The source that the command line names. Raises PlanError where there is none, with what comes nearest."""
+    """The source that the command line names. Raises PlanError, with the nearest name, if there is none."""
     if params is None and (layers, hidden) != (None, None):
         raise PlanError("--layers and --hidden are of a decoder that --params gives the size of; a MODEL has its own")
     if params is not None:
@@ -108,7 +109,7 @@ def _decoder_batch(_: nn.Module, samples: int, length: int) -> Batch:
 
 
 def factory_source(text: str) -> ModelSource:
-    """`pkg.mod:make_model`, looked for in the working directory too."""
+    """`pkg.mod:make_model`, also from the working directory. Raises PlanError if it can't be imported."""
     package, _, name = text.partition(":")
     if not package or package.startswith("."):
         raise PlanError(f"{text}: write pkg.mod:factory, with the module's whole name")
@@ -130,7 +131,7 @@ def factory_source(text: str) -> ModelSource:
 
 
 def module_source(name: str, factory: Callable[[], Any]) -> ModelSource:
-    """A user's own module; the factory may give (module, make_batch) too."""
+    """A user's own module; the factory may also return (module, make_batch)."""
     made: list[MakeBatch] = []
 
     def build() -> nn.Module:
@@ -145,7 +146,7 @@ def module_source(name: str, factory: Callable[[], Any]) -> ModelSource:
 
     def batch(module: nn.Module, samples: int, length: int) -> Batch:
         return (
-            _as_keywords(module, _made(name, made[0], samples, length))
+            _as_keywords(module, _call_make_batch(name, made[0], samples, length))
             if made
             else guessed_batch(module, name, samples, length)
         )
@@ -153,7 +154,7 @@ def module_source(name: str, factory: Callable[[], Any]) -> ModelSource:
     return ModelSource(name, build, batch)
 
 
-def _made(name: str, make: MakeBatch, samples: int, length: int) -> Any:
+def _call_make_batch(name: str, make: MakeBatch, samples: int, length: int) -> Any:
     try:
         return make(samples, length)
     except PlanError:
@@ -164,7 +165,7 @@ def _made(name: str, make: MakeBatch, samples: int, length: int) -> Any:
 
 
 def guessed_batch(module: nn.Module, name: str, samples: int, length: int) -> Batch:
-    """Ids and labels for a forward that calls its arguments so. Raises PlanError for any other."""
+    """Ids and labels for a forward whose arguments have such names. Raises PlanError for any other argument."""
     if _is_transformers(module):
         return huggingface_batch(module, samples, length)
     wanted = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -246,7 +247,7 @@ def config_source(name: str, config: Any, architectures: Any = None) -> ModelSou
 
 
 def _left_out(config: Any) -> tuple[str, ...]:
-    """What a config says of a model that its class alone does not show."""
+    """Sentences about keys of a config that the planner does not read."""
     notes: list[str] = []
     if getattr(config, "quantization_config", None) is not None:
         notes.append("The config's quantization_config is not read: weights are planned as they are without it.")
@@ -256,7 +257,7 @@ def _left_out(config: Any) -> tuple[str, ...]:
 
 
 def huggingface_batch(module: nn.Module, samples: int, length: int) -> Batch:
-    """Inputs and labels for a transformers model with a loss."""
+    """Inputs and labels for a transformers model with a loss. Raises PlanError for one without."""
     config: Any = module.config
     name = type(module).__name__
     if getattr(module, "main_input_name", "input_ids") == "pixel_values":
@@ -281,7 +282,7 @@ def _model_class(name: str, config: Any, architectures: Any) -> Any:
         transformers.MODEL_FOR_MASKED_LM_MAPPING,
         transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     )
-    # The others hold halves of such models: a decoder alone would be planned for the whole.
+    # The other tables hold parts of encoder-decoders: a decoder alone would be planned instead of the whole model.
     order = (tables[1],) if getattr(config, "is_encoder_decoder", False) else tables
     if config.model_type in ("bert", "roberta", "albert", "electra", "distilbert", "deberta"):
         order = (tables[2], *tables)
@@ -300,7 +301,7 @@ def _image_shape(name: str, config: Any) -> tuple[int, ...]:
 
 
 def _named_classes(name: str, architectures: Any) -> list[type[nn.Module]]:
-    """The classes of transformers that 'architectures' names; another than a named one would be another model."""
+    """The classes of transformers that 'architectures' names. Raises PlanError for one that transformers lacks."""
     if not isinstance(architectures, (list, tuple, type(None))):
         raise PlanError(f"{name}: 'architectures' must be a list of class names, not {architectures!r}")
     transformers = _transformers()
@@ -319,14 +320,14 @@ def _named_classes(name: str, architectures: Any) -> list[type[nn.Module]]:
 
 
 def _strict_errors() -> tuple[type[Exception], ...]:
-    """What newer configs raise for values that they reject; no ValueError."""
+    """The exception of newer configs for values that they reject, which is no ValueError."""
     errors = importlib.import_module("huggingface_hub.errors")
     found = getattr(errors, "StrictDataclassError", None)
     return () if found is None else (found,)
 
 
 def _check_numbers(name: str, content: Mapping[str, Any]) -> None:
-    """Sizes that are no numbers fail here with their names, not somewhere in a config's own arithmetic."""
+    """Refuse sizes that are no numbers, by name, before the config's own arithmetic fails on them."""
     for key in SIZES:
         if content.get(key) is not None:
             _check_size(name, key, content[key])
@@ -336,7 +337,7 @@ def _check_numbers(name: str, content: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(name: str, config: Any) -> None:
-    """The same of what the config's class reads, by the names that this model has for them (n_layer, d_model)."""
+    """The same for what the config's class has read, by the names that this model has for them (n_layer, d_model)."""
     names = getattr(config, "attribute_map", {})
     for key in (*SIZES, *OTHER_DEPTHS):
         own = names.get(key, key)

@@ -1,12 +1,12 @@
-"""Functions for which a GPU takes another path than the meta device: they are traced as the GPU runs them.
+"""Traces as a GPU runs them those functions for which the meta device runs other code.
 
-    scaled_dot_product_attention    flash (or memory-efficient) attention: no matrix of scores, one row of log-sums
+    scaled_dot_product_attention    flash or memory-efficient attention: keeps one log-sum per row, no matrix of scores
     rms_norm                        one kernel; keeps its input and one number per row
     dropout                         one kernel; keeps a mask of one byte per element
 
-On the meta device torch decomposes all three and would keep far more for the backward. Each is an autograd function
-here that allocates what the GPU's kernels allocate. Rejected: fake CUDA tensors, which take the right paths by
-themselves; a torch built without CUDA can't run autograd on them.
+On the meta device torch decomposes all three and would keep far more for the backward. Here each is an autograd
+function that allocates what the GPU's kernels allocate. Rejected: fake CUDA tensors, which run the GPU's code without
+such functions; a torch that was built without CUDA can't run autograd on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.planner.trace.exchanges import Border
+from zeroshard.planner.trace.exchanges import ExchangePoint
 from zeroshard.planner.trace.kernels import Kernel, KernelKind
 
 Record = Callable[[Kernel], None]
@@ -30,18 +30,18 @@ _CONSTRUCTORS = {
     *(torch.arange, torch.linspace, torch.eye, torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.tril_indices),
     *(torch.triu_indices, torch.logspace, torch.empty_strided, torch.normal),
 }
-"""What makes tensors without looking at others: on the meta device unless told otherwise, as the model's own are.
+"""Functions that make tensors without any input tensor. They make meta tensors unless a device is given.
 
-Here and not by `torch.device("meta")` around the trace: that is a second function mode, and doubles a trace's time.
+Rejected: `torch.device("meta")` around the trace; it is a second function mode, and doubles the time of a trace.
 """
 
 
 class GpuPaths(TorchFunctionMode):
-    """While it is active the functions above run as they do on a GPU.
+    """While this mode is active, the functions above run as they do on a GPU.
 
     Args:
-        record: is told the kernels that the substitutes stand for.
-        sequence: ranks that have parts of each sequence, and exchange around attention; None for whole ones.
+        record: is called with each kernel that a substitute stands for.
+        sequence: how ranks divide each sequence; None if they do not.
     """
 
     def __init__(self, record: Record, sequence: DividedSequence | None = None) -> None:
@@ -80,10 +80,10 @@ def _attention(
 
 @dataclass(frozen=True)
 class DividedSequence:
-    """So many ranks have parts of each sequence (Ulysses), and send each other heads."""
+    """`ranks` ranks have a part of each sequence, and exchange heads around attention (Ulysses)."""
 
     ranks: int
-    border: Border
+    exchange: ExchangePoint
 
 
 def _divided_attention(
@@ -96,8 +96,8 @@ def _divided_attention(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention of some heads over the whole sequence: as many elements, whose products see as many times more keys."""
-    ranks, way = sequence.ranks, sequence.border
+    """Attention of a part of the heads over the whole sequence: as many elements, `ranks` times as many keys."""
+    ranks, exchange = sequence.ranks, sequence.exchange
     if query.dim() == 4 and key.shape[1] % ranks:  # heads of keys are copied until there is one for each rank
         copies = ranks // math.gcd(ranks, key.shape[1])
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
@@ -105,8 +105,9 @@ def _divided_attention(
     def longer(kernel: Kernel) -> None:
         record(replace(kernel, flops=kernel.flops * ranks))
 
-    mixed = _attention(longer, way.cross(query), way.cross(key), way.cross(value), None, *args, **kwargs)
-    return way.cross(mixed)
+    query, key, value = (exchange.apply(x) for x in (query, key, value))
+    mixed = _attention(longer, query, key, value, None, *args, **kwargs)
+    return exchange.apply(mixed)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What is trained: a model with a micro-batch, its units, and the traces of one forward and backward."""
+"""A model with a micro-batch: its units, and traces of one forward and backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroshard.plan.plan import Plan
 from zeroshard.plan.products import with_products
 from zeroshard.planner.trace.checkpointing import Checkpointing, enable
 from zeroshard.planner.trace.divided import WHOLE, Parts, divide_on_meta, with_cuts
-from zeroshard.planner.trace.exchanges import Border, Exchanges
+from zeroshard.planner.trace.exchanges import ExchangePoint, Exchanges
 from zeroshard.planner.trace.model_trace import Divided, Trace, trace
 from zeroshard.planner.trace.sources import ModelSource
 from zeroshard.planner.trace.substitutes import DividedSequence
@@ -30,12 +30,12 @@ MAX_LENGTH = 10_000_000
 
 @dataclass
 class Workload:
-    """A model and its micro-batch; traces are made once for each way of computing.
+    """A model and its micro-batch; one trace is made for each set of dtypes and each kind of checkpointing.
 
     Attributes:
         samples, length: the micro-batch on one GPU: sequences and tokens in each.
         autocast: name of the dtype of torch.autocast around the forward, None for none.
-        parts: ranks that divide the model; units and traces are those of one of them.
+        parts: how many ranks divide the model along each axis; units and traces are those of one rank.
     """
 
     source: ModelSource
@@ -60,16 +60,16 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """Parameters, each counted once."""
+        """Elements of all parameters, shared ones counted once."""
         return sum(torch.Size(p.shape).numel() for unit in self.units for p in unit.parameters)
 
     @property
     def tokens(self) -> int:
-        """What one micro-batch counts for: tokens, or samples where there are none."""
+        """Tokens of one micro-batch; its samples if they are no sequences of tokens."""
         return self.samples * self.length if self.source.tokens else self.samples
 
     def trace(self, plan: Plan, how: Checkpointing) -> Trace:
-        """Forward and backward in the dtypes of `plan`."""
+        """The trace of forward and backward in the dtypes of `plan`, with this checkpointing."""
         dtypes = _parameter_dtypes(plan)
         cast = plan.policy.cast_inputs
         products = plan.policy.products
@@ -79,7 +79,7 @@ class Workload:
         return self._traces[key]
 
     def plan(self, recipe: Recipe, mesh: Mesh, how: Checkpointing) -> tuple[Plan, Trace]:
-        """The plan as the engine runs it after its first step, with the order that the model really has."""
+        """The plan as the engine runs it after its first step, in the model's order of units, and its trace."""
         recipe, _ = with_products(recipe, self._module)
         plan = build_plan(self.units, recipe, mesh)
         traced = self.trace(plan, how)
@@ -111,12 +111,15 @@ class Workload:
 
     def _sequence(self, exchanges: Exchanges) -> DividedSequence | None:
         ranks = self.parts.sequence
-        way = Border(exchanges, "sp", forward="all-to-all", backward="all-to-all", moved=True)
-        return DividedSequence(ranks, way) if ranks > 1 else None
+        exchange = ExchangePoint(exchanges, "sp", forward="all-to-all", backward="all-to-all", moved=True)
+        return DividedSequence(ranks, exchange) if ranks > 1 else None
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The scalar in a forward's result: itself, its `loss`, or the mean square of its first tensor."""
+    """The loss in a forward's result: the result itself, its `loss`, or the mean square of its first tensor.
+
+    Raises PlanError for a result without a tensor.
+    """
     found = getattr(output, "loss", None)
     if isinstance(found, torch.Tensor):
         return found
@@ -142,7 +145,7 @@ def _cast(batch: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def _check_positions(module: nn.Module, source: ModelSource, length: int) -> None:
-    """A learned table of positions is a limit; rotary ones only advise (see `advice`)."""
+    """Refuse sequences that are longer than a learned table of positions; for rotary positions there is only advice."""
     limit = source.positions
     if limit is None or length <= limit or not source.tokens:
         return

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroshard.planner.trace.model_trace import Trace, trace
-from zeroshard.planner.trace.recall import Recall
+from zeroshard.planner.trace.operation_cache import OperationCache
 from zeroshard.planner.trace.workload import loss_of
 from zeroshard.sharding.units import find_units
 
@@ -41,15 +41,15 @@ def _trace() -> Trace:
 
 def test_a_trace_that_remembers_equals_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
-    recalled = Recall.find
+    recalled = OperationCache.find
 
-    def counted(self: Recall, key: Any) -> Any:
+    def counted(self: OperationCache, key: Any) -> Any:
         found.append(recalled(self, key))
         return found[-1]
 
-    monkeypatch.setattr(Recall, "find", counted)
+    monkeypatch.setattr(OperationCache, "find", counted)
     remembered = _trace()
-    monkeypatch.setattr(Recall, "find", lambda *_: None)
+    monkeypatch.setattr(OperationCache, "find", lambda *_: None)
     assert _trace() == remembered
     assert sum(seen is not None for seen in found) > 10
 
@@ -57,7 +57,7 @@ def test_a_trace_that_remembers_equals_one_that_does_not(monkeypatch: pytest.Mon
 def test_arguments_that_are_equal_and_not_the_same_are_told_apart() -> None:
     op = torch.ops.aten.add.Scalar
     x = torch.empty(3, device="meta")
-    keys = [Recall().key(op, (x, value), {}) for value in (1, 1.0, True)]
+    keys = [OperationCache().key(op, (x, value), {}) for value in (1, 1.0, True)]
     assert len(set(keys)) == 3
-    assert Recall().key(op, (torch.empty((), device="meta"), 1), {}) is None
-    assert Recall().key(torch.ops.aten.add_.Scalar, (x, 1), {}) is None
+    assert OperationCache().key(op, (torch.empty((), device="meta"), 1), {}) is None
+    assert OperationCache().key(torch.ops.aten.add_.Scalar, (x, 1), {}) is None

@@ -1,7 +1,7 @@
-"""A model's twin on the meta device: the same modules, no memory, whatever state the original's parameters are in.
+"""Copies a model and a batch to the meta device: the same modules and shapes without memory, also of a sharded model.
 
-Deep copies take parameters and buffers from a memo in which each has a meta tensor of its own, so tied ones stay tied
-and nothing is read. Rejected: `copy.deepcopy(model).to("meta")`, which holds the model twice on the way.
+`copy.deepcopy` finds a meta tensor for each parameter and buffer in its memo, so tied ones stay tied and nothing is
+read. Rejected: `copy.deepcopy(model).to("meta")`, which holds the model twice for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from zeroshard.errors import PlanError
 
 
-def meta_twin(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of `model` on the meta device, in training mode. Raises PlanError for a module that can't be copied."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -32,12 +32,12 @@ def meta_twin(model: nn.Module) -> nn.Module:
 
 
 def meta_batch(batch: Any) -> Any:
-    """The tensors of an example as meta tensors, in whatever they lie."""
+    """The same nested containers with a meta tensor for each tensor."""
     return tree_map(lambda leaf: _shape_of(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def shortened(batch: Any, samples: int, wanted: int) -> Any:
-    """An example with fewer samples: tensors whose first dim is `samples` are cut to `wanted`."""
+    """The same batch with fewer samples: tensors whose first dim has size `samples` are cut to `wanted`."""
 
     def cut(leaf: Any) -> Any:
         return leaf[:wanted] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples else leaf
@@ -46,13 +46,13 @@ def shortened(batch: Any, samples: int, wanted: int) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """The length of the first dim that most tensors of an example share; 1 where there is none."""
+    """The size of the first dim that most tensors of a batch share; 1 for a batch without tensors."""
     found = [leaf.shape[0] for leaf in tensors_of(batch) if leaf.dim()]
     return max(set(found), key=found.count) if found else 1
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """All tensors of an example."""
+    """All tensors of a batch, in lists, tuples and mappings."""
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, Mapping):
