@@ -77,7 +77,7 @@ def _stage(plan: Plan) -> int:
 def _share_on_host(plan: Plan) -> float:
     """Elements whose moments rest in host memory, of all that are trained."""
     sizes = [(group.layout.numel, group.placement(StateKind.MOMENTS)) for _, group in plan.groups() if group.trainable]
-    away = sum(numel for numel, placement in sizes if placement is not None and placement.away)
+    away = sum(numel for numel, placement in sizes if placement is not None and placement.off_device)
     return away / max(1, sum(numel for numel, _ in sizes))
 
 

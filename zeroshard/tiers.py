@@ -94,7 +94,7 @@ class RowInPlace:
         self._values[start : start + source.numel()].copy_(source, non_blocking=True)
 
 
-def in_place(row: Row) -> torch.Tensor:
+def values_of(row: Row) -> torch.Tensor:
     """The elements of a row that lies in place."""
     assert row.values is not None, "a row that has to be moved first"
     return row.values

@@ -71,7 +71,7 @@ def _choices(rank: int, world_size: int) -> dict[str, Any]:
     found["least"] = _placed(_shard(example=example, device_memory=(1000 if rank else 72.5) * MB))
     found["little"] = _placed(_shard(example=example, device_memory=48 * MB))
     some = _shard(example=example, device_memory=60 * MB)
-    found["on host"] = [group.updated_away for _, group in some.groups() if group.trainable]
+    found["on host"] = [group.updated_off_device for _, group in some.groups() if group.trainable]
     for name, limit in (("nothing", 5), ("smaller", 70), ("checkpointing", 65)):
         with pytest.raises(PlanError) as refused:
             _shard(example=example, device_memory=limit * MB, offload=False)

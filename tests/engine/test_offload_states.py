@@ -16,7 +16,7 @@ from tests.support.zoo import Stack
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError
-from zeroshard.tiers import in_place
+from zeroshard.tiers import values_of
 
 TASK = Task(Stack, square_loss)
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")
@@ -59,7 +59,7 @@ def _bytes_of(model: torch.nn.Module) -> int:
     tensors = [*stepper_of(model).update.tensors().values()]
     for unit in handle.runtime.units:
         for group in unit.groups:
-            master = None if group.master is None else in_place(group.master)
+            master = None if group.master is None else values_of(group.master)
             tensors += [one for one in (master, group.grad, group.shard, group.whole) if one is not None]
     slots = {slot.untyped_storage().data_ptr() for slot in handle.runtime.storage.gather_slots}
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}

@@ -243,7 +243,7 @@ def _fails_once(rank: int, world: int, subgroup: int) -> None:
     run, failed = streams.run, list[Step]()
 
     def run_or_fail(stream: Stream, steps: Sequence[Step]) -> None:
-        if not failed and any(name[0] == "held" for step in steps for name in step.writes):
+        if not failed and any(name[0] == "beside" for step in steps for name in step.writes):
             failed.extend(steps)
             raise RuntimeError("out of memory")
         run(stream, steps)

@@ -35,7 +35,7 @@ def plan_with(offload: Offload, *, stage: int = 3, accumulate: bool = False, mas
 @pytest.mark.parametrize(("ratio", "units"), [(0.0, 0), (0.1, 1), (0.5, 4), (0.51, 5), (1.0, 8)])
 def test_the_last_units_move_until_the_ratio_is_reached(ratio: float, units: int) -> None:
     plan = plan_with(Offload(ratio))
-    moved = [index for index, unit in enumerate(plan.units) if any(group.updated_away for group in unit.groups)]
+    moved = [index for index, unit in enumerate(plan.units) if any(group.updated_off_device for group in unit.groups)]
     assert moved == list(range(len(plan.units)))[len(plan.units) - units :]
 
 

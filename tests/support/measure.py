@@ -16,7 +16,7 @@ from zeroshard.engine.step.attached import stepper_of
 from zeroshard.plan.memory import StateBytes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.traffic import Traffic
-from zeroshard.tiers import in_place
+from zeroshard.tiers import values_of
 
 
 def held_bytes(model: nn.Module) -> StateBytes:
@@ -27,14 +27,18 @@ def held_bytes(model: nn.Module) -> StateBytes:
     states = stepper_of(model).update.tensors().items()
     return StateBytes(
         param=_nbytes(
-            group.shard if group.plan.param.divided else group.whole for group in groups if not group.plan.param.away
+            group.shard if group.plan.param.divided else group.whole
+            for group in groups
+            if not group.plan.param.off_device
         )
         + _nbytes(group.second for group in groups if group.plan.param.divided)
         + _nbytes(() if runtime.parameters.scaled is None else runtime.parameters.scaled.scales),
-        grad=_nbytes(group.grad for group in groups if not group.plan.grad_away)
+        grad=_nbytes(group.grad for group in groups if not group.plan.grad_off_device)
         + _nbytes(error for group in groups for error in group.errors),
         master=_nbytes(
-            in_place(g.master) for g in groups if g.master is not None and not (g.plan.master and g.plan.master.away)
+            values_of(g.master)
+            for g in groups
+            if g.master is not None and not (g.plan.master and g.plan.master.off_device)
         ),
         moments=_nbytes(
             tensor

@@ -43,7 +43,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
-    def stand_in(cls) -> Any:
+    def placeholder(cls) -> Any:
         """What takes the place of a required value that is wrong or missing, while the rest is checked."""
         return 1
 

@@ -249,7 +249,7 @@ class _Resolver:
                 self._report(detail["type"], detail["msg"], detail["loc"], prefix, model)
                 _discard(values, detail["loc"])
             missing = [n for n, field in model.model_fields.items() if field.is_required() and n not in values]
-            return model.model_validate({**values, **{name: model.stand_in() for name in missing}})
+            return model.model_validate({**values, **{name: model.placeholder() for name in missing}})
 
     def _report(
         self, kind: str, message: str, location: tuple[str | int, ...], prefix: str, model: type[BaseModel]

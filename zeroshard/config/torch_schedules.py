@@ -50,7 +50,7 @@ class MultiStepLRParams(Section):
     gamma: NonNegative = 0.1
 
     @classmethod
-    def stand_in(cls) -> Any:
+    def placeholder(cls) -> Any:
         """See Section."""
         return [1]
 

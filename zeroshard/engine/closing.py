@@ -60,7 +60,7 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
                 _decode(group)
     restore(handle.runtime.model)
     if handle.runtime.parameters.scaled is not None:
-        handle.runtime.parameters.scaled.give_up()
+        handle.runtime.parameters.scaled.drop_codes()
     for memory in handle.runtime.storage.tiers.values():
         memory.close()
     guard_unowned(handle.runtime.model)

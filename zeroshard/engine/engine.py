@@ -365,6 +365,6 @@ class Engine(TrainingEngine):
     def _report_last_step(self, observer: Observer) -> None:
         """Report the last step to the observer if its outcome is known; errors of that step are ignored here."""
         with suppress(ZeroShardError):
-            if self.optimizer is not None and stepper_of(self.module).settled:
+            if self.optimizer is not None and stepper_of(self.module).outcome_known:
                 self.count_outcome()
         observer.close()

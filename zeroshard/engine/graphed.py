@@ -133,7 +133,7 @@ class GraphedStep:
             raise PlanError("GraphedStep: the model runs on streams of another kind than CUDA's")
         if handle.comm.stages is not None:
             raise PlanError("GraphedStep: pipeline stages wait for each other on the host; train with optimizer.step()")
-        if handle.plan.updates or any(g.param.away for _, g in handle.plan.groups()):
+        if handle.plan.updates or any(g.param.off_device for _, g in handle.plan.groups()):
             raise PlanError("GraphedStep: state in host memory can't be stepped in a graph; keep it on the GPU")
         if any(hop.feedback and hop.feedback.reset for _, g in handle.plan.groups() for hop in g.hops):
             raise PlanError("GraphedStep: errors of codes that are reset are counted on the host; leave reset_T out")
@@ -217,13 +217,13 @@ class GraphedStep:
         runtime, comm, beside = self._handle.runtime, self._handle.comm, self._beside
         if beside is not None:
             beside.before()
-        self._stepper.settle()
+        self._stepper.read_outcomes()
         runtime.parameters.changes.report()  # no pass of a replay comes to it
         self._update.refresh(self._optimizer.param_groups)
         inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         rest = iter(inputs)
         args = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        streams.meet()
+        streams.begin_epoch()
         if not self._graphs:
             # The allocator forgets a pool with its last graph, and refuses its number then (expandable segments).
             self._pool = torch.cuda.graph_pool_handle()
@@ -237,8 +237,8 @@ class GraphedStep:
                 nullcontext(counted) if beside is None else beside.captured() as counted,
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
-                streams.follow_caller()
-                streams.fork()
+                streams.adopt_current_stream()
+                streams.begin_epoch_after_compute()
                 # Without their autograd graph, which would keep the forward's pass alive.
                 outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, self._call(args, spec))
                 streams.drain()
@@ -248,7 +248,7 @@ class GraphedStep:
             raise _explained(error) from error
         finally:
             if not whole:
-                streams.meet()
+                streams.begin_epoch()
                 runtime.abandon()
                 self._stepper.zero_grad()
         kept = (self._stepper.read_by_graphs, runtime.plan)
@@ -270,7 +270,7 @@ class GraphedStep:
         runtime, comm = self._handle.runtime, self._handle.comm
         self._optimizer.check_groups()
         runtime.parking.refuse("a step")
-        streams.meet()
+        streams.begin_epoch()
         runtime.inspection.before_pass()
         runtime.inspection.take_over()
         for static, given in zip(graph.inputs, inputs, strict=True):
@@ -281,7 +281,7 @@ class GraphedStep:
         comm.sent.repeat(graph.sent, "")
         self._stepper.prepare_replay(comm.log.repeat(graph.issued, self._stepper.group_table()))
         self._launch(streams, graph)
-        self._stepper.settle_but(1)  # of the step before; the GPU has this one to work on meanwhile
+        self._stepper.read_outcomes(but_newest=1)  # of the step before; the GPU has this one to work on meanwhile
         results = self._results(graph)
         if self._beside is not None and graph.counts is not None:
             self._beside.replayed(graph.counts)
@@ -292,7 +292,7 @@ class GraphedStep:
         self._stepper.replayed()
         self._event.record()
         self._launched.append(Pending("graph", "a training step", event=self._event))
-        streams.fork()
+        streams.begin_epoch_after_compute()
 
     def _results(self, graph: _Graph) -> Any:
         return tree_map_only(torch.Tensor, torch.Tensor.clone, graph.outputs)

@@ -107,9 +107,8 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
             handle_of(model).runtime.check_every_pass()
         self._inside_no_sync = self._coalesces = False
         self.in_capture, self._unapplied = False, 0
-        self._scheduler_arguments: dict[str, Any] | None = (
-            None  # for the scheduler, while a step's outcome is to be looked at
-        )
+        # Arguments of the scheduler's next advance; None once the outcome of the last step has been counted.
+        self._scheduler_arguments: dict[str, Any] | None = None
         self._data = DataPositions()
         self._observer = self._options.observer
 
@@ -214,7 +213,7 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
         """After an update: look at its outcome if it is here, and print what is due."""
         stepper, every = stepper_of(self.module), self._options.steps_per_print
         due = every is not None and self.global_steps % every == 0
-        if stepper.settled or due:
+        if stepper.outcome_known or due:
             self.count_outcome()
         if due:
             self._print_progress(stepper)

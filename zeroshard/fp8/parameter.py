@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.fp8.cast import decode
-from zeroshard.sharding.resting import AS_IT_IS, CALLS, Stead, name_of_call
+from zeroshard.sharding.resting import AS_IT_IS, CALLS, HidesValues, name_of_call
 
 _RECORD = "_zeroshard_codes"
 _SHAPES = frozenset(
@@ -50,7 +50,7 @@ class Codes:
     readable: Callable[[], bool]
 
 
-class CodedGuard(Stead):
+class CodedGuard(HidesValues):
     """What the class of such a parameter has before its own."""
 
     @classmethod
@@ -126,7 +126,7 @@ def drop_codes(parameter: torch.Tensor) -> None:
 @cache
 def coded_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class of a parameter of class `whole` while only the codes of its values are there; a subclass of it."""
-    assert not issubclass(whole, Stead)
+    assert not issubclass(whole, HidesValues)
     name = "CodedParameter" if whole is nn.Parameter else whole.__name__
     return cast("type[torch.Tensor]", type(name, (CodedGuard, whole), {"__module__": __name__, "whole_class": whole}))
 

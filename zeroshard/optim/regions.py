@@ -45,7 +45,7 @@ class Region:
         counts: whether this rank enters sums over all ranks for it, so that each element counts once.
         divided: whether this region is one rank's part; else every rank updates the whole group.
         allocate: gives rows for the update's state where that does not rest on the device.
-        away: which of 'master', 'param' and 'grad' rest off the device.
+        off_device: which of 'master', 'param' and 'grad' rest off the device.
         row: where `master` rests that does not lie in place; `master` has its size and dtype then, and no elements.
         param_row: where `param` rests that does not lie in place, as `row` is for `master`; it is only written.
         window: host memory in which state that does not lie in place is updated, `window_numel` elements at a time;
@@ -71,7 +71,7 @@ class Region:
     state_dtype: torch.dtype = torch.float32
     whole_grad: Callable[[], torch.Tensor] | None = None
     allocate: Callable[[int, torch.dtype], Row] | None = None
-    away: frozenset[str] = frozenset()
+    off_device: frozenset[str] = frozenset()
     row: Row | None = None
     param_row: Row | None = None
     window: torch.Tensor | None = None

@@ -177,7 +177,7 @@ class FlatUpdate(FlatState):
         for opened, state in self._windows.open(number):
             for run in opened.runs(on, steps):
                 self._update_run(opened, state, run, hyper[run.hyper], coefficient)
-            if "master" in region.away:
+            if "master" in region.off_device:
                 opened.refresh_untouched(active)
         for index, was_active in enumerate(on):
             steps[index] += was_active and region.hyper[index] >= 0

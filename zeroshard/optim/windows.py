@@ -24,7 +24,7 @@ import torch
 from zeroshard.nvme.transfers import in_blocks
 from zeroshard.optim.regions import Region
 from zeroshard.plan.offload import WINDOWS
-from zeroshard.tiers import Completion, Row, finish, in_place
+from zeroshard.tiers import Completion, Row, finish, values_of
 
 Opened = tuple[Region, Sequence[torch.Tensor]]
 """A region and its state, as tensors that can be computed on."""
@@ -68,7 +68,7 @@ class Windows:
     def __init__(self, regions: Sequence[Region], states: Sequence[Sequence[Row]]) -> None:
         self._regions, self._rows = regions, states
         self._in_place = {
-            number: (region, [in_place(row) for row in states[number]])
+            number: (region, [values_of(row) for row in states[number]])
             for number, region in enumerate(regions)
             if region.window is None
         }

@@ -148,7 +148,7 @@ def _check_scaled(group: GroupPlan, path: str) -> None:
             f"{path}.shown must name the dtype that the model sees of float8_e4m3fn parameters, and no other"
         )
     _check_dtype(group.shown, f"{path}.shown")
-    if group.master is None or group.master.dtype != "float32" or group.master.away or group.param.away:
+    if group.master is None or group.master.dtype != "float32" or group.master.off_device or group.param.off_device:
         raise PlanError(f"{path}: parameters in fp8 need float32 master weights on the device")
     if group.compressed or group.owners or group.model_axes or group.codes or group.differences:
         raise PlanError(
@@ -250,24 +250,24 @@ def _check_cuts(mesh: Mesh, group: GroupPlan, path: str) -> None:
 
 def _check_tiers(policy: ExecutionPolicy, group: GroupPlan, path: str) -> None:
     """State that rests off the device needs a way to update it, and to move it there and back."""
-    if group.param.away and (not group.param.divided or group.param.residency is Residency.RESIDENT):
+    if group.param.off_device and (not group.param.divided or group.param.residency is Residency.RESIDENT):
         raise PlanError(
             f"{path}.param.tier is '{group.param.tier.value}', which needs parameters that are sharded and gathered "
             "around use"
         )
     held = (group.master, group.moments) if group.master is not None or group.moments is not None else (group.param,)
-    away = group.trainable and any(one is not None and one.away for one in held)
-    if group.param.away and group.trainable and not away:
+    off_device = group.trainable and any(one is not None and one.off_device for one in held)
+    if group.param.off_device and group.trainable and not off_device:
         raise PlanError(f"{path}.param.tier is '{group.param.tier.value}', which needs the optimizer's state there too")
-    if away != (group.update is not None):
+    if off_device != (group.update is not None):
         raise PlanError(f"{path}.update must say how state off the device is updated, and be null where there is none")
-    if away and not group.update_axes:
+    if off_device and not group.update_axes:
         raise PlanError(f"{path}: state off the device needs update_axes")
     if group.update is HostUpdate.STREAMED and policy.stream_numel < 1:
         raise PlanError(f"policy.stream_numel must be above 0, is {policy.stream_numel}")
     if group.passes_windows and policy.window_numel < 1:
         raise PlanError(f"policy.window_numel must be above 0, is {policy.window_numel}")
-    if group.grad_away and not (group.updated_away and group.staged and not policy.accumulate):
+    if group.grad_off_device and not (group.updated_off_device and group.staged and not policy.accumulate):
         raise PlanError(
             f"{path}.grad.tier is '{group.grad.tier.value if group.grad else None}', which needs state off the device, "
             "staged gradients and one micro-batch per step"
@@ -311,7 +311,7 @@ def peer_problem(plan: Plan) -> str | None:
         return "parameters are gathered in codes"
     if any(group.hops for _, group in groups):
         return "gradients are summed in codes"
-    if any(group.param.away for _, group in groups):
+    if any(group.param.off_device for _, group in groups):
         return "parameters rest off the device"
     if plan.mesh.beside_data or any(plan.mesh.size((axis,)) > 1 for axis in plan.mesh.among(MODEL_AXES)):
         return "the mesh has axes beside those of data"

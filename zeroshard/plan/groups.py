@@ -137,18 +137,18 @@ class GroupPlan:
         return self.update is HostUpdate.PROCESSOR and below
 
     @property
-    def updated_away(self) -> bool:
+    def updated_off_device(self) -> bool:
         """Whether the optimizer's state rests off the device; if it has no state, whether the parameters do."""
         return self.update is not None
 
     @property
-    def grad_away(self) -> bool:
-        return self.grad is not None and self.grad.away
+    def grad_off_device(self) -> bool:
+        return self.grad is not None and self.grad.off_device
 
     @property
     def is_gathered(self) -> bool:
         """Whether a gather has to move this group; groups that rest whole and are frozen or updated whole need none."""
-        if self.param.away:
+        if self.param.off_device:
             return True
         # A part of a model-divided parameter may belong to a single rank; it is still moved into the unit's slot.
         return self.param.divided or (self.layout.shards > 1 and bool(self.update_axes))
@@ -219,7 +219,7 @@ class GroupPlan:
     @property
     def summed_in_place(self) -> bool:
         """Whether the last hop sums directly into the resting gradient."""
-        return bool(self.hops) and not self.grad_away
+        return bool(self.hops) and not self.grad_off_device
 
     @property
     def needs_reduce_slot(self) -> bool:

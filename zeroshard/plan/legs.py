@@ -359,7 +359,7 @@ def _reduce_by_copies(unit: UnitPlan, group: GroupPlan, source: Buffer) -> Leg:
 
 
 def _target_of_copies(unit: UnitPlan, group: GroupPlan) -> Buffer:
-    beside = group.grad_away or (group.staged and bool(replica_axes(unit, group)))
+    beside = group.grad_off_device or (group.staged and bool(replica_axes(unit, group)))
     return Buffer.STAGING if beside else Buffer.GRAD
 
 
@@ -446,7 +446,7 @@ def _land(group: GroupPlan, landing: Buffer) -> Legs:
     if landing is Buffer.GRAD:
         return ()
     numel, wire, kept = group.layout.shard_numel, group.wire, group.grad.dtype
-    if group.grad_away:
+    if group.grad_off_device:
         return (
             Leg(LegKind.SQUARE, landing, landing, numel, wire, wire, Stream.REDUCE),
             Leg(LegKind.COPY, landing, Buffer.GRAD, numel, kept, wire, Stream.REDUCE),

@@ -176,7 +176,7 @@ def _to_tier(unit: UnitPlan, update: HostUpdate, tier: Tier) -> UnitPlan:
 
 
 def _group_to_tier(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: Tier) -> GroupPlan:
-    if group.grad is None or not (group.moments or group.master or group.param.away):
+    if group.grad is None or not (group.moments or group.master or group.param.off_device):
         return group
     if not group.update_axes:
         raise PlanError(
@@ -199,7 +199,7 @@ def _group_to_tier(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: T
         if master is not None and master.dtype != "float32":
             raise PlanError(f"offload: the processor updates float32 master weights, not {master.dtype}")
         kept = state_dtype(group.param.dtype)
-        own_master = group.param.away and group.param.dtype == kept
+        own_master = group.param.off_device and group.param.dtype == kept
         master = None if own_master else Placement(group.update_axes, kept, tier)
     elif master is not None:
         master = replace(master, tier=tier)
@@ -209,14 +209,14 @@ def _group_to_tier(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: T
 
 def has_host_gradients(group: GroupPlan) -> bool:
     """Whether gradients rest on the device and are copied to a host buffer, from which the processor reads them."""
-    return group.update is HostUpdate.PROCESSOR and not group.grad_away
+    return group.update is HostUpdate.PROCESSOR and not group.grad_off_device
 
 
 def has_host_parameters(group: GroupPlan) -> bool:
     """Whether updated parameters have their own host buffer; else they overwrite the gradients in host memory."""
-    if group.update is not HostUpdate.PROCESSOR or group.param.away:
+    if group.update is not HostUpdate.PROCESSOR or group.param.off_device:
         return False
-    return not group.grad_away or group.wire != group.param.dtype
+    return not group.grad_off_device or group.wire != group.param.dtype
 
 
 def buffer_host_nbytes(group: GroupPlan) -> int:
@@ -298,7 +298,7 @@ def host_nbytes(plan: Plan) -> int:
 def stream_element_nbytes(group: GroupPlan) -> int:
     """Bytes per element in a streaming buffer."""
     held = (group.master, group.moments, group.grad, group.param)
-    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.away)
+    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.off_device)
 
 
 def stream_buffer_nbytes(plan: Plan) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ class Placement:
     blocks: Blocks | None = None
 
     @property
-    def away(self) -> bool:
+    def off_device(self) -> bool:
         """Whether it rests off the device."""
         return self.tier is not Tier.DEVICE
 

@@ -70,10 +70,10 @@ class Plan:
         return tuple(tuple(lower(unit, group, options) for group in unit.groups) for unit in self.units)
 
     @cached_property
-    def away(self) -> bool:
+    def off_device(self) -> bool:
         """Whether anything rests off the device."""
         held = (group.placement(kind) for _, group in self.groups() for kind in StateKind)
-        return any(placement is not None and placement.away for placement in held)
+        return any(placement is not None and placement.off_device for placement in held)
 
     @cached_property
     def updates(self) -> frozenset[HostUpdate]:

@@ -159,14 +159,14 @@ def name_of_call(func: Callable[..., Any]) -> tuple[str, bool]:
     return name.split(".")[0], False
 
 
-class Stead:
+class HidesValues:
     """Before the class of a parameter that shows no values."""
 
     whole_class: type[Any]
     """The parameter's own class."""
 
 
-class Guard(Stead):
+class Guard(HidesValues):
     """What a resting parameter's class has before its own: every operation passes here."""
 
     @classmethod
@@ -365,7 +365,7 @@ def _record(tensor: torch.Tensor) -> Resting:
 @cache
 def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class of a parameter of class `whole` while it rests; a subclass of it."""
-    assert not issubclass(whole, Stead)
+    assert not issubclass(whole, HidesValues)
     guard = PartGuard if is_traceable_wrapper_subclass_type(whole) else Guard
     members = {"__module__": __name__, "whole_class": whole}
     # Libraries of quantized weights tell theirs by the name of the class.
@@ -376,7 +376,7 @@ def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
 def whole_class(parameter: _P) -> type[_P]:
     """The parameter's own class, whether it rests or not."""
     kind = type(parameter)
-    return cast("type[_P]", kind.whole_class) if issubclass(kind, Stead) else kind
+    return cast("type[_P]", kind.whole_class) if issubclass(kind, HidesValues) else kind
 
 
 def is_resting(tensor: torch.Tensor) -> bool:

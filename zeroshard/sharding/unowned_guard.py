@@ -18,7 +18,7 @@ from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
 @dataclass(frozen=True)
-class _LooseGuard:
+class _UnownedHook:
     """A pre-forward hook of a module.
 
     Attributes:
@@ -47,7 +47,7 @@ def guard_unowned(model: nn.Module) -> None:
     """Put the hook on modules of `model` that have unowned parameters of their own, and take it off all others."""
     for path, module in model.named_modules():
         hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _LooseGuard)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _UnownedHook)]:
             del hooks[key]
         if takes_hooks(module) and any(unowned_shard_of(parameter) for _, parameter in reachable_parameters(module)):
-            module.register_forward_pre_hook(_LooseGuard(path), prepend=True)
+            module.register_forward_pre_hook(_UnownedHook(path), prepend=True)

@@ -188,7 +188,7 @@ class Backward:
         self._reduce_policy.begin_backward(collects)
         self._collects, end = collects, EndOfBackward(self._end)
         self._run = run = _Run(graph_task(), collects, weakref.ref(end))
-        self._streams.follow_caller()
+        self._streams.adopt_current_stream()
         self._tracker.end_pass()
         if not self.order.holds():
             self._tracker.lose_order()
@@ -260,7 +260,7 @@ class Backward:
         self._run = None
         self.order.backward_ends()
         self._tracker.end_backward()
-        self._parameters.let_go()
+        self._parameters.free_beside()
         if run.collects:
             for index in add_late_gradients(self._units, self._gradients, self._streams, self._reduce_policy.factor):
                 self._reads.keep_gathered(index)

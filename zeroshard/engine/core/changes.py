@@ -70,18 +70,18 @@ class ForwardChanges:
         self._passes[kind] += 1
         self.active = self.always or _looked_at(self._passes[kind])
 
-    def record(self, unit: Unit, *, held: bool) -> None:
+    def record(self, unit: Unit, *, beside: bool) -> None:
         """Take the fingerprints of a unit whose parameters have just got their values."""
         if transforming():  # vmap would transform the operations of a fingerprint, too
             return
-        self.expected[unit.index, held] = self._fingerprints_of(unit, held)
+        self.expected[unit.index, beside] = self._fingerprints_of(unit, beside)
 
-    def compare(self, unit: Unit, *, held: bool) -> None:
+    def compare(self, unit: Unit, *, beside: bool) -> None:
         """The unit is about to be released. Raises UsageError if its parameters have been written."""
-        before = self.expected.pop((unit.index, held), None)
+        before = self.expected.pop((unit.index, beside), None)
         if before is None:
             return
-        different = self._fingerprints_of(unit, held) != before
+        different = self._fingerprints_of(unit, beside) != before
         if not self.expected:
             self._fingerprints.give_memory_back()
         if self._on_gpu:
@@ -100,8 +100,8 @@ class ForwardChanges:
             self.expected.clear()
             self._fingerprints.give_memory_back()
 
-    def _fingerprints_of(self, unit: Unit, held: bool) -> torch.Tensor:
-        return self._fingerprints.of(value for group in unit.groups for value in group.values(held=held))
+    def _fingerprints_of(self, unit: Unit, beside: bool) -> torch.Tensor:
+        return self._fingerprints.of(value for group in unit.groups for value in group.values(beside=beside))
 
 
 def _refuse(unit: Unit, different: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ class WholeChanges:
         """Update master weights from changed parameters; at the begin of a step, while nothing is in flight."""
         for group in self._groups:
             differs = _differs(group)
-            if differs.is_cuda and not group.plan.updated_away:
+            if differs.is_cuda and not group.plan.updated_off_device:
                 self._reads.start(None, differs)  # updating costs less than waiting for the comparison
             elif bool(on_host(differs)):
                 self._note_change()

@@ -85,7 +85,7 @@ class Forward:
             self._on_begin()
         elif self._tracker.current is None and torch.is_grad_enabled():
             refuse_transform(self._units)
-            self._streams.follow_caller()
+            self._streams.adopt_current_stream()
             if self._backward.running:
                 self._on_recover()
             self._tracker.begin_pass()  # a unit that is called directly: a pass of its own

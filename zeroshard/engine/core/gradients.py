@@ -129,7 +129,7 @@ class Gradients:
         if not self._may_read_local() or self._storage.units[unit].gradients is not GradientState.LOCAL:
             return None
         group = self._storage.units[unit].trainable[number]
-        if group.plan.grad_away:
+        if group.plan.grad_off_device:
             self._streams.drain()
             self._streams.wait_on_host()
         segment = group.plan.layout.segments[index]
@@ -240,7 +240,7 @@ class Gradients:
         _run(self._actions.bind(unit, group, legs, memory), args)
         # Read after write: the memory belongs to the reduce until that has finished.
         self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.REDUCE, "all"))
-        if group.plan.grad_away:
+        if group.plan.grad_off_device:
             self._streams.drain()
             self._streams.wait_on_host()
         target = update_grad(group)

@@ -102,7 +102,12 @@ class Inspection:
 
     def _changed(self, unit: Unit, group: Group, index: int, holder: torch.Tensor) -> None:
         parameter, sharded = group.parameters[index], group.plan.param.divided
-        if sharded and not is_resting(parameter) and (not unit.in_use or index in group.opened) and not unit.held:
+        if (
+            sharded
+            and not is_resting(parameter)
+            and (not unit.in_use or index in group.opened)
+            and not unit.gathered_beside
+        ):
             return  # inside a GatheredParameters block, which checks for changes itself
         self._accept(holder)
         if sharded:
@@ -138,7 +143,7 @@ class Inspection:
     def _before_step(self, unit: Unit, group: Group, present: bool) -> None:
         for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
             elsewhere = group.holders[index].data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
-            if elsewhere and view.numel() and not unit.held:
+            if elsewhere and view.numel() and not unit.gathered_beside:
                 _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)
             if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
                 continue

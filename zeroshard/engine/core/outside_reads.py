@@ -61,7 +61,7 @@ class OutsideReads:
         self.keep_gathered(index)
         if not in_backward():
             self._tracker.start_call(index)
-        self._parameters.hold(index)
+        self._parameters.gather_beside(index)
 
     def keep_gathered(self, index: int) -> None:
         """Gather the unit at the begin of each pass from now on."""
@@ -77,13 +77,13 @@ class OutsideReads:
     def begin_backward(self) -> None:
         """A backward begins, of a graph in which the units may have been read."""
         for index in self._new:
-            self._parameters.hold(index)
+            self._parameters.gather_beside(index)
 
     def release(self) -> None:
         """A pass without gradients is over."""
         for index in self.kept:
             self._parameters.release(index)
-        self._parameters.let_go()
+        self._parameters.free_beside()
 
     def forget(self) -> None:
         """The model is closed: resting parameters are no longer fetched."""

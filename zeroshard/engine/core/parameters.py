@@ -164,10 +164,10 @@ class Parameters:
         if unit.state is not UnitState.PENDING:
             unit.become(UnitState.IN_USE)
         if not shown:
-            if not unit.held:
+            if not unit.gathered_beside:
                 unit.show()
             if self.changes.active:
-                self.changes.record(unit, held=False)
+                self.changes.record(unit, beside=False)
 
     def await_gradients(self, index: int) -> None:
         """A backward waits for the unit's gradients: its parameters keep their shape until they are collected."""
@@ -191,45 +191,45 @@ class Parameters:
             for group in unit.groups:
                 refuse_replaced(group)
             if self.changes.expected:
-                self.changes.compare(unit, held=False)
+                self.changes.compare(unit, beside=False)
         self._end_use(unit)
 
-    def hold(self, index: int) -> None:
-        """Gather a unit into extra memory, until `let_go`, since something reads it outside of its own forward.
+    def gather_beside(self, index: int) -> None:
+        """Gather a unit into extra memory beside its slot, since something reads it outside of its own forward.
 
         The slot can't be used, because other units are gathered into it while the values are needed. Gathers into the
-        slot still go on: views that autograd saved in the unit's own forward are valid only there.
+        slot still go on: views that autograd saved in the unit's own forward are valid only there. See `free_beside`.
         """
         unit = self._storage.units[index]
-        if self._slots[index] is None or unit.held:
+        if self._slots[index] is None or unit.gathered_beside:
             return
         if index in self._written or self._updates.is_pending(index):
             self._await_written(index)
         # Write after read: the memory comes from torch's allocator, and compute may still use it for something else.
-        self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("held", index)))
-        unit.held = True
-        wholes = [group.take_apart() for group in unit.groups]
+        self._streams.wait(Stream.GATHER, self._streams.record(Stream.COMPUTE, ("beside", index)))
+        unit.gathered_beside = True
+        wholes = [group.allocate_beside() for group in unit.groups]
         try:
-            self._run_gather(unit, self._gather_steps.into(unit, wholes, ("held", index), self._ledger.renew(index)))
+            self._run_gather(unit, self._gather_steps.into(unit, wholes, ("beside", index), self._ledger.renew(index)))
         except (RuntimeError, AssertionError) as error:  # the memory was not written, so it must not be shown
             self._ledger.outdate(index)
-            unit.give_apart_back()
+            unit.free_beside()
             refuse_tracing(error)
             raise
         # Read after write: the gather must have finished.
-        self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("held", index)))
-        self._streams.touch(reads=(("held", index),))
+        self._streams.wait(Stream.COMPUTE, self._streams.record(Stream.GATHER, ("beside", index)))
+        self._streams.touch(reads=(("beside", index),))
         unit.show()
         if self.changes.active:
-            self.changes.record(unit, held=True)
+            self.changes.record(unit, beside=True)
 
-    def let_go(self) -> None:
-        """Free the extra memory of `hold`: nothing reads these units outside of their own forward any more."""
+    def free_beside(self) -> None:
+        """Free the extra memory of all units: nothing reads them outside of their own forward any more."""
         for unit in self._storage.units:
-            if unit.held:
+            if unit.gathered_beside:
                 if self.changes.expected:
-                    self.changes.compare(unit, held=True)
-                unit.give_apart_back()
+                    self.changes.compare(unit, beside=True)
+                unit.free_beside()
 
     def resting(self) -> Hashable:
         """Which units are gathered, in use or awaited; from equal values the same operations follow."""
@@ -239,7 +239,7 @@ class Parameters:
     def release_all(self) -> None:
         """Release every sharded unit in use, as after a forward that an exception ended."""
         self.changes.forget()
-        self.let_go()
+        self.free_beside()
         for unit in self._storage.units:
             if unit.in_use:
                 self._end_use(unit)
@@ -280,7 +280,7 @@ class Parameters:
         unit.become(state)
         if slot is None or not showed:
             return
-        if not unit.held:
+        if not unit.gathered_beside:
             unit.hide()
         self._streams.touch(reads=self._used(unit.index))
         self._free[slot] = self._streams.record(Stream.COMPUTE, ("free", slot))
@@ -341,7 +341,7 @@ class Parameters:
         """Mark all gathered values as out of date; arguments as in `mark_written`."""
         self._gathers_since_write = 0
         self.changes.forget()
-        self.let_go()
+        self.free_beside()
         for unit in self._storage.units:
             slot = self._slots[unit.index]
             if self._streams.poisons and slot is not None:

@@ -133,7 +133,7 @@ class Runtime:
     def _begin_pass(self) -> None:
         self.parking.refuse("a forward", Parkable.LP_PARAMS)
         refuse_transform(self.units)
-        self.streams.follow_caller()
+        self.streams.adopt_current_stream()
         if self.backward.running or self.forward.started:
             self._recover()
         self.backward.order.forward_begins()
@@ -198,7 +198,7 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """Reduce all pending gradients; compute then waits for all reduces."""
-        self.streams.follow_caller()
+        self.streams.adopt_current_stream()
         for index in () if self.reduce_policy.keeps_local else reversed(tuple(dict.fromkeys(self.plan.order))):
             self.gradients.reduce_pending(self.units[index])
         # Read after write: the last reduce must have finished.
@@ -308,12 +308,12 @@ class Runtime:
     def drain(self) -> None:
         """Finish all running operations. Everything that reads state outside of a forward calls this first."""
         self.parking.refuse("reading or changing state")
-        self.streams.follow_caller()
+        self.streams.adopt_current_stream()
         self.parameters.finish_updates()
         self.parameters.wait_for_gathers()
         self.parameters.wait_for_disk_reads()
         self.streams.drain()
-        if self.plan.away:
+        if self.plan.off_device:
             self.streams.wait_on_host()
         self.parameters.changes.report()
         self.inspection.take_over()

@@ -24,7 +24,7 @@ from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import update_param, update_range
 from zeroshard.fp8.cast import VALUES, has_kernels, scale_and_unscale, to_codes
 from zeroshard.plan.groups import UNSCALE_STRIDE
-from zeroshard.tiers import in_place
+from zeroshard.tiers import values_of
 
 LABEL = "(fp8 scales)"
 
@@ -82,10 +82,10 @@ class ScaledWeights:
         """The largest magnitudes of all parameters, and what turns their codes into values."""
         return self._largest, self._unscales
 
-    def give_up(self) -> None:
-        """The model is closed."""
+    def drop_codes(self) -> None:
+        """Drop the codes of all groups: the model is closed."""
         for group in self._groups:
-            group.give_up_scales()
+            group.drop_all_codes()
 
 
 class _Part:
@@ -93,7 +93,7 @@ class _Part:
 
     def __init__(self, group: ScaledGroup, largest: torch.Tensor, first: int) -> None:
         assert group.master is not None
-        self._master = in_place(group.master)
+        self._master = values_of(group.master)
         self._group, self._largest, self._first = group, largest, first
         self._pieces = group.plan.layout.pieces(*update_range(group))
         self._tiles = _tiles(group, self._pieces) if group.device.type == "cuda" and has_kernels() else None
@@ -108,7 +108,7 @@ class _Part:
 
     def write_codes(self, scales: torch.Tensor) -> None:
         """Write the codes of what is here; `scales`, those of all parameters, belong to the largest magnitudes."""
-        codes = update_param(self._group)  # looked up now: state that was away comes back to another place
+        codes = update_param(self._group)  # looked up now: state that was offloaded for a while has other addresses
         if self._tiles is not None:
             _kernels().write_codes(self._master, self._tiles, self._largest, codes)
             return

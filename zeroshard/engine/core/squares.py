@@ -43,7 +43,7 @@ class Squares:
             id(group): _squares_of(group)
             for unit in units
             for group in unit.trainable
-            if group.plan.grad_away and group.staging is not None
+            if group.plan.grad_off_device and group.staging is not None
         }
 
     def clear(self) -> None:

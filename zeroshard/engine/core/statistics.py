@@ -67,7 +67,7 @@ def exchange(
         for group, received in zip(unit.trainable, runtime.gradients.received(unit), strict=True):
             flags += received
             if group.counted:
-                on_host = group.plan.grad_away
+                on_host = group.plan.grad_off_device
                 values[0] += (
                     runtime.gradients.squares.total(group) if on_host else _squared_norm(group, norms, whole=whole)
                 )

@@ -72,7 +72,7 @@ class Streams(Protocol):
 
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None: ...
 
-    def follow_caller(self) -> None:
+    def adopt_current_stream(self) -> None:
         """A pass or step begins: compute is the stream that the caller runs on from here."""
         ...
 
@@ -102,7 +102,7 @@ class CudaStreams:
     the other way round. So time is divided into epochs, and all streams wait for each other between two epochs: then
     everything before an event of an earlier epoch has happened for every stream, and no wait is needed.
 
-        eager work | meet | captured work, all streams fork from compute and join it | meet | eager work
+        eager work | all streams wait | captured work, streams fork from compute and join it | all wait | eager work
     """
 
     poisons = False
@@ -117,7 +117,7 @@ class CudaStreams:
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return self._compute if stream is Stream.COMPUTE else self._side[stream]
 
-    def follow_caller(self) -> None:
+    def adopt_current_stream(self) -> None:
         # Looked up once per pass, since the look-up costs as much as a kernel launch. Autograd runs a backward on the
         # stream of its forward.
         self._compute = torch.cuda.current_stream(self._device)
@@ -159,13 +159,13 @@ class CudaStreams:
         if event.epoch == self._epoch:
             self._stream(stream).wait_event(event)
 
-    def meet(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch: compute, the caller's stream, waits for all streams, and all of them for compute."""
-        self.follow_caller()
+        self.adopt_current_stream()
         self.drain()
-        self.fork()
+        self.begin_epoch_after_compute()
 
-    def fork(self) -> None:
+    def begin_epoch_after_compute(self) -> None:
         """Begin an epoch in which all streams come after what compute has been given so far."""
         self._epoch += 1
         self._events = {}  # an event that a graph has captured is recorded there alone
@@ -275,7 +275,7 @@ class QueuedStreams:
     def touch(self, reads: Buffers = (), writes: Buffers = ()) -> None:
         pass
 
-    def follow_caller(self) -> None:
+    def adopt_current_stream(self) -> None:
         pass
 
     def drain(self) -> None:

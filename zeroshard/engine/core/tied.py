@@ -80,7 +80,7 @@ def _described(plan: Plan, tied: Sequence[str], stage: int) -> dict[str, Any]:
     problem = None
     if missing is not None:
         problem = f"tied: module {missing!r} of pipeline stage {stage} is no unit; it has {', '.join(units)}"
-    elif any(group.grad_away for name in tied for group in units[name].groups):
+    elif any(group.grad_off_device for name in tied for group in units[name].groups):
         problem = "tied layers of a pipeline are not supported with gradients in host memory; keep these on the device"
     return {
         "problem": problem,

@@ -22,7 +22,7 @@ class DTensorGroup(Group):
 
     def show(self) -> None:
         """See Group."""
-        values = self.views if self._apart is None else self._apart
+        values = self.views if self._beside is None else self._beside
         for index, parameter in enumerate(self.parameters):
             if index not in self.opened:
                 parameter.__class__ = self.classes[index]
@@ -48,9 +48,9 @@ class DTensorGroup(Group):
             for parameter in self.parameters
         ]
 
-    def _stand_in(self, index: int) -> torch.Tensor:
+    def _placeholder(self, index: int) -> torch.Tensor:
         parameter = self.parameters[index]
         if as_dtensor(parameter) is None:
-            return super()._stand_in(index)
+            return super()._placeholder(index)
         with unguarded():
             return sharded_gradient_of(stretched(tuple(parameter.shape), self.whole.dtype, self.device))

@@ -2,7 +2,7 @@
 
     in use    the parameter is a view into `whole` (or of `shard`, where it lies within), under its own class
     at rest   it holds no values, and refuses to be read (see sharding.resting)
-    held      as in use, in memory beside the slot (`take_apart`): something reads it outside of its unit's forward
+    beside    as in use, in extra memory beside the slot (`allocate_beside`), for reads outside of its unit's forward
     opened    a GatheredParameters has given it memory; this class does not change it meanwhile
 
 storage.py allocates the tensors and explains their names. Rejected: parameters that always stay views of the slot. They
@@ -42,8 +42,7 @@ class Group:
     holders: Sequence[torch.Tensor]
     """The tensor that has the memory of each parameter: itself, or the local tensor of a DTensor (dtensor_group)."""
     counts: bool = True
-    """Whether this rank counts the group in sums over all ranks: the first of the ranks that hold the same part does.
-    Whether this rank counts the group in sums over all ranks: the first of the ranks that hold the same part does."""
+    """Whether this rank counts the group in sums over all ranks: of ranks that hold the same part the first does."""
     on_earlier_stage: bool = False
     """Whether an earlier pipeline stage holds the same parameters, saves them and counts them in sums over stages."""
     row: Row | None = None
@@ -66,7 +65,7 @@ class Group:
     """Returns a parameter's whole local gradient while it may be read, for its placeholder; see memory.guard."""
     opened: set[int] = field(default_factory=set)
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
-    _apart: list[torch.Tensor] | None = None
+    _beside: list[torch.Tensor] | None = None
     _addresses: list[int] = field(default_factory=list)
     _placeholders: list[torch.Tensor] = field(default_factory=list)
 
@@ -110,7 +109,7 @@ class Group:
 
     def show(self) -> None:
         """Give the parameters their values; those that a GatheredParameters holds keep what it gave them."""
-        values = self.views if self._apart is None else self._apart
+        values = self.views if self._beside is None else self._beside
         for index, (parameter, own, value) in enumerate(zip(self.parameters, self.classes, values, strict=True)):
             if index not in self.opened:
                 parameter.__class__ = own
@@ -124,9 +123,9 @@ class Group:
                 parameter.data = empty
                 parameter.__class__ = resting_class(own)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def values(self, *, held: bool) -> list[torch.Tensor]:
-        """The whole parameters in the unit's slot, or in the memory beside it."""
-        return self.views if not held or self._apart is None else self._apart
+    def values(self, *, beside: bool) -> list[torch.Tensor]:
+        """The whole parameters in the unit's slot, or with `beside` in the extra memory, if there is any."""
+        return self.views if not beside or self._beside is None else self._beside
 
     def hide_one(self, index: int) -> None:
         """Let one parameter rest, even if a GatheredParameters holds it."""
@@ -134,21 +133,24 @@ class Group:
 
     def show_one(self, index: int) -> None:
         """Give one parameter its value, even if a GatheredParameters holds it."""
-        wake(self.parameters[index], (self.views if self._apart is None else self._apart)[index])
+        wake(self.parameters[index], (self.views if self._beside is None else self._beside)[index])
 
-    def take_apart(self) -> torch.Tensor:
-        """Memory for the whole group beside its slot; `show` gives the parameters their part of it."""
+    def allocate_beside(self) -> torch.Tensor:
+        """Allocate extra memory for the whole group beside its slot; `show` gives the parameters their part of it.
+
+        Returns what a gather has to write: `layout.numel` elements, like `whole`.
+        """
         whole = torch.empty_like(self.whole)
-        self._apart = [self._in(whole, index) for index in range(len(self.parameters))]
+        self._beside = [self._in(whole, index) for index in range(len(self.parameters))]
         return whole
 
-    def give_apart_back(self) -> None:
-        """Give that memory up; `show` or `hide` is to follow."""
-        self._apart = None
+    def free_beside(self) -> None:
+        """Drop the extra memory; `show` or `hide` has to follow."""
+        self._beside = None
 
     def replaced(self) -> int | None:
         """The first parameter in use whose data is not what `show` gave it; None if all are."""
-        if self._apart is not None or list(map(torch.Tensor.data_ptr, self.holders)) == self._addresses:
+        if self._beside is not None or list(map(torch.Tensor.data_ptr, self.holders)) == self._addresses:
             return None
         for index, (holder, address) in enumerate(zip(self.holders, self._addresses, strict=True)):
             if index not in self.opened and holder.data_ptr() != address:
@@ -164,16 +166,16 @@ class Group:
         if not self._placeholders:
             # On the slot, not on the shard: whatever writes past the guard must harm nothing.
             with unguarded():
-                self._placeholders = [self._stand_in(index) for index in range(len(self.parameters))]
-            for index, stand_in in enumerate(self._placeholders):
-                if isinstance(stand_in, ShardedGradient):
-                    stand_in.of = self.plan.layout.segments[index].name
+                self._placeholders = [self._placeholder(index) for index in range(len(self.parameters))]
+            for index, placeholder in enumerate(self._placeholders):
+                if isinstance(placeholder, ShardedGradient):
+                    placeholder.of = self.plan.layout.segments[index].name
                 plain = self.holders[index] is self.parameters[index]  # a DTensor's gradient is in parts
-                if plain and self.read_local is not None and isinstance(stand_in, ShardedGradient):
-                    stand_in.local = partial(self.read_local, index)
+                if plain and self.read_local is not None and isinstance(placeholder, ShardedGradient):
+                    placeholder.local = partial(self.read_local, index)
         return self._placeholders
 
-    def _stand_in(self, index: int) -> torch.Tensor:
+    def _placeholder(self, index: int) -> torch.Tensor:
         return sharded_gradient(self.parameters[index], self._in(self.whole, index))
 
     def find_holders(self) -> None:

@@ -170,9 +170,9 @@ def sharded_gradient(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Ten
     Args:
         memory: any memory of the parameter's shape; its values are not read.
     """
-    stand_in = parameter.detach()
-    stand_in.data = memory
-    return sharded_gradient_of(stand_in)
+    placeholder = parameter.detach()
+    placeholder.data = memory
+    return sharded_gradient_of(placeholder)
 
 
 def sharded_gradient_of(placeholder: torch.Tensor) -> torch.Tensor:

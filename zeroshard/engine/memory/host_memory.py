@@ -88,7 +88,7 @@ def open_host_memory(plan: Plan, device: torch.device) -> HostMemory:
     Raises:
         PlanError: the machine has too little memory.
     """
-    groups = sum(group.updated_away for _, group in plan.groups())
+    groups = sum(group.updated_off_device for _, group in plan.groups())
     nbytes = host_nbytes(plan) + groups * _LARGEST_PIECES * ALIGNMENT
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_host_memory(nbytes, ranks, available_bytes())

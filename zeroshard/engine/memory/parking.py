@@ -30,18 +30,18 @@ class Parking:
     """The state that is in host memory at present."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._host_copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self.kinds: frozenset[Parkable] = frozenset()
         self.reloads = 0
         """How many times state was reloaded, each time to new addresses."""
 
     def refuse(self, what: str, *kinds: Parkable) -> None:
         """Raises UsageError if `what` needs state that is in host memory: any of `kinds`, by default of all kinds."""
-        away = self.kinds & frozenset(kinds) if kinds else self.kinds
-        if away:
-            names = ", ".join(sorted(kind.value for kind in away))
+        moved = self.kinds & frozenset(kinds) if kinds else self.kinds
+        if moved:
+            names = ", ".join(sorted(kind.value for kind in moved))
             raise UsageError(
-                f"{what} needs state that offload_states() took away ({names}); call reload_states() first"
+                f"{what} needs state that offload_states() moved to host memory ({names}); call reload_states() first"
             )
 
     def park(self, kind: Parkable, tensors: Iterable[torch.Tensor], *, pin_memory: bool) -> int:
@@ -54,23 +54,23 @@ class Parking:
             storage = tensor.untyped_storage()
             if not storage.resizable() or not storage.nbytes():
                 continue
-            away = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and tensor.is_cuda)
-            away.copy_(_bytes(storage, tensor.device))
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and tensor.is_cuda)
+            copy.copy_(_bytes(storage, tensor.device))
             storage.resize_(0)
-            self._held.append((storage, away))
-            moved += away.nbytes
+            self._host_copies.append((storage, copy))
+            moved += copy.nbytes
         self.kinds |= {kind}
         return moved
 
     def reload(self) -> int:
         """Bring everything back; returns the bytes moved."""
         moved = 0
-        for storage, away in self._held:
-            storage.resize_(away.nbytes)
-            _bytes(storage, storage.device).copy_(away)
-            moved += away.nbytes
-        self.reloads += bool(self._held)
-        self._held.clear()
+        for storage, copy in self._host_copies:
+            storage.resize_(copy.nbytes)
+            _bytes(storage, storage.device).copy_(copy)
+            moved += copy.nbytes
+        self.reloads += bool(self._host_copies)
+        self._host_copies.clear()
         self.kinds = frozenset()
         return moved
 

@@ -19,7 +19,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.update_view import update_param, update_range
 from zeroshard.optim.split import join, split
 from zeroshard.sharding.layout import Segment
-from zeroshard.tiers import RowInPlace, in_place, loaded, store
+from zeroshard.tiers import RowInPlace, loaded, store, values_of
 
 _ALL = slice(None)
 
@@ -46,7 +46,7 @@ def rank_param(group: Group, cut: slice = _ALL) -> torch.Tensor:
 
 def _kept_master(group: Group) -> torch.Tensor:
     assert group.master is not None
-    return in_place(group.master)
+    return values_of(group.master)
 
 
 def _resting_param(group: Group) -> torch.Tensor:

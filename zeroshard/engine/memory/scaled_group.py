@@ -30,7 +30,7 @@ class ScaledGroup(Group):
     codes: list[Codes] = field(default_factory=list)
     """By parameter; none before `adopt_scales`."""
     _at: list[torch.Tensor] = field(default_factory=list)
-    _encoded_apart: torch.Tensor | None = None
+    _codes_beside: torch.Tensor | None = None
 
     def adopt_scales(self, unscales: torch.Tensor, readable: Callable[[], bool]) -> None:
         """Take what turns codes into values, float32, a row for each parameter."""
@@ -44,8 +44,8 @@ class ScaledGroup(Group):
             if type(parameter) is own:
                 parameter.__class__ = coded_class(own)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def give_up_scales(self) -> None:
-        """The model is closed."""
+    def drop_all_codes(self) -> None:
+        """Drop the codes of all parameters: the model is closed."""
         for parameter in self.parameters:
             drop_codes(parameter)
 
@@ -60,56 +60,56 @@ class ScaledGroup(Group):
 
     def show(self) -> None:
         """See Group."""
-        if self._apart is None:
+        if self._beside is None:
             for index, (parameter, own) in enumerate(zip(self.parameters, self.classes, strict=True)):
                 if index not in self.opened:
                     parameter.__class__ = own
                     parameter.data = self.empties[index]
                     parameter.__class__ = coded_class(own)  # pyright: ignore[reportAttributeAccessIssue]
             return
-        self._decode_apart()
+        self._decode_beside()
         super().show()
 
     def show_one(self, index: int) -> None:
         """See Group."""
         parameter = self.parameters[index]
-        if self._apart is None:
+        if self._beside is None:
             wake(parameter, self.empties[index])
             if self.codes:
                 parameter.__class__ = coded_class(self.classes[index])  # pyright: ignore[reportAttributeAccessIssue]
         else:
             super().show_one(index)
 
-    def values(self, *, held: bool) -> list[torch.Tensor]:
+    def values(self, *, beside: bool) -> list[torch.Tensor]:
         """See Group; what shows no values can't be written on past its guard, so one element stands for it."""
-        if held and self._apart is not None:
-            return self._apart
+        if beside and self._beside is not None:
+            return self._beside
         return [empty.as_strided((1,), (1,)) for empty in self.empties]
 
-    def take_apart(self) -> torch.Tensor:
-        """See Group: memory for the codes, and for the values that `show` makes of them."""
+    def allocate_beside(self) -> torch.Tensor:
+        """See Group: extra memory for the codes, and for the values that `show` decodes from them."""
         layout = self.plan.layout
         values = torch.empty(layout.numel, dtype=self.dtype, device=self.device)
-        self._apart = [self._in(values, index) for index in range(len(self.parameters))]
-        self._encoded_apart = torch.empty_like(self.whole)
-        return self._encoded_apart
+        self._beside = [self._in(values, index) for index in range(len(self.parameters))]
+        self._codes_beside = torch.empty_like(self.whole)
+        return self._codes_beside
 
-    def give_apart_back(self) -> None:
+    def free_beside(self) -> None:
         """See Group."""
-        super().give_apart_back()
-        self._encoded_apart = None
+        super().free_beside()
+        self._codes_beside = None
 
-    def _decode_apart(self) -> None:
-        codes, self._encoded_apart = self._encoded_apart, None
-        if codes is None or self._apart is None:
+    def _decode_beside(self) -> None:
+        codes, self._codes_beside = self._codes_beside, None
+        if codes is None or self._beside is None:
             return
         with torch.no_grad():
-            for index, value in enumerate(self._apart):
+            for index, value in enumerate(self._beside):
                 value.copy_(decode(self._in(codes, index), self.codes[index].unscale, self.dtype))
 
     def _codes_of(self, index: int) -> torch.Tensor:
         return self._at[index].data  # with a version counter of its own: gathers write past autograd
 
-    def _stand_in(self, index: int) -> torch.Tensor:
+    def _placeholder(self, index: int) -> torch.Tensor:
         with unguarded():
             return sharded_gradient_of(self.empties[index].detach())

@@ -47,7 +47,7 @@ from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.dtensors import as_dtensor, prepare_holder
 from zeroshard.sharding.resting import Resting, stretch, stretched, whole_class
 from zeroshard.sharding.unowned_values import take_whole
-from zeroshard.tiers import Row, in_place
+from zeroshard.tiers import Row, values_of
 
 
 class Allocator(Protocol):
@@ -92,11 +92,11 @@ class Storage:
         self._shared = allocator
         self.units: list[Unit] = []
         nbytes = window_nbytes(plan)
-        self.window = in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
+        self.window = values_of(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) if nbytes else None
         """Host memory to read and write state that does not lie in place. Allocated first, so it begins at a page."""
         nbytes = read_window_nbytes(plan)
         self.read_windows = [
-            in_place(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) for _ in range(READ_WINDOWS if nbytes else 0)
+            values_of(tiers[Tier.HOST].allocate(nbytes, torch.uint8)) for _ in range(READ_WINDOWS if nbytes else 0)
         ]
         """Host memory to read parameters that do not lie in place for gathers. Allocated second, so also at pages."""
         self._allocate_slots(plan)
@@ -167,7 +167,7 @@ class Storage:
     def _shard(self, plan: GroupPlan, numel: int) -> tuple[torch.Tensor, Row | None]:
         """The shard's elements in place; or a meta tensor, and the row that the elements have to be read from."""
         dtype = torch_dtype(plan.param.dtype)
-        if self._shared is not None and plan.is_gathered and not plan.param.away:
+        if self._shared is not None and plan.is_gathered and not plan.param.off_device:
             return self._shared.shard(numel, dtype), None
         row = self._row(numel, plan.param)
         if row.values is not None:
@@ -199,7 +199,7 @@ class Storage:
     def _resident_grad(self, plan: GroupPlan) -> torch.Tensor | None:
         if plan.grad is None or plan.grad.residency is not Residency.RESIDENT:
             return None
-        return in_place(self._row(plan.numel_per_rank(plan.grad), plan.grad))
+        return values_of(self._row(plan.numel_per_rank(plan.grad), plan.grad))
 
     def _row(self, numel: int, placement: Placement) -> Row:
         return self.tiers[placement.tier].allocate(numel, torch_dtype(placement.dtype))
@@ -218,13 +218,13 @@ class Storage:
         elif group.landed is None or group.landed.dtype != dtype:
             if not first:  # a plan that begins to accumulate in mid-run
                 host.reserve(numel * dtype.itemsize)
-            group.landed = in_place(host.allocate(numel, dtype))
+            group.landed = values_of(host.allocate(numel, dtype))
         if first:  # else it may share the gradients' buffer, and keeps it when they are accumulated
-            if plan.param.away:
+            if plan.param.off_device:
                 return
             own = has_host_parameters(plan)
             returned = torch_dtype(plan.param.dtype)
-            group.returning = in_place(host.allocate(numel, returned)) if own else group.grad
+            group.returning = values_of(host.allocate(numel, returned)) if own else group.grad
 
     def _place_gathered(self, unit: Unit, slot: int | None) -> None:
         offset = 0

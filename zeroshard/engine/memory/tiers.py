@@ -60,7 +60,7 @@ def open_tiers(plan: Plan, device: torch.device, given: Mapping[Tier, TierFactor
         PlanError: the machine has too little memory, or a tier has no factory.
     """
     found: dict[Tier, TierMemory] = {Tier.DEVICE: DeviceMemory(device)}
-    if plan.away:
+    if plan.off_device:
         found[Tier.HOST] = open_host_memory(plan, device)
     for tier, factory in given.items():
         found[tier] = factory(plan, device)

@@ -78,7 +78,7 @@ class Unit:
 
     Attributes:
         rests_whole: the plan gives the unit no slot: its parameters are views of its own buffer, and always shown.
-        held: its parameters have extra memory at present, for reads outside of the unit's own forward.
+        gathered_beside: its parameters are in extra memory beside the slot, for reads outside of its own forward.
     """
 
     plan: UnitPlan
@@ -86,7 +86,7 @@ class Unit:
     groups: list[Group]
     trainable: list[Group] = field(default_factory=list)
     rests_whole: bool = False
-    held: bool = False
+    gathered_beside: bool = False
     state: UnitState = UnitState.RESTING
     gradients: GradientState = GradientState.NONE
 
@@ -114,9 +114,9 @@ class Unit:
         for group in self.groups:
             group.hide()
 
-    def give_apart_back(self) -> None:
-        """The parameters are in the unit's slot again, or rest."""
-        self.held = False
+    def free_beside(self) -> None:
+        """Drop the extra memory: the parameters are views of the unit's slot again, or rest."""
+        self.gathered_beside = False
         for group in self.groups:
-            group.give_apart_back()
+            group.free_beside()
         self.show() if self.in_use else self.hide()

@@ -48,7 +48,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
 
 
 def _clip(handle: Handle, group: Group, limit: float) -> None:
-    if group.plan.grad_away:
+    if group.plan.grad_off_device:
         handle.runtime.streams.drain()
         handle.runtime.streams.wait_on_host()
     gradient = update_grad(group)

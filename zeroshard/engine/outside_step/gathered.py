@@ -241,7 +241,7 @@ class GatheredParameters:
         """Return gathered parameters to their state outside of the block."""
         for unit, group, index in self._gathered:
             group.opened.discard(index)
-            group.show_one(index) if unit.in_use or unit.held else group.hide_one(index)
+            group.show_one(index) if unit.in_use or unit.gathered_beside else group.hide_one(index)
         self._gathered.clear()
 
     def _restore(self, changed: list[torch.Tensor]) -> None:

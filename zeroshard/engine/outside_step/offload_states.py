@@ -20,7 +20,7 @@ from zeroshard.engine.memory.parking import Parkable
 from zeroshard.engine.step.attached import find_stepper
 from zeroshard.errors import UsageError
 from zeroshard.plan.report import human_bytes
-from zeroshard.tiers import in_place
+from zeroshard.tiers import values_of
 
 _LOGGER = logging.getLogger("zeroshard")
 _ALIASES = {"contiguous_grad_buffer": Parkable.LP_GRADS.value}
@@ -108,12 +108,16 @@ def _tensors(handle: Handle, model: nn.Module, kind: Parkable) -> list[torch.Ten
         tensors = stepper.update.tensors().values() if stepper is not None else ()
         return [tensor for tensor in tensors if tensor.device == handle.device]
     if kind is Parkable.HP_PARAMS:
-        return [in_place(g.master) for g in groups if g.master is not None and g.plan.master and not g.plan.master.away]
+        return [
+            values_of(g.master)
+            for g in groups
+            if g.master is not None and g.plan.master and not g.plan.master.off_device
+        ]
     if kind is Parkable.LP_GRADS:
-        resting = [group.grad for group in groups if group.grad is not None and not group.plan.grad_away]
+        resting = [group.grad for group in groups if group.grad is not None and not group.plan.grad_off_device]
         return resting + [group.local for group in groups if group.local is not None]
     seconds = [group.second for group in groups if group.second is not None and not _rests_whole(group)]
-    whole = [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param.away]
+    whole = [group.whole if _rests_whole(group) else group.shard for group in groups if not group.plan.param.off_device]
     return whole + seconds
 
 

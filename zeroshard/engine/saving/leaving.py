@@ -28,7 +28,7 @@ class Leaving:
             store, watchdog = comm.stages.store, comm.stages.watchdog
             session.interrupts(watchdog)
         self._session = session
-        self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, session.asked.wait, self._give_up)
+        self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, session.asked.wait, self._leave_within_step)
 
     def due(self, steps: int) -> bool:
         """Called after step number `steps`; whether it was the last one of the round, which is equal on all ranks."""
@@ -43,6 +43,6 @@ class Leaving:
         """No step follows here. Not `patient` where other ranks are gone."""
         self._stopping.close(patient=patient)
 
-    def _give_up(self, reason: str) -> None:
+    def _leave_within_step(self, reason: str) -> None:
         """In the thread: the ranks can't agree on a step, which the node hears of as well."""
         _LOGGER.info("leaving the round within a step: %s", reason)

@@ -63,7 +63,7 @@ class DeviceStepper(StepperBase):
 
     def step(self, optimizer: ShardedOptimizer) -> None:
         """One optimizer step; errors of the one before are raised here."""
-        self.settle()
+        self.read_outcomes()
         runtime, self.groups = self.handle.runtime, optimizer.param_groups
         runtime.inspect()
         if not runtime.gradients.present:
@@ -104,16 +104,12 @@ class DeviceStepper(StepperBase):
         self.handle.runtime.gradients.squares.square_into(None, ())
 
     @property
-    def settled(self) -> bool:
+    def outcome_known(self) -> bool:
         return not self._outcomes or self._outcomes[-1][1].query()
 
-    def settle(self) -> None:
-        """Read the outcomes of all steps; waits for them."""
-        self.settle_but(0)
-
-    def settle_but(self, newest: int) -> None:
-        """Read the outcomes of all steps except the `newest` last ones; waits for them."""
-        while len(self._outcomes) > newest:
+    def read_outcomes(self, *, but_newest: int = 0) -> None:
+        """Read the outcomes of all steps except the newest so many; waits for them."""
+        while len(self._outcomes) > but_newest:
             landing, landed = self._outcomes.popleft()
             landed.synchronize()
             values = landing.tolist()
@@ -146,7 +142,7 @@ class DeviceStepper(StepperBase):
             return
         runtime.finish_gradients()
         self._record_groups()
-        owned = [group for group in self._counted_groups() if not group.plan.grad_away]
+        owned = [group for group in self._counted_groups() if not group.plan.grad_off_device]
         if self._norm_of is None:
             self._norm_of = SquaredNorm([own_pieces(group) for group in owned], self.handle.device)
             runtime.gradients.squares.square_into(self._norm_of, owned)
@@ -232,7 +228,7 @@ class DeviceStepper(StepperBase):
 
     def _groups_on_host(self) -> list[Group]:
         """The counted groups whose gradients have been squared already, and rest in host memory."""
-        return [group for group in self._counted_groups() if group.plan.grad_away]
+        return [group for group in self._counted_groups() if group.plan.grad_off_device]
 
     def _name_of_tile(self, tile: int) -> str:
         """The parameter of the first tile of gradients that is not finite, if it is on this rank."""
@@ -243,7 +239,7 @@ class DeviceStepper(StepperBase):
             low = self.handle.runtime.gradients.squares.first_in_tile(group, tile % _HOST_TILES)
         else:
             number, low = self._norm_of.place_of(tile)
-            group = [group for group in self._counted_groups() if not group.plan.grad_away][number]
+            group = [group for group in self._counted_groups() if not group.plan.grad_off_device][number]
         start, _ = group.plan.layout.shard_range(group.rank)
         ((index, _, _),) = group.plan.layout.pieces(start + low, start + low + 1)
         return group.plan.layout.segments[index].name

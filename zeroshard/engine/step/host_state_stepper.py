@@ -46,7 +46,7 @@ class HostStateStepper(HostStepper):
     def _apply(self, active: Sequence[bool], coefficient: float, groups: Sequence[Mapping[str, Any]]) -> None:
         runtime = self.handle.runtime
         runtime.parameters.before_write()
-        if any(group.plan.param.away for unit in runtime.units for group in unit.groups):
+        if any(group.plan.param.off_device for unit in runtime.units for group in unit.groups):
             # Write after read: shards in host memory must have been copied to the device.
             runtime.streams.wait_on_host()
         hyper = [dict(group_options(group)) for group in groups]  # a copy: schedules change them during the update
@@ -71,8 +71,8 @@ class HostStateStepper(HostStepper):
 
     def _updated_by_worker(self, index: int) -> range:
         """The regions of a unit that the worker updates."""
-        away = any(group.plan.updated_away for group in self.handle.runtime.units[index].trainable)
-        return self._regions[index] if away else range(0)
+        off_device = any(group.plan.updated_off_device for group in self.handle.runtime.units[index].trainable)
+        return self._regions[index] if off_device else range(0)
 
     def _report_disk_errors(self, work: Callable[[], object]) -> None:
         """Run `work`, and report a disk error in it to all ranks."""
@@ -107,7 +107,7 @@ class HostStateStepper(HostStepper):
     def _copy_gradients_to_host(self, unit: Unit, group: Group) -> _Arrival | None:
         """Copy gradients that rest on the device to where the processor reads them."""
         landed, grad = group.landed, update_grad(group)
-        if landed is None or group.plan.grad_away:
+        if landed is None or group.plan.grad_off_device:
             return None
         streams = self.handle.runtime.streams
         streams.enqueue(

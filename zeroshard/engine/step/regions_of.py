@@ -51,7 +51,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     state_dtype=_state_dtype(group),
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                     allocate=_allocate(group, tiers),
-                    away=_outside_device(group),
+                    off_device=_outside_device(group),
                     row=_row_outside_memory(group.row if group.master is None else group.master),
                     param_row=None if group.master is None else group.row,
                     window=window if group.plan.passes_windows else None,
@@ -75,7 +75,7 @@ def _state_dtype(group: Group) -> torch.dtype:
 
 def _allocate(group: Group, tiers: Tiers) -> Callable[[int, torch.dtype], Row] | None:
     """Allocates an update's state on its tier; None for the device."""
-    if not group.plan.updated_away:
+    if not group.plan.updated_off_device:
         return None
     kept = group.plan.moments or group.plan.master or group.plan.param
     return tiers[kept.tier].allocate
@@ -85,11 +85,11 @@ def _outside_device(group: Group) -> frozenset[str]:
     """Those of an update's operands that do not rest on the device: 'master', 'param', 'grad'."""
     plan, found = group.plan, set[str]()
     if plan.master is None:  # the parameters are their own master weights
-        found |= {"master"} if plan.param.away else set()
+        found |= {"master"} if plan.param.off_device else set()
     else:
-        found |= {"master"} if plan.master.away else set()
-        found |= {"param"} if plan.param.away else set()
-    return frozenset(found | ({"grad"} if plan.grad_away else set()))
+        found |= {"master"} if plan.master.off_device else set()
+        found |= {"param"} if plan.param.off_device else set()
+    return frozenset(found | ({"grad"} if plan.grad_off_device else set()))
 
 
 def _has_whole_grad(group: Group) -> bool:

@@ -117,7 +117,7 @@ class StepperBase(ABC):
     @property
     def report(self) -> StepReport:
         """The report of the last step; waits for the device if the step is still running."""
-        self.settle()
+        self.read_outcomes()
         return self._report
 
     @abstractmethod
@@ -136,7 +136,7 @@ class StepperBase(ABC):
             for number, group in enumerate(unit.trainable):
                 index = next((index for index, one in enumerate(group.parameters) if one is parameter), None)
                 if index is not None:
-                    self.settle()
+                    self.read_outcomes()
                     return self.update.updates_of(first + number, index)
             first += len(unit.trainable)
         return None
@@ -184,11 +184,11 @@ class StepperBase(ABC):
 
     @property
     @abstractmethod
-    def settled(self) -> bool:
+    def outcome_known(self) -> bool:
         """Whether the outcome of the last step is known without waiting."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def read_outcomes(self) -> None:
         """Wait for the outcome of the last step and act on it."""
 
     def _record_groups(self) -> None:

@@ -26,10 +26,10 @@ class HostStepper(StepperBase):
         self._norms: Norms = {}
 
     @property
-    def settled(self) -> bool:
+    def outcome_known(self) -> bool:
         return True
 
-    def settle(self) -> None:
+    def read_outcomes(self) -> None:
         """The outcome of a step is known when it returns."""
 
     def step(self, optimizer: ShardedOptimizer) -> None:

@@ -55,7 +55,7 @@ class StreamedStepper(DeviceStepper):
         streams.wait(Stream.UPLOAD, prepared)
         streams.wait(Stream.UPDATE, prepared)
         # Parameters that rest on the device are written by the update, others by its download.
-        last = Stream.DOWNLOAD if any(g.plan.param.away for g in runtime.units[index].groups) else Stream.UPDATE
+        last = Stream.DOWNLOAD if any(g.plan.param.off_device for g in runtime.units[index].groups) else Stream.UPDATE
         for number in numbers:
             for place, piece in enumerate(self._streamed.pieces(number)):
                 self._issue_piece(index, piece, ("host", number, place), last)

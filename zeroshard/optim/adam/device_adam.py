@@ -17,7 +17,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.updates import refuse_unsupported
-from zeroshard.tiers import Row, in_place
+from zeroshard.tiers import Row, values_of
 
 HYPER = 8
 
@@ -44,7 +44,7 @@ class DeviceAdam(FlatState):
         self._run = adam_kernel if device.type == "cuda" else adam_twin
         self._state = [tuple(region.new_state() for _ in rule.state) for region in regions]
         self._in_place = [
-            None if region.allocate else [in_place(row) for row in rows]
+            None if region.allocate else [values_of(row) for row in rows]
             for region, rows in zip(regions, self._state, strict=True)
         ]
         # State that rests elsewhere is updated in pieces, which have tiles of their own.

@@ -21,7 +21,7 @@ from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region, Run
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.updates import FlatUpdate
-from zeroshard.tiers import in_place
+from zeroshard.tiers import values_of
 
 
 class KernelUpdate(FlatUpdate):
@@ -49,7 +49,7 @@ class KernelUpdate(FlatUpdate):
             super().apply_region(number, coefficient, active, hyper)
             return
         region, steps = self.regions[number], self._steps[number]
-        first, second = (in_place(row) for row in self._state[number])
+        first, second = (values_of(row) for row in self._state[number])
         rows = [[0.0] * COLUMNS for _ in steps]
         for index, group in enumerate(region.hyper):
             if group >= 0 and active[region.first_flag + index]:

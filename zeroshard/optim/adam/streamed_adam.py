@@ -64,12 +64,12 @@ class StreamedAdam(DeviceAdam):
         turn = low // numel % len(self.buffers)
         passing = _Passing(self.buffers[turn])
         moments = [passing.add(state, cut) for state in (first, second)]
-        master = passing.add(region.rests, cut) if "master" in region.away else region.master[cut]
+        master = passing.add(region.rests, cut) if "master" in region.off_device else region.master[cut]
         param = None if region.param is None else region.param[cut]
-        if region.param is not None and "param" in region.away:
+        if region.param is not None and "param" in region.off_device:
             # It comes up too, though only written beside whole master weights: a skipped step writes nothing.
             param = passing.add(RowInPlace(region.param), cut)
-        landing = passing.place(cut, region.grad().dtype) if "grad" in region.away else None
+        landing = passing.place(cut, region.grad().dtype) if "grad" in region.off_device else None
         tiles = tile_table(region.layout.pieces(region.start + cut.start, region.start + cut.stop), self._device)
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
         decoupled = bool(self._rule.defaults["decoupled"])

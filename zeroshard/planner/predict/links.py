@@ -27,6 +27,6 @@ def _pcie(row: Row) -> int:
     gathered = sum(
         2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)
         for _, group in row.plan.groups()
-        if group.param.away
+        if group.param.off_device
     )
     return moved.down + moved.up + gathered

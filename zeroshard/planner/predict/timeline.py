@@ -184,7 +184,7 @@ class _Simulation:
 
     def _update(self, index: int, ready: float) -> None:
         unit = self._plan.units[index]
-        if not any(group.updated_away for group in unit.groups):
+        if not any(group.updated_off_device for group in unit.groups):
             self._work(f"update {unit.label}", "update", update_seconds(self._cluster, unit))
             self._written[index] = self._clock["compute"]
             return
@@ -204,7 +204,7 @@ class _Simulation:
         if HostUpdate.PROCESSOR in (group.update for group in unit.groups):
             _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
-        grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_away)
+        grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_off_device)
         streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
         return self._occupy("copies", f"stream state of {unit.label}", ready, max(streamed, disk))[1]
 
