@@ -63,14 +63,14 @@ from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
 from zeroshard.sharding.dtensors import axes_of_model, data_ranks, mesh_with_model
-from zeroshard.sharding.early import outside_of_init
 from zeroshard.sharding.marks import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
-from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.replaced import replace_in_optimizer, replace_members
+from zeroshard.sharding.sharded_init import outside_of_init
+from zeroshard.sharding.shared_memory import refuse_shared_memory
 from zeroshard.sharding.units import refuse_uninitialized
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]

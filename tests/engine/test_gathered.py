@@ -25,7 +25,7 @@ from tests.support.training import (
 from tests.support.zoo import STRUCTURES, Stack
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
-from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.sharded_init import ShardedInit
 
 STAGES = (0, 1, 2, 3)
 TASK = Task(Stack, square_loss)

@@ -42,7 +42,7 @@ from tests.support.zoo import Mlp
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import DivergenceError, UsageError
 from zeroshard.plan.memory import state_bytes
-from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.sharded_init import ShardedInit
 
 STAGES = (0, 1, 2, 3)
 Read = Callable[[nn.Module, torch.Tensor], torch.Tensor]

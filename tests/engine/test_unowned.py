@@ -16,7 +16,7 @@ from tests.support.distributed import run_ranks
 from tests.support.models import Batch, square_loss
 from tests.support.zoo import Stack
 from zeroshard.errors import UsageError
-from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.sharded_init import ShardedInit
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

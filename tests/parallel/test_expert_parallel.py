@@ -44,8 +44,8 @@ from zeroshard.plan.traffic import step_traffic
 from zeroshard.planner.trace.divided import Parts
 from zeroshard.planner.trace.sources import module_source
 from zeroshard.planner.trace.workload import Workload
-from zeroshard.sharding.early import ShardedInit
 from zeroshard.sharding.layout import FlatLayout
+from zeroshard.sharding.sharded_init import ShardedInit
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
 MESHES = [(1, 2), (2, 2)] + ([(1, 4), (2, 4)] if WHOLE_MATRIX else [])

@@ -29,7 +29,7 @@ from zeroshard.fp8.cast import decode
 from zeroshard.fp8.convert import restore
 from zeroshard.plan.groups import UnitPlan
 from zeroshard.sharding.layout import Segment
-from zeroshard.sharding.resting import unguarded, wake
+from zeroshard.sharding.resting import show_values, unguarded
 from zeroshard.sharding.unowned import keep_shard, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
 from zeroshard.tiers import Row, loaded
@@ -77,7 +77,7 @@ def _decode(group: ScaledGroup) -> None:
         _LOGGER.warning("close: fp8 weights keep their precision only; earlier checkpoints have the master weights")
         parts = [decode(record.codes, record.unscale, group.dtype) for record in group.codes]
     for parameter, value in zip(group.parameters, parts, strict=True):
-        wake(parameter, value)
+        show_values(parameter, value)
 
 
 def _fits(handle: Handle, available: int | None) -> bool:

@@ -49,8 +49,8 @@ from zeroshard.planner.predict.tiers import Offload as PlannedOffload
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import axes_of_model, mesh_with_model, refuse_unused
 from zeroshard.sharding.marks import mark_leaf
-from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.replaced import replace_in_optimizer
+from zeroshard.sharding.shared_memory import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]

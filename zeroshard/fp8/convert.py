@@ -22,7 +22,7 @@ from zeroshard.fp8.linear import Fp8Linear, LastInput
 from zeroshard.fp8.recipe import Fp8, Products
 from zeroshard.fp8.worth import gain
 from zeroshard.sharding.dtensors import as_dtensor
-from zeroshard.sharding.whole import is_whole
+from zeroshard.sharding.opaque import is_opaque
 
 LEAST_GAIN = 1.0
 """Times that a layer has to be as fast as in bf16."""
@@ -55,7 +55,7 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
         PlanError: a name that no layer has, or one of a layer that can't compute in fp8.
     """
     linears = {path: module for path, module in model.named_modules() if _is_linear(module)}
-    whole = [f"{path}." for path, module in model.named_modules() if is_whole(module)]
+    whole = [f"{path}." for path, module in model.named_modules() if is_opaque(module)]
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     repeated = _in_blocks(model)
     found: list[Choice] = []

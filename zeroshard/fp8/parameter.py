@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.fp8.cast import decode
-from zeroshard.sharding.resting import AS_IT_IS, CALLS, HidesValues, name_of_call
+from zeroshard.sharding.resting import ALLOWED_CALLS, READABLE_ATTRIBUTES, HidesValues, name_of_call
 
 _RECORD = "_zeroshard_codes"
 _SHAPES = frozenset(
@@ -64,7 +64,7 @@ class CodedGuard(HidesValues):
         """Raises UsageError for what would read values that are not here, or write any."""
         name, sets = name_of_call(func)
         given = dict(kwargs or {})
-        if name in CALLS or name in AS_IT_IS or (name in _SHAPES and not sets):
+        if name in ALLOWED_CALLS or name in READABLE_ATTRIBUTES or (name in _SHAPES and not sets):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         if name == "__repr__":

@@ -197,7 +197,7 @@ class _Counter:
         for op in program:
             if op.kind is OpKind.GATHER and not ledger.holds(op.unit):
                 ledger.take(op.unit)
-                outdated = ledger.renew(op.unit)
+                outdated = ledger.take_outdated(op.unit)
                 for group, legs in zip(self.plan.units[op.unit].groups, self.plan.legs[op.unit], strict=True):
                     self._legs(legs.renewal(outdated, trainable=group.trainable))
                     self._legs(legs.gather)

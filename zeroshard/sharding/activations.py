@@ -1,11 +1,11 @@
-"""Activation checkpointing around the blocks of a model: kept are the inputs of a block, the rest is computed again.
+"""Activation checkpointing around the blocks of a model: only a block's inputs are kept, the rest is recomputed.
 
     forward     inputs of block 0 | inputs of block 1 | ...     on the device, or copied to the host beside compute
-    backward    ... | block 1 once more, its backward | block 0 once more, its backward
+    backward    ... | block 1 again, then its backward | block 0 again, then its backward
 
-The blocks are the units that are gathered together, so that a block that runs again finds its parameters there. After
-Chen et al. 2016 (arXiv:1604.06174). The work is torch's own checkpoint; this chooses its places and where inputs rest.
-Rejected: torch's wrapper modules, which rename every parameter.
+The blocks are units, so a unit is gathered once for the recomputation of its block and for its backward. The method is
+that of Chen et al. 2016 (arXiv:1604.06174), done by torch.utils.checkpoint; this module chooses the blocks, and whether
+their inputs are moved to host memory. Rejected: torch's wrapper modules, which rename every parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEPT_RESULTS = (
     _ATEN._scaled_dot_product_cudnn_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
 )
-"""What the selective policy keeps: results of products and attention, which are dear to compute once more."""
+"""What the selective policy keeps: results of matrix products and attention, which are expensive to recompute."""
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -50,28 +50,28 @@ def checkpoint_activations(
     context_fn: ContextFn | None = None,
     use_reentrant: bool = False,
 ) -> list[str]:
-    """Let blocks of `model` keep their inputs only; before or after shard(), before the first forward.
+    """Checkpoint the activations of blocks of `model`. Call it before or after shard(), before the first forward.
 
     Args:
-        every: of so many blocks in a row one is checkpointed; 1 is all of them.
-        number: so many of the blocks, spread evenly, instead; all of them where there are no more.
-        selective: keep results of matrix products and attention, and compute only what is cheap again.
-        on_host: the kept inputs rest in host memory between forward and backward.
-        units: module paths of the blocks, instead of the ones found.
-        context_fn: what torch's checkpoint takes to keep other results than `selective` does.
-        use_reentrant: torch's older kind, by a nested backward.
+        every: checkpoint one of so many consecutive blocks; 1 checkpoints all.
+        number: checkpoint so many blocks, evenly spread, instead; all if there are not more.
+        selective: keep results of matrix products and attention, and recompute only what is cheap.
+        on_host: keep the inputs of blocks in host memory between forward and backward.
+        units: module paths of the blocks, instead of the ones that are found.
+        context_fn: passed to torch.utils.checkpoint, to keep other results than `selective` does.
+        use_reentrant: use torch's older implementation, a nested backward.
 
     Returns:
         Paths of the checkpointed modules.
 
     Raises:
         PlanError: there is no block to checkpoint.
-        UsageError: a block is checkpointed already.
+        UsageError: a block is checkpointed already, an argument is out of range, or two exclude each other.
     """
     if every < 1:
         raise UsageError(f"checkpoint_activations: every={every} must be 1 or more")
     if number is not None and (number < 1 or every != 1):
-        raise UsageError(f"checkpoint_activations: number={number} must be 1 or more, and takes the place of every")
+        raise UsageError(f"checkpoint_activations: number={number} must be 1 or more, and every be left out")
     if selective and context_fn is not None:
         raise UsageError("checkpoint_activations: give selective or a context_fn, not both")
     if selective:
@@ -88,7 +88,7 @@ def checkpoint_activations(
         module = model.get_submodule(name)
         if _MARK in module.__dict__:
             raise UsageError(f"checkpoint_activations: {name!r} is checkpointed already")
-        # An attribute of this instance alone: hooks, names and the class stay as they are.
+        # An attribute of this instance: hooks, parameter names and the class don't change.
         module.forward = partial(run_checkpointed, module.forward, on_host, options)
         module.__dict__[_MARK] = True
     return chosen
@@ -100,14 +100,14 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def _spread(names: list[str], number: int | None) -> list[str]:
-    """So many of `names`, evenly: the first of each part."""
+    """`number` evenly spread names: the first of each of so many parts."""
     if number is None or number >= len(names):
         return names
     return [names[index * len(names) // number] for index in range(number)]
 
 
 def _blocks(model: nn.Module, units: Sequence[str] | None) -> list[str]:
-    """The units with something inside: a large leaf, such as an embedding, has nothing to recompute."""
+    """The units that have submodules: a large leaf, such as an embedding, has nothing to recompute."""
     named = [unit.name for unit in find_units(model, units)]
     return [name for name in named if name and next(model.get_submodule(name).children(), None) is not None]
 
@@ -115,7 +115,7 @@ def _blocks(model: nn.Module, units: Sequence[str] | None) -> list[str]:
 def run_checkpointed(
     forward: Callable[..., Any], on_host: bool, options: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `forward` under torch's checkpoint with `options`, its inputs in host memory or not."""
+    """Call `forward` under torch's checkpoint with `options`; `on_host` keeps its inputs in host memory."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     with HostSaves() if on_host else nullcontext():
@@ -123,10 +123,10 @@ def run_checkpointed(
 
 
 class HostSaves(saved_tensors_hooks):
-    """What autograd saves inside goes to host memory, and comes back in the backward.
+    """A context in which tensors that autograd saves are copied to host memory, and back in the backward.
 
-    Owns the host copies. Hazards: the copy reads a tensor that compute may give back, so the allocator is told of the
-    copying stream; the backward waits for the copy's end before it reads.
+    Owns the host copies. Hazards: the copy may still read a tensor when compute has freed it, so the allocator is told
+    of the copy's stream; the backward waits for the end of the copy before it reads.
     """
 
     def __init__(self) -> None:
@@ -141,12 +141,12 @@ def _to_host(tensor: torch.Tensor) -> _Saved:
         return tensor
     compute, copies = torch.cuda.current_stream(tensor.device), _copies(tensor.device)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copies.wait_stream(compute)  # read after write: the tensor belongs to compute until here
+    copies.wait_stream(compute)  # read after write: compute must have written the tensor
     with torch.cuda.stream(copies):
         host.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()
         done.record(copies)
-    tensor.record_stream(copies)  # write after read: its memory belongs to the copy until that has run
+    tensor.record_stream(copies)  # write after read: its memory is not reused before the copy has run
     return host, tensor.device, done
 
 
@@ -154,10 +154,10 @@ def _to_device(saved: _Saved) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     host, device, done = saved
-    torch.cuda.current_stream(device).wait_event(done)  # read after write: the host's copy belongs to its stream
+    torch.cuda.current_stream(device).wait_event(done)  # read after write: the copy to the host must have finished
     return host.to(device, non_blocking=True)
 
 
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """A stream of torch's pool: the same few for all blocks."""
+    """A stream of torch's pool; all blocks share these few streams."""
     return torch.cuda.Stream(device)

@@ -1,13 +1,13 @@
 """Parameters that the model itself divides over ranks: DTensors on an axis of tensor parallelism.
 
-    parallelize_module, tp_plan="auto"        DTensor: shape of the whole, gradient hooks, placements
-                                                 |- its local tensor, the `holder`: a plain one
-    ZeRO                                      places the holder's elements over the data axes, as any parameter's
+    parallelize_module, tp_plan="auto"        DTensor: shape of the whole parameter, gradient hooks, placements
+                                                 |- its local tensor, the `holder`: a plain tensor
+    ZeRO                                      shards the holder's elements over the data axes, like any parameter
 
-The DTensor stays the parameter: the optimizer has it, autograd leaves gradients on it, state dicts name it. Only the
-memory of its holder is ZeRO's. torch.distributed.tensor takes a second to import, so it is imported where there is a
-DTensor. Rejected: plain parameters in place of DTensors, which are wrapped again in each forward; what a user holds of
-the model would be another object than what trains.
+The DTensor stays the parameter: the optimizer has it, autograd leaves gradients on it, state dicts name it. ZeRO
+changes only the memory of its holder. torch.distributed.tensor takes a second to import, so it is imported only where
+there is a DTensor. Rejected: to replace DTensors by plain parameters that each forward wraps again; the parameter that
+a user has from the model would not be the one that is trained.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def holder_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as the parameter's holder has it: what autograd left as partial sums is summed over the axis."""
+    """A gradient in the layout of the parameter's holder; partial sums that autograd left are summed over the axis."""
     of, found = as_dtensor(parameter), as_dtensor(gradient)
     if of is None or found is None:
         return gradient
@@ -57,16 +57,16 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def prepare_holder(parameter: torch.Tensor, part: torch.Tensor) -> None:
-    """Let a DTensor parameter be able to hold what `part` holds: the same object, of another dtype or device."""
+    """Give a DTensor parameter the dtype and device of `part`; the parameter stays the same object."""
     of = as_dtensor(parameter)
     if of is None or (of.dtype == part.dtype and of._local_tensor.device == part.device):
         return
-    made = nn.Parameter(_like(of, part), requires_grad=parameter.requires_grad)
+    made = nn.Parameter(_dtensor_like(of, part), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     torch.utils.swap_tensors(parameter, made)
 
 
-def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
+def _dtensor_like(parameter: DTensor, part: torch.Tensor) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size(parameter.shape)
@@ -80,7 +80,7 @@ def cut_of(name: str, parameter: torch.Tensor) -> Cut | None:
     """How the model divides a parameter; None for one that every rank has whole.
 
     Raises:
-        PlanError: it is divided in a way that no plan can hold.
+        PlanError: it is divided in a way that plans don't support.
     """
     of = as_dtensor(parameter)
     if of is None:
@@ -88,13 +88,13 @@ def cut_of(name: str, parameter: torch.Tensor) -> Cut | None:
     cuts = [cut for number, axis in _axes(of) if (cut := _cut(name, of, number, axis)) is not None]
     if len(cuts) > 1:
         raise PlanError(
-            f"parameter {name!r} is divided over {' and '.join(cut.axis for cut in cuts)}; one axis is built"
+            f"parameter {name!r} is divided over {' and '.join(cut.axis for cut in cuts)}; only one axis is supported"
         )
     return cuts[0] if cuts else None
 
 
 def _axes(of: DTensor) -> Iterator[tuple[int, str]]:
-    """Number and name of the dims of a DTensor's mesh that have several ranks."""
+    """Number and name of the axes of a DTensor's mesh that have several ranks."""
     names = of.device_mesh.mesh_dim_names
     for number, size in enumerate(of.device_mesh.shape):
         if size > 1:
@@ -107,11 +107,11 @@ def _cut(name: str, of: DTensor, number: int, axis: str) -> Cut | None:
         return None
     dim = getattr(placement, "dim", None)
     if placement.is_partial() or dim is None:
-        raise PlanError(f"parameter {name!r} is {placement} over {axis!r}: a parameter is divided or replicated")
+        raise PlanError(f"parameter {name!r} is {placement} over {axis!r}: only Shard and Replicate are supported")
     if axis not in MODEL_AXES:
         raise PlanError(
-            f"parameter {name!r} is divided over {axis!r} already (fully_shard, say): ZeRO itself divides parameters "
-            "over data axes; take the model as it was before"
+            f"parameter {name!r} is divided over {axis!r} already (fully_shard, say): ZeRO itself shards parameters "
+            "over data axes; pass the model without that"
         )
     dim, blocks = dim % of.ndim, int(getattr(placement, "split_factor", 1))
     size = torch.Tensor.size(of)[dim]
@@ -125,28 +125,28 @@ def _cut(name: str, of: DTensor, number: int, axis: str) -> Cut | None:
 
 
 def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None = None) -> Mesh:
-    """The ranks as axes: those given, or where none are, those along which the model is divided and data axes around.
+    """The given mesh; without one, a mesh of the axes along which the model is divided, and data axes around them.
 
-    On a mesh with pipeline stages, whose other ranks have other parameters, an axis may be unused on this one.
+    On a mesh with pipeline stages an axis may be unused on this rank, since other stages have other parameters.
 
     Raises:
-        PlanError: the mesh and the model's own do not agree.
+        PlanError: the mesh does not agree with those of the model's DTensors.
     """
     found: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
-        for axis, ranks in _groups(parameter):
+        for axis, ranks in _model_groups(parameter):
             if found.setdefault(axis, ranks) != ranks:
                 raise PlanError(
-                    f"parameter {name!r} is divided over ranks {ranks} along {axis!r}, others over {found[axis]}: one "
-                    "axis of each name is built; divide all over the same ranks"
+                    f"parameter {name!r} is divided over ranks {ranks} along {axis!r}, others over {found[axis]}: an "
+                    "axis may have only one set of ranks; divide all parameters over the same ranks"
                 )
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if mesh is None:
-        mesh = _around(found, world, shard_size)
+        mesh = _mesh_around(found, world, shard_size)
     for axis, ranks in found.items():
         if axis not in mesh.names or mesh.size((axis,)) == 1:
             raise PlanError(
-                f"the model is divided over {len(ranks)} ranks of an axis {axis!r}, which the mesh ({mesh}) has not"
+                f"the model is divided over {len(ranks)} ranks of an axis {axis!r}, which is not in the mesh ({mesh})"
             )
         own = next(group for group in mesh.groups((axis,)) if dist.get_rank() in group)
         if own != ranks:
@@ -171,7 +171,7 @@ def refuse_unused(mesh: Mesh, used: Iterable[str]) -> None:
 
 def axes_of_model(model: nn.Module) -> frozenset[str]:
     """The axes over which the model divides parameters."""
-    return frozenset(axis for parameter in model.parameters() for axis, _ in _groups(parameter))
+    return frozenset(axis for parameter in model.parameters() for axis, _ in _model_groups(parameter))
 
 
 def has_dtensors(model: nn.Module) -> bool:
@@ -180,15 +180,15 @@ def has_dtensors(model: nn.Module) -> bool:
 
 
 def data_ranks(model: nn.Module, mesh: Mesh | None) -> int:
-    """The ranks that read different data, on the mesh that `mesh_with_model` gives."""
+    """The number of ranks that read different data, on the mesh that `mesh_with_model` returns."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if mesh is None and not has_dtensors(model):
         return world
     return mesh_with_model(model, mesh).data_parallel_size
 
 
-def _groups(parameter: torch.Tensor) -> Iterator[tuple[str, list[int]]]:
-    """The model axes on which a parameter is, and the ranks that this one meets there."""
+def _model_groups(parameter: torch.Tensor) -> Iterator[tuple[str, list[int]]]:
+    """The model axes of a parameter, each with the ranks of this rank's group along it."""
     of = as_dtensor(parameter)
     for number, axis in () if of is None else _axes(of):
         if axis in MODEL_AXES:
@@ -199,8 +199,8 @@ def _groups(parameter: torch.Tensor) -> Iterator[tuple[str, list[int]]]:
             yield axis, of.device_mesh.mesh[index].tolist()
 
 
-def _around(found: dict[str, list[int]], world: int, shard_size: int | None) -> Mesh:
-    """Data axes around the model's own, where these are neighbours."""
+def _mesh_around(found: dict[str, list[int]], world: int, shard_size: int | None) -> Mesh:
+    """A mesh with data axes around the model's axis, whose ranks must be consecutive. Raises PlanError."""
     if not found:
         return Mesh.data_parallel(world, shard_size)
     if len(found) > 1:

@@ -1,11 +1,11 @@
-"""Fingerprints of tensors: whether anybody wrote on them, without a copy of what they were.
+"""Fingerprints of tensors, which show whether a tensor was written, without a copy of its old values.
 
     fingerprint = sum of bits[i] * weights[i]  (mod 2^64)     bits: the elements, read as integers
                                                               weights: random, the same for every tensor
 
-A change goes unnoticed with a chance of about 2^-32. Version counters do not see what is written through
-`parameter.data`, a NumPy array or a kernel of one's own. Rejected: a copy to compare with, which takes the memory of
-the parameters once more; and plain sums, which do not see a tensor that is negated or permuted.
+A change is missed with a probability of about 2^-32. Version counters do not count writes through `parameter.data`, a
+NumPy array or a custom kernel. Rejected: a copy to compare with, which takes the memory of the parameters a second
+time; and plain sums, which do not change when elements are permuted.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class Fingerprints:
         self._weights = torch.empty(0, dtype=torch.int64)
 
     def of(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """One number for each tensor."""
-        # Modes that the caller has set, of selective checkpointing for instance, would take these for its operations.
+        """The fingerprint of each tensor: int64 (tensors,) on the device."""
+        # Without the caller's modes: selective checkpointing, for one, would treat these operations as the model's.
         with torch.no_grad(), _disable_current_modes():
             flat = [tensor.detach().reshape(-1) for tensor in tensors]
             longest = min(_CHUNK, max((tensor.nbytes for tensor in flat), default=0))
             if len(self._weights) < longest:
-                self._weights = self._draw(longest)
-            found = [self._one(tensor) for tensor in flat]
+                self._weights = self._random_weights(longest)
+            found = [self._fingerprint(tensor) for tensor in flat]
             return torch.stack(found) if found else torch.empty(0, dtype=torch.int64, device=self._device)
 
-    def give_memory_back(self) -> None:
-        """The weights are drawn anew when they are needed again."""
+    def free_memory(self) -> None:
+        """Free the random weights; the same ones are made again when they are needed."""
         self._weights = torch.empty(0, dtype=torch.int64)
 
-    def _draw(self, count: int) -> torch.Tensor:
-        # Drawn on the device: a copy from the host would have the host wait for it.
+    def _random_weights(self, count: int) -> torch.Tensor:
+        # Made on the device: the host would wait for a copy.
         generator = torch.Generator(self._device).manual_seed(_SEED)
         least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
         return torch.randint(least, most, (count,), generator=generator, device=self._device)
 
-    def _one(self, flat: torch.Tensor) -> torch.Tensor:
+    def _fingerprint(self, flat: torch.Tensor) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         if flat.numel() == 0:
             return total

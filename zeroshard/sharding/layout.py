@@ -1,13 +1,13 @@
-"""The flat layout: where each parameter of a unit lies in one contiguous buffer, and which part each rank owns.
+"""The flat layout: where each parameter of a unit is in one contiguous buffer, and which shard each rank owns.
 
     rank 0's shard                        rank 1's shard
     |------------------------------------|------------------------------------|
     | w1 (aligned)         | b1 . | w2 (crosses the border)            | pad    |
     0                      o1     o2                                   n        numel
 
-The layout is rank-major: concatenating the shards in rank order *is* the flat buffer, so an all-gather writes the
-parameters in place and a reduce-scatter reads the gradients in place, without a copy on either side. Every parameter
-starts on a 256-byte border, and so does every shard.
+The flat buffer is the concatenation of the shards in rank order, so an all-gather writes the parameters, and a
+reduce-scatter reads the gradients, without a copy before or after. Every parameter and every shard starts at a multiple
+of 256 bytes.
 
 Rejected: sharding each parameter along its first dim. It keeps rows whole, but the gathered buffer then interleaves
 ranks inside each parameter and needs a copy per gather.
@@ -29,7 +29,7 @@ class Segment:
     """One parameter's place in a flat buffer: `numel` elements from `offset` on, of the given shape.
 
     Attributes:
-        cut: how the model divides the parameter; `shape` is that of this rank's part then. None for a whole one.
+        cut: how the model divides the parameter, `shape` being that of this rank's part; None if it does not.
     """
 
     name: str
@@ -69,7 +69,7 @@ class FlatLayout:
         return sum(segment.numel for segment in self.segments)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last element that `rank` owns."""
+        """The elements [start, end) that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -85,7 +85,7 @@ class FlatLayout:
         return tuple(found)
 
     def pieces(self, start: int, end: int) -> tuple[tuple[int, int, int], ...]:
-        """The segments inside [start, end): (segment index, start, end), positions relative to `start`."""
+        """The parts of segments in [start, end): (segment index, first, end), counted from `start`."""
         found: list[tuple[int, int, int]] = []
         for index, segment in enumerate(self.segments):
             low, high = max(segment.offset, start), min(segment.end, end)
@@ -94,7 +94,7 @@ class FlatLayout:
         return tuple(found)
 
     def within(self, start: int, end: int) -> tuple[int, ...]:
-        """The numbers of the segments that have elements, all of them inside [start, end)."""
+        """The numbers of the segments that are not empty and lie completely in [start, end)."""
         inside = [start <= segment.offset and segment.end <= end for segment in self.segments]
         return tuple(index for index, segment in enumerate(self.segments) if inside[index] and segment.numel)
 
@@ -107,12 +107,12 @@ def flat_layout(
     block: int = 1,
     cuts: Mapping[str, Cut] | None = None,
 ) -> FlatLayout:
-    """Lay out (name, shape) pairs one after the other for `shards` ranks.
+    """Place parameters, given as (name, shape) pairs, one after the other in a buffer for `shards` ranks.
 
     Args:
-        itemsize: bytes per compute element.
-        block: parameters and shards begin at multiples of so many elements, besides.
-        cuts: how the model divides parameters, by name.
+        itemsize: bytes of an element in the compute dtype.
+        block: parameters and shards begin also at multiples of so many elements.
+        cuts: how the model divides parameters, by name; missing names are not divided.
     """
     cuts = {} if cuts is None else cuts
     align = math.lcm(max(1, ALIGNMENT_BYTES // itemsize), block)

@@ -1,7 +1,7 @@
-"""What a user says of single modules before sharding: gather this one as a whole; this one reads that parameter.
+"""Marks that a user sets on modules before sharding: gather this one as a whole; this one reads that parameter.
 
-Marks lie on the modules themselves (in `__dict__`, so that they are no parameters or buffers of theirs) and are read
-when units are found. A registry beside the model was rejected: it would outlive models and know nothing of copies.
+Marks are in the `__dict__` of the modules, so that they are no parameters or buffers, and are read when units are
+found. A registry beside the model was rejected: it would outlive models, and not contain copies of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 
 PARAMETER_OF = "_zeroshard_parameter_of"
-"""Attribute of a parameter that is sharded: where it lives."""
+"""Attribute of a sharded parameter: the engine's handle, unit and group, and its index there."""
 _LEAF = "_zeroshard_leaf"
 _EXTERNAL = "_zeroshard_external"
 
@@ -27,11 +27,11 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def mark_leaf(module: nn.Module, flag: bool = True) -> None:
-    """Mark the module, or take the mark away."""
+    """Set the mark of the module, or with `flag` False remove it. Raises UsageError for a sharded module."""
     need_kind(module, nn.Module, "leaf modules", "an nn.Module")
     if any(PARAMETER_OF in vars(parameter) for parameter in module.parameters()):
         raise UsageError(
-            f"leaf modules: this {type(module).__name__} is sharded already, and its units are made; mark it before "
+            f"leaf modules: this {type(module).__name__} is sharded already, its units can't change; mark it before "
             "shard() or initialize()"
         )
     module.__dict__[_LEAF] = flag
@@ -43,13 +43,13 @@ def external_parameters(module: nn.Module) -> Sequence[torch.Tensor]:
 
 
 def add_external(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Remember that the module's forward reads the parameter."""
+    """Record that the module's forward reads the parameter."""
     if all(known is not parameter for known in external_parameters(module)):
         module.__dict__[_EXTERNAL] = [*external_parameters(module), parameter]
 
 
 def remove_external(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Forget it. Raises UsageError where it was not remembered."""
+    """Remove what `add_external` recorded. Raises UsageError if there is no such record."""
     kept = [known for known in external_parameters(module) if known is not parameter]
     if len(kept) == len(external_parameters(module)):
         raise UsageError(f"the parameter is not registered as external to this {type(module).__name__}")
@@ -57,10 +57,10 @@ def remove_external(module: nn.Module, parameter: torch.Tensor) -> None:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module as a unit boundary (or not): it is gathered at once with everything in it.
+    """Mark one module as a unit: it is gathered together with everything in it; `flag` False removes the mark.
 
-    Call before shard() or initialize(). A module inside a unit that is found anyway, such as a decoder block, is
-    gathered at once without a mark.
+    Call this before shard() or initialize(). A module inside a unit that is found anyway, such as a decoder block, is
+    gathered with that unit and needs no mark.
     """
     mark_leaf(model, flag)
 
@@ -140,7 +140,7 @@ def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, s
 
 
 def _check(model: nn.Module, wanted: object, kind: type | tuple[type, ...], needed: str) -> None:
-    """Raises UsageError; a text alone would be read letter by letter."""
+    """Raises UsageError for anything but a collection of `kind`; a single string, too, would be read by letters."""
     need_kind(model, nn.Module, "leaf modules", "an nn.Module")
     if isinstance(wanted, str) or not isinstance(wanted, Collection):
         need_kind(wanted, (), "leaf modules", needed)

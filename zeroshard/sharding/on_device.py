@@ -1,7 +1,7 @@
-"""DeepSpeed's OnDevice: modules that are built inside are made on one device and in one dtype, 'meta' by default.
+"""DeepSpeed's OnDevice: a context in which modules are built on one device, 'meta' by default, and in one dtype.
 
-It uses torch's own device context and default dtype; nothing is patched. `zeroshard.Init` is what to use for a model
-that is to be trained: it gives the values of an ordinary build, which a meta device has not.
+It uses torch's own device context and default dtype; nothing is patched. For a model that is to be trained use
+`zeroshard.Init`: it gives the values of an ordinary build, which a model on the meta device does not have.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class OnDevice:
 
     Args:
         dtype: a floating-point dtype.
-        enabled: False does nothing.
+        enabled: False makes this a context that does nothing.
 
     Raises:
-        UsageError: the dtype is not a floating-point one.
+        UsageError: the dtype is not a floating-point one, or there is no such device.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:

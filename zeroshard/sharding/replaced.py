@@ -1,8 +1,8 @@
-"""Parameters in the place of others: what a caller holds of a model, after the model has been divided.
+"""Replaces parameters in optimizers and parameter groups after a model has been divided over a model axis.
 
-A parameter that a model divides is a DTensor, and another object than the plain one before. Optimizers and lists of
-parameters that were made before get the new ones. Rejected: to let the caller divide first and make the optimizer
-afterwards, for a config says how to divide, and scripts make their optimizer before they hand both over.
+Dividing makes a new DTensor object from a plain parameter, so optimizers and lists of parameters that were made before
+need the new objects. Rejected: to demand that the optimizer is made after dividing. It is the config that says how to
+divide, and scripts make their optimizer before they call `initialize`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from torch import nn
 
 
 def replace_members(groups: Iterable[Any], members: Mapping[int, nn.Parameter]) -> list[Any]:
-    """Parameters, or groups of them as dicts, with those of `members` in the place of the ones with their id."""
+    """A copy of a list of parameters or parameter groups, with parameters replaced.
+
+    Args:
+        members: the new parameters, by the id of the parameter that each replaces.
+    """
 
     def replaced(items: Any) -> Any:
         if isinstance(items, dict):
@@ -28,7 +32,7 @@ def replace_members(groups: Iterable[Any], members: Mapping[int, nn.Parameter]) 
 
 
 def replace_in_optimizer(optimizer: object, members: Mapping[int, nn.Parameter]) -> None:
-    """The same in the groups of an optimizer; what makes one when it is called has no parameters yet."""
+    """Replace parameters in an optimizer's groups; a callable that makes an optimizer is left as it is."""
     if members and isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             group["params"] = replace_members(group["params"], members)

@@ -1,15 +1,15 @@
-"""Resting parameters: their values are on other ranks or in host memory, and reading them never goes unnoticed.
+"""Resting parameters: their values are on other ranks or in host memory, and every read of them is noticed.
 
     p = model.head.weight        # sharded, at rest
-    p.shape, p.dtype, p.grad     what it is when it is whole (numel() is 0: libraries ask so whether it is sharded)
+    p.shape, p.dtype, p.grad     as of the whole parameter (numel() is 0, by which libraries see that it is sharded)
     p.norm(), p * 2, f(p)        inside of a forward: its unit is gathered first, and the operation runs on the values
                                  elsewhere: an error that names the parameter and what to do
 
-A resting parameter is the same object under another class, whose `__torch_function__` sees every operation; in use it
-has its own class back, so that the operations of a forward cost nothing. Its memory is one NaN, stretched to the whole
-shape: what autograd makes of it has the right shape even where the first operation that meets it is a custom
-`autograd.Function`, and code that passes `__torch_function__` by computes NaN, not a wrong number. Rejected: an
-ordinary tensor of no elements, of which sums and norms are a silent 0.
+A resting parameter is the same object with another class, whose `__torch_function__` is called for every operation. In
+use it has its own class again, so the operations of a forward have no overhead. Its memory is one NaN expanded to the
+whole shape. So what autograd makes of it has the right shape even if the first operation is a custom
+`autograd.Function`, and code that bypasses `__torch_function__` computes NaN, not a wrong number. Rejected: an ordinary
+tensor without elements, whose sums and norms are 0 without an error.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ Fetch = Callable[[], None]
 
 @dataclass
 class Resting:
-    """What is known of a parameter that rests.
+    """What is recorded of a parameter that rests.
 
     Attributes:
-        name: for messages.
-        fetch: called before an operation that reads the values; None, or a call after which the parameter still rests,
-            refuses the operation.
-        why: how the parameter came to be elsewhere, as a sentence for the message.
-        cure: what to do, for the message.
+        name: the parameter's name, for messages.
+        fetch: called before an operation that reads the values. The operation is refused if this is None, or if the
+            parameter still rests afterwards.
+        why: why the values are elsewhere, as a sentence for the message.
+        remedy: what to do, for the message.
     """
 
     name: str
     fetch: Fetch | None = None
     why: str = "it is sharded, and this rank holds only a part of it"
-    cure: str = (
+    remedy: str = (
         "read it inside a forward of the model, or on all ranks inside zeroshard.GatheredParameters([parameter]); "
         "zeroshard.safe_get_full_fp32_param(parameter) gives a copy, and at stages 0 to 2 parameters are whole"
     )
 
 
 class RestingShape(tuple[int, ...]):
-    """The whole shape of a resting parameter. It equals (0,) as well: some libraries ask so whether one is sharded."""
+    """The whole shape of a resting parameter. It equals (0,) too, by which libraries see that it is sharded."""
 
     __slots__ = ()
 
@@ -75,14 +75,14 @@ class RestingShape(tuple[int, ...]):
         return 0
 
 
-AS_IT_IS = frozenset(
+READABLE_ATTRIBUTES = frozenset(
     {"dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "_version", "_base"}
     | {"_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "name", "names", "itemsize"}
     | {"is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_quantized", "is_nested"}
     | {"is_xla", "is_xpu", "is_mps", "is_hpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "volatile", "grad_dtype"}
 )
-"""Attributes that are the same at rest; they may be set, too."""
-CALLS = frozenset(
+"""Attributes that are the same at rest; they may also be set."""
+ALLOWED_CALLS = frozenset(
     {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_floating_point"}
     | {"is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "is_coalesced"}
     | {"is_distributed", "element_size", "get_device", "has_names", "_is_view", "_is_zerotensor", "is_tensor"}
@@ -107,7 +107,7 @@ def _stride(tensor: torch.Tensor, dim: int | None = None) -> int | tuple[int, ..
     return strides if dim is None else strides[dim]
 
 
-_ANSWERS: Mapping[str, Callable[..., Any]] = {
+_STATIC_ANSWERS: Mapping[str, Callable[..., Any]] = {
     "shape": _shape,
     "size": _size,
     "ndim": lambda tensor: len(_shape(tensor)),
@@ -123,27 +123,29 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "share_memory_": lambda tensor: tensor,
     "__repr__": lambda tensor, **_: f"{_named(tensor)} of shape {tuple(_shape(tensor))}, {tensor.dtype}, at rest",
 }
-"""What is answered for the whole parameter, or for none of its elements."""
-_MEMORY: Mapping[str, Callable[..., Any]] = {
+"""Attributes and methods that are answered without reading values."""
+_NO_MEMORY: Mapping[str, Callable[..., Any]] = {
     "data_ptr": lambda tensor: 0,
     "untyped_storage": lambda tensor: torch.UntypedStorage(0, device=tensor.device),
 }
-"""Where the memory is: outside of a forward there is none."""
-_FIRST_QUESTIONS: Mapping[tuple[object, str], str] = {
+"""Answers about the memory for parameters that can't be gathered: there is none."""
+_PRECEDING_CALLS: Mapping[tuple[object, str], str] = {
     ("torch.nn.init", "numel"): "orthogonal_",
     ("torch._functorch.vmap", "dim"): "vmap",
     ("torch._functorch.eager_transforms", "numel"): "jacfwd",
 }
-"""Which function of torch asks what before it passes the guard by: `orthogonal_` does nothing where there are no
-elements, `vmap` wraps the memory, `jacfwd` makes a derivative for each element. The question is refused as the read
-would be."""
-_COUNTS = frozenset({("transformers.modeling_utils", "num_parameters"), ("transformers.trainer_pt_utils", "numel")})
-"""Functions that add up `numel()` where it means nothing else: they are told the elements of the whole parameter."""
+"""Functions of torch that bypass the guard after a first call: by module and name of that call, the function's name.
+`orthogonal_` does nothing without elements, `vmap` wraps the memory, `jacfwd` makes a derivative for each element. That
+first call is refused like a read."""
+_NUMEL_READERS = frozenset(
+    {("transformers.modeling_utils", "num_parameters"), ("transformers.trainer_pt_utils", "numel")}
+)
+"""Functions that only add up `numel()`: they get the number of elements of the whole parameter."""
 _SELF_VIEWS = frozenset({"view_as", "expand_as"})
-"""`p.view_as(p).grad_fn.next_functions[0][0]` is how code finds the node at which gradients of a parameter arrive."""
-_PICKLES = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
-_HANDLES = frozenset({"detach", "detach_", "data"})
-"""What hands the memory on without reading it: outside of a forward, a tensor that is guarded as the parameter is."""
+"""`p.view_as(p).grad_fn.next_functions[0][0]` is a common way to find the node that accumulates p's gradients."""
+_COPY_METHODS = frozenset({"__reduce_ex__", "__deepcopy__", "__reduce__"})
+_ALIASES = frozenset({"detach", "detach_", "data"})
+"""What returns the same memory without reading it; outside of a forward the result is guarded like the parameter."""
 
 
 def _plain(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,14 +162,14 @@ def name_of_call(func: Callable[..., Any]) -> tuple[str, bool]:
 
 
 class HidesValues:
-    """Before the class of a parameter that shows no values."""
+    """Base of the classes that replace a parameter's own class while it shows no values."""
 
     whole_class: type[Any]
     """The parameter's own class."""
 
 
 class Guard(HidesValues):
-    """What a resting parameter's class has before its own: every operation passes here."""
+    """First base of a resting parameter's class: every operation calls its `__torch_function__`."""
 
     @classmethod
     def __torch_function__(
@@ -177,7 +179,7 @@ class Guard(HidesValues):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Raises UsageError for what would read the values, unless they can be had here."""
+        """Raises UsageError for what would read the values, unless they can be fetched here."""
         return _answer(func, args, dict(kwargs or {}))
 
     # torch answers these without asking __torch_function__.
@@ -190,7 +192,7 @@ class Guard(HidesValues):
         raise _refusal(cast("torch.Tensor", self), "complex")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        # torch's own takes the class of the copy before it reads the values, and that is the guard's.
+        # torch's own method takes the class of the copy before it reads the values: that would be the guard.
         tensor = _fetched(cast("torch.Tensor", self), "__deepcopy__")
         copied: torch.Tensor = type(tensor).__deepcopy__(tensor, memo)
         return copied
@@ -200,10 +202,10 @@ class Guard(HidesValues):
 
 
 class PartGuard(Guard):
-    """Of a DTensor, whose own methods are Python's and ask no `__torch_function__`."""
+    """Guard of a DTensor, whose own methods are written in Python and don't call `__torch_function__`."""
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """As the whole parameter's. So are the others; where the values can't be had they raise UsageError."""
+        """As the whole parameter's, and so are the others; if the values can't be fetched they raise UsageError."""
         return _fetched(cast("torch.Tensor", self), "to_local").to_local(**options)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
@@ -214,33 +216,33 @@ class PartGuard(Guard):
 
 
 class GuardedValue(Guard, torch.Tensor):
-    """What `detach()` and `.data` of a resting parameter give: as useless, and as guarded, as the parameter."""
+    """What `detach()` and `.data` of a resting parameter return: without values, and guarded like the parameter."""
 
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name, sets = name_of_call(func)
-    if name in CALLS or name in AS_IT_IS:
+    if name in ALLOWED_CALLS or name in READABLE_ATTRIBUTES:
         return _plain(func, *args, **kwargs)
     if name == "_make_dual":
-        raise _dual(args)
+        raise _dual_refusal(args)
     first = args[0] if args else None
     if name == "backward" and kwargs.get("inputs") is not None and not isinstance(first, Guard):
-        return func(*args, **{**kwargs, "inputs": _edges_of(kwargs["inputs"])})
+        return func(*args, **{**kwargs, "inputs": _gradient_edges(kwargs["inputs"])})
     if name in _SELF_VIEWS and len(args) > 1 and args[1] is first:
         _fetch_all(args)
         return _view_of_itself(func, first) if isinstance(first, Guard) else func(*args)
     if sets and name == "data" and len(args) > 1 and args[1] is first:
-        return None  # as module.to(device) does where there is nothing to move
+        return None  # module.to(device) does this when there is nothing to move
     alone = isinstance(first, Guard) and not sets
-    if alone and name in _ANSWERS:
+    if alone and name in _STATIC_ANSWERS:
         frame = sys._getframe(2)  # past __torch_function__
         asked_by = frame.f_globals.get("__name__")
-        if name == "numel" and (asked_by, frame.f_code.co_name) in _COUNTS:
+        if name == "numel" and (asked_by, frame.f_code.co_name) in _NUMEL_READERS:
             return math.prod(_shape(cast("torch.Tensor", first)))
-        reader = _FIRST_QUESTIONS.get((asked_by, name))
+        reader = _PRECEDING_CALLS.get((asked_by, name))
         if reader is None:
             arguments = () if name in _AS_ATTRIBUTES and getattr(func, "__name__", "") == "__get__" else args[1:]
-            return _ANSWERS[name](first, *arguments, **kwargs)
+            return _STATIC_ANSWERS[name](first, *arguments, **kwargs)
         name = reader
     if alone and name in _CONVERSIONS:
         converted = _plain(func, *args, **kwargs)
@@ -250,18 +252,18 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     still = next(_resting_in((args, kwargs)), None)
     if still is None:
         answer = func(*args, **kwargs)
-        # nn.Parameter(parameter) asks that `detach` gives the class of its argument.
+        # nn.Parameter(parameter) needs a `detach` that returns the class of its argument.
         asks = name == "detach" and sys._getframe(2).f_globals.get("__name__") == "torch.nn.parameter"
         return torch.Tensor._make_subclass(cast("type[torch.Tensor]", type(first)), answer) if asks else answer
-    if alone and name in _MEMORY:
-        return _MEMORY[name](first)
-    if alone and name in _HANDLES:
+    if alone and name in _NO_MEMORY:
+        return _NO_MEMORY[name](first)
+    if alone and name in _ALIASES:
         return _guarded(still, type(still) if name == "detach" else GuardedValue)
     raise _refusal(still, name)
 
 
-def _edges_of(inputs: Any) -> list[Any]:
-    """What a backward is to leave gradients on: of resting parameters where their gradients arrive."""
+def _gradient_edges(inputs: Any) -> list[Any]:
+    """The `inputs` of a backward, with resting parameters replaced by their gradient edges."""
     several = (
         inputs.values() if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     )
@@ -270,7 +272,7 @@ def _edges_of(inputs: Any) -> list[Any]:
 
 
 def _view_of_itself(func: Callable[..., Any], parameter: Guard) -> torch.Tensor:
-    """As guarded as the parameter, with the way to it in its `grad_fn`."""
+    """A guarded view whose `grad_fn` leads to the parameter."""
     assert isinstance(parameter, torch.Tensor)
     view: torch.Tensor = _plain(func, parameter, parameter)
     view.__class__ = GuardedValue
@@ -278,11 +280,11 @@ def _view_of_itself(func: Callable[..., Any], parameter: Guard) -> torch.Tensor:
     return view
 
 
-def _dual(arguments: Sequence[Any]) -> UsageError:
-    """Forward derivatives keep the memory that they were given; gathering the parameter there would replace it."""
+def _dual_refusal(arguments: Sequence[Any]) -> UsageError:
+    """The refusal of forward-mode derivatives: they keep the memory that they get, which a gather would replace."""
     return UsageError(
         f"forward derivatives (torch.func.jvp, make_dual) of {_named(next(_resting_in(arguments)))} while it rests: "
-        "read it before them, and hand over what was read (weight.clone())"
+        "read it before, and pass what was read (weight.clone())"
     )
 
 
@@ -323,26 +325,26 @@ def _guarded(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         value.__class__ = type(tensor)
     else:
         value = torch.Tensor.as_subclass(value, kind)
-    # Without a way to fetch: it stays what it is when the parameter is gathered.
+    # It can't be fetched: a gather of the parameter does not give this tensor values.
     vars(value)[_RECORD] = replace(_record(tensor), fetch=None)
     return value
 
 
 def _refusal(tensor: torch.Tensor, name: str) -> UsageError:
     record = _record(tensor)
-    if name in _PICKLES:
+    if name in _COPY_METHODS:
         return UsageError(
             f"{_named(tensor)} can't be pickled or copied (torch.save(model), copy.deepcopy): its values are not here: "
-            f"{record.why}. Take zeroshard.full_state_dict(model), or do it inside zeroshard.GatheredParameters"
+            f"{record.why}. Use zeroshard.full_state_dict(model), or do it inside zeroshard.GatheredParameters"
         )
     return UsageError(
         f"torch's {name.strip('_')}: the values of {_named(tensor)} are not here: {record.why}. To compute with them, "
-        f"{record.cure}. To change or replace them, use zeroshard.GatheredParameters([parameter], modifier_rank=0)"
+        f"{record.remedy}. To change or replace them, use zeroshard.GatheredParameters([parameter], modifier_rank=0)"
     )
 
 
-def name_at_rest(tensor: torch.Tensor) -> str:
-    """The name that the parameter had when it rested last; "" where it has none."""
+def recorded_name(tensor: torch.Tensor) -> str:
+    """The name that was recorded when the parameter last came to rest; "" if there is none."""
     record: Resting | None = vars(tensor).get(_RECORD)
     return "" if record is None else record.name
 
@@ -353,7 +355,7 @@ def name_resting(tensor: torch.Tensor, name: str) -> None:
 
 
 def _named(tensor: torch.Tensor) -> str:
-    name = name_at_rest(tensor)
+    name = recorded_name(tensor)
     return f"parameter {name!r}" if name else "a parameter"
 
 
@@ -368,7 +370,7 @@ def resting_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
     assert not issubclass(whole, HidesValues)
     guard = PartGuard if is_traceable_wrapper_subclass_type(whole) else Guard
     members = {"__module__": __name__, "whole_class": whole}
-    # Libraries of quantized weights tell theirs by the name of the class.
+    # Libraries of quantized weights recognize their parameters by the name of the class.
     name = "RestingParameter" if whole is nn.Parameter else whole.__name__
     return cast("type[torch.Tensor]", type(name, (guard, whole), members))
 
@@ -385,29 +387,29 @@ def is_resting(tensor: torch.Tensor) -> bool:
 
 
 def unguarded() -> AbstractContextManager[Any]:
-    """Inside, resting parameters are what their memory is; also for loops over attributes that cost less so."""
+    """Inside, resting parameters behave like plain tensors over their memory; also makes attribute access cheaper."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def stretched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of a shape on the memory of one element: NaN, or 0 in a dtype that has none."""
+def expanded_nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a shape over the memory of one element: NaN, or 0 in a dtype without NaN."""
     one = torch.full((1,), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device)
-    return stretch(one, shape)
+    return expanded(one, shape)
 
 
-def stretch(one: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of a shape, all of whose elements are the single one of `one`."""
+def expanded(one: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The one element of `one`, expanded to a shape."""
     return one.as_strided(tuple(shape), (0,) * len(shape))
 
 
 def rest(parameter: torch.Tensor, record: Resting, value: torch.Tensor) -> None:
-    """Let the parameter rest; `value` is `stretched` to its shape."""
-    wake(parameter, value)
+    """Let the parameter rest; `value` is an `expanded_nan` of its shape."""
+    show_values(parameter, value)
     vars(parameter)[_RECORD] = record
     parameter.__class__ = resting_class(type(parameter))
 
 
-def wake(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Give the parameter values, and its own class back."""
+def show_values(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Give the parameter its own class and these values."""
     parameter.__class__ = whole_class(parameter)
     holder_of(parameter).data = value

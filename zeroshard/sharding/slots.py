@@ -1,8 +1,8 @@
-"""Slots: the few buffers in which gathered units (or gradients on their way to the wire) live, and who is in them.
+"""Slots: the few buffers for gathered units (or for gradients that are about to be sent), and which unit is in which.
 
-A unit's slot is a static function of the unit, the same in forward and backward. Autograd saves views of weights
-(`nn.Linear` saves `w.t()`); they stay valid because the unit always comes back to the same address. Units that follow
-each other within the prefetch distance never share a slot.
+A unit always uses the same slot, in forward and backward. Autograd saves views of weights (`nn.Linear` saves `w.t()`);
+they stay valid because the unit is always gathered to the same address. Units that are within the prefetch distance of
+each other never share a slot.
 
 Rejected: allocating per gather. The caching allocator would give another address in the backward, and saved views
 would read another unit's weights without any version error.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 OUTSIZED = 1.5
-"""A unit larger than this many medians may get slots of its own, so that a huge embedding doesn't size them all."""
+"""A unit larger than this many medians may get a slot of its own, so that one large embedding doesn't enlarge all."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ def assign_slots(
     Args:
         order: units in execution order; a unit that is not in it gets no slot.
         nbytes: bytes that each unit needs.
-        dedicated: units that share their slot with nobody (the root: it is in use all the time).
+        distance: how many units ahead a gather may be.
+        dedicated: units that share their slot with no other unit (the root: it is in use all the time).
     """
     shared = [unit for unit in dict.fromkeys(order) if unit not in set(dedicated)]
     sizes = [nbytes[unit] for unit in shared]
@@ -79,25 +80,25 @@ def _assign_classes(
 
 
 class Outdated(Enum):
-    """What of a second copy of a unit's parameters (plan.groups.SecondCopy) has to be made anew before it is read."""
+    """Which groups of a unit's second copy (plan.groups.SecondCopy) have to be updated before it is read."""
 
     NOTHING = 0
     TRAINABLE = 1
-    """A step has written the parameters that it updates."""
+    """The trainable groups: a step has updated their parameters."""
     ALL = 2
 
     def covers(self, trainable: bool) -> bool:
-        """Whether a group has to be made anew."""
+        """Whether a group, trainable or not, has to be updated."""
         return self is Outdated.ALL or (self is Outdated.TRAINABLE and trainable)
 
 
 class SlotLedger:
-    """Which units' whole parameters are current, and where; the engine and the traffic count ask the same ledger.
+    """Which units' gathered parameters are up to date, and in which slots; the engine and the traffic count share it.
 
     Args:
         plan: the gather slots; a unit without a slot rests whole in a buffer of its own.
-        stale: the units without a slot whose buffer is out of date after a step (each rank updated only its part).
-        reuse: whether the content of a released slot may serve its unit again while nobody else was written there.
+        stale: the units without a slot whose buffer is out of date after a step (each rank updated only its shard).
+        reuse: whether a unit may use the content of its released slot again if no other unit was gathered there.
         second: the units whose parameters have a second copy.
     """
 
@@ -110,23 +111,23 @@ class SlotLedger:
         self._outdated = dict.fromkeys(second, Outdated.ALL)
 
     def state(self) -> Hashable:
-        """Who is in which slot, and which buffers and second copies are out of date."""
+        """Which unit is in which slot, and which buffers and second copies are out of date."""
         return tuple(self._holder), frozenset(self._stale), tuple(self._outdated.values())
 
-    def renew(self, unit: int) -> Outdated:
-        """What of the unit's second copy has to be made anew; from here on it counts as current."""
+    def take_outdated(self, unit: int) -> Outdated:
+        """Which groups of the unit's second copy have to be updated; afterwards it counts as up to date."""
         found = self._outdated.get(unit, Outdated.NOTHING)
         if found is not Outdated.NOTHING:
             self._outdated[unit] = Outdated.NOTHING
         return found
 
     def holds(self, unit: int) -> bool:
-        """Whether the unit's whole parameters are there (or being gathered)."""
+        """Whether the unit's whole parameters are gathered, or being gathered."""
         slot = self._slot[unit]
         return unit not in self._stale if slot is None else self._holder[slot] == unit
 
     def take(self, unit: int) -> int | None:
-        """The unit is about to be gathered; returns the unit whose content is lost by it, None if there is none."""
+        """The unit is about to be gathered; returns the unit whose values that overwrites, None if there is none."""
         slot = self._slot[unit]
         if slot is None:
             self._stale.discard(unit)
@@ -134,32 +135,32 @@ class SlotLedger:
         previous, self._holder[slot] = self._holder[slot], unit
         return previous if previous != unit else None
 
-    def lose(self, unit: int) -> None:
-        """The gather of a unit that was taken has failed: its whole parameters are not there."""
-        self.outdate(unit)
+    def gather_failed(self, unit: int) -> None:
+        """The gather of a unit has failed after `take`: its whole parameters are not there."""
+        self.copy_outdated(unit)
         slot = self._slot[unit]
         if slot is None:
             self._stale.add(unit)
         elif self._holder[slot] == unit:
             self._holder[slot] = None
 
-    def outdate(self, unit: int) -> None:
-        """What was to make the unit's second copy anew has failed: some of it may be old, or nothing."""
+    def copy_outdated(self, unit: int) -> None:
+        """The update of the unit's second copy has failed: any part of it may be out of date."""
         if unit in self._outdated:
             self._outdated[unit] = Outdated.ALL
 
     def release(self, unit: int) -> None:
-        """The unit is out of use; its content stays valid where the plan reuses slots."""
+        """The unit is no longer in use; the content of its slot stays valid if the plan reuses slots."""
         slot = self._slot[unit]
         if slot is not None and not self._reuse and self._holder[slot] == unit:
             self._holder[slot] = None
 
     def invalidate(self, in_parts: Iterable[int] | None = None, *, stepped: bool = True) -> None:
-        """The parameters changed: no slot holds anything current, and what was written in parts is stale.
+        """The parameters have changed: no slot is up to date, nor are buffers of which each rank wrote only its shard.
 
         Args:
-            in_parts: units without a slot of which each rank wrote only its part; None is those of a step.
-            stepped: with None, a step wrote them, and so none that it does not update; else a load did.
+            in_parts: units without a slot of which each rank wrote only its shard; None for those that a step updates.
+            stepped: with `in_parts` None, whether a step wrote them, which changes only trainable parameters.
         """
         self._holder = [None] * len(self._holder)
         for unit, outdated in self._outdated.items():

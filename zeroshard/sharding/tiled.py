@@ -4,9 +4,9 @@
         out 0   [ tile ] [ tile ]        y[out i] = sum over j of x[in j] @ tile[i][j]^T, bias in the last tile
         out 1   [ tile ] [ tile ]
 
-Outside of repeated blocks each tile is a unit of its own. Inside of a block the block is gathered at once, tiles and
-all, unless `shard(..., units=[...])` names the tiles. The names of the parameters are those of DeepSpeed's tiles, so
-that its checkpoints fit.
+Outside of repeated blocks each tile is a unit of its own. Inside of a block the whole block is gathered at once, unless
+`shard(..., units=[...])` names the tiles. The parameters have the names of DeepSpeed's tiles, so that its checkpoints
+can be loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zeroshard.errors import TilingError, UsageError
 
 
 class TiledLinear(nn.Module):
-    """Computes what a linear layer of `in_features` x `out_features` computes, in tiles.
+    """A linear layer of `in_features` x `out_features`, computed in tiles.
 
     Args:
         in_splits, out_splits: tiles along the input and the output; sizes differ by at most one.
         input_is_already_split: forward takes a list of `in_splits` tensors.
         combine_out_splits: False returns a list of `out_splits` tensors.
         linear_cls: makes a tile: `linear_cls(in_features, out_features, bias=..., **kwargs)`.
-        init_linear: a linear layer whose weight and bias are taken over.
+        init_linear: a linear layer whose weight and bias are copied.
 
     Attributes:
         linears: the tiles, `linears[out][in]`.
@@ -38,6 +38,7 @@ class TiledLinear(nn.Module):
 
     Raises:
         TilingError: more splits than features, or fewer than one.
+        UsageError: `init_linear` has another shape, or only one of the two has a bias.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """(..., in_features), or its parts, to (..., out_features), or its parts."""
+        """From (..., in_features), or a list of its parts, to (..., out_features), or a list of its parts."""
         outputs = [total if bias is None else total + bias for total, bias in self._rows(x)]
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take over weight and bias of a whole layer; before sharding, or inside GatheredParameters of both.
+        """Copy weight and bias of a linear layer; before sharding, or inside GatheredParameters of both layers.
 
         Raises:
             UsageError: it has another shape, or only one of the two has a bias.
@@ -101,7 +102,7 @@ class TiledLinear(nn.Module):
                     self._tile(row, -1).bias.copy_(bias)
 
     def _rows(self, x: torch.Tensor | Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """One output after the other, with the bias that its tiles have handed out instead of adding it."""
+        """Each part of the output, and its bias if the tiles return the bias instead of adding it."""
         parts = self._parts(x)
         rows: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for row in range(self.out_splits):
@@ -131,14 +132,14 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """A `TiledLinear` of layers that return their output without the bias, and the bias beside it, as Megatron's do.
+    """A `TiledLinear` of layers that return (output without bias, bias), as Megatron's do.
 
-    Its forward does the same: output and bias, each in parts with `combine_out_splits=False`; the bias is None where
-    the layers have none.
+    Its forward returns the same pair, each in parts with `combine_out_splits=False`; the bias is None if the layers
+    have none.
     """
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-        """(..., in_features), or its parts, to (..., out_features) and the bias, or their parts."""
+        """From (..., in_features), or a list of its parts, to (..., out_features) and the bias, or lists of parts."""
         rows = self._rows(x)
         outputs, biases = [total for total, _ in rows], [bias for _, bias in rows if bias is not None]
         if not self.combine_out_splits:

@@ -1,12 +1,13 @@
 """Finds the units of a model: the parts that are gathered and reduced together.
 
-The outermost repeated block is a unit with everything inside it (experts included), so that data-dependent branches
-inside a block never change which collectives run. Large leaves outside the blocks (embedding, head) are units of
-their own, since a 128k vocabulary dwarfs a block, and so is what the user marked as a leaf (see marks). The rest, and
-every parameter that several units own or read, belongs to the root unit, which stays gathered for the whole pass.
+Each outermost repeated block is a unit with everything inside it (experts included), so data-dependent branches inside
+a block never change which collectives run. Large leaves outside the blocks (embedding, head) are units of their own,
+since an embedding of 128k tokens is larger than several blocks; so are modules that the user marked as leaves (see
+marks). All other parameters, and those that several units own or read, belong to the root unit, which stays gathered
+for the whole pass.
 
-Rejected: one unit per Linear (more, smaller collectives and per-layer Python), and wrapping by parameter count alone
-(units then cut through blocks and the boundaries move when the model is resized).
+Rejected: one unit per Linear (more and smaller collectives, and Python code per layer), and units by number of
+parameters alone (their boundaries lie inside blocks, and change with the model's size).
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from zeroshard.errors import PlanError
 from zeroshard.sharding.cut import Cut
 from zeroshard.sharding.dtensors import cut_of
 from zeroshard.sharding.marks import external_parameters, is_leaf
+from zeroshard.sharding.opaque import can_be_unit, is_opaque, takes_hooks
 from zeroshard.sharding.resting import whole_class
 from zeroshard.sharding.unowned import whole_numel, whole_shape
-from zeroshard.sharding.whole import can_be_unit, is_whole, takes_hooks
 
 OWN_UNIT_NUMEL = 16_384
-"""A leaf outside the blocks with at least this many elements is a unit of its own; so is what is not taken apart."""
+"""A leaf outside the blocks with at least this many elements is a unit of its own; so is an opaque module."""
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers without a forward: they can't be units."""
 CONTAINERS = (*LISTS, nn.Sequential)
 _CONVERSIONS = ("to", "cpu", "cuda", "half", "bfloat16", "float", "type", "__torch_function__", "__torch_dispatch__")
-"""What a class of parameters defines whose memory no plain conversion fits."""
+"""A parameter class that defines one of these converts itself: its memory may hold something else than numbers."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What layout needs to know of a parameter; no storage, so that plans can be made for models nobody has built.
+    """A parameter before layout, without its storage: plans can be made for models that are not built.
 
     Attributes:
-        cut: how the model divides it; `shape` is that of one rank's part then.
-        packed: its memory may hold something else than numbers of its dtype (a library's codes), and is kept as it is.
-        unknown_class: name of its class, where that does not say whether it does.
+        cut: how the model divides the parameter, `shape` being that of one rank's part; None if it does not.
+        packed: its memory may hold something else than numbers of its dtype (a library's codes), and is kept unchanged.
+        unknown_class: name of its class, if that does not show whether the memory holds such codes; else "".
     """
 
     name: str
@@ -70,9 +71,9 @@ class UnitSpec:
 
 
 def refuse_uninitialized(model: nn.Module) -> None:
-    """Raises PlanError for lazy modules whose parameters have no shape yet: where they lie can't be planned.
+    """Raises PlanError for a model that can't be planned: scripted, or with lazy parameters that have no shape yet.
 
-    Also UsageError for what is no module.
+    Also raises UsageError for what is no module.
     """
     need_kind(model, nn.Module, "the model", "an nn.Module")
     if not takes_hooks(model):
@@ -93,13 +94,14 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     """The units of `model` in module-tree order, the root first.
 
     Args:
-        selected: module paths that are to be the units instead of the ones found; what lies outside goes to the root.
+        selected: module paths of the units, instead of the ones that are found; the rest belongs to the root unit.
 
     Raises:
-        PlanError: a selected path does not exist, is repeated, lies inside another, or is a list of modules.
+        PlanError: a selected path does not exist, is repeated, lies inside another, or is a list of modules; or the
+            model can't be planned, see `refuse_uninitialized`.
     """
     refuse_uninitialized(model)
-    names = _check_selected(model, selected) if selected is not None else _found(model)
+    names = _check_selected(model, selected) if selected is not None else _find_names(model)
     owner: dict[int, set[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         unit = _unit_of(path, names)
@@ -125,7 +127,7 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
 
 def _spec_of(path: str, parameter: nn.Parameter) -> ParameterSpec:
     cut, trainable = cut_of(path, parameter), parameter.requires_grad
-    # A class of its own is how libraries of quantized weights mark what a plain conversion would destroy.
+    # Libraries of quantized weights use a class of their own for parameters that a plain conversion would destroy.
     kind = whole_class(parameter)
     packed = cut is None and not trainable and kind is not nn.Parameter
     unknown_class = kind.__name__ if packed and not _converts_itself(kind) else ""
@@ -148,21 +150,21 @@ def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
             )
 
 
-def _found(model: nn.Module) -> tuple[str, ...]:
-    return () if is_leaf(model) or is_whole(model) else tuple(_walk(model, ""))
+def _find_names(model: nn.Module) -> tuple[str, ...]:
+    return () if is_leaf(model) or is_opaque(model) else tuple(_unit_paths(model, ""))
 
 
-def _walk(module: nn.Module, path: str) -> Iterator[str]:
+def _unit_paths(module: nn.Module, path: str) -> Iterator[str]:
     """Paths of the units below `module`, in registration order."""
     repeated = _repeated_children(module)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if is_leaf(child) and isinstance(child, LISTS):
-            continue  # it has no forward to gather around: it is gathered, as a whole, with the module that holds it
+            continue  # a list has no forward, so it is gathered with the module that holds it
         if can_be_unit(child) and (name in repeated or is_leaf(child) or _is_large(child)):
             yield child_path
-        elif not is_whole(child):
-            yield from _walk(child, child_path)
+        elif not is_opaque(child):
+            yield from _unit_paths(child, child_path)
 
 
 def _repeated_children(module: nn.Module) -> frozenset[str]:
@@ -175,8 +177,8 @@ def _repeated_children(module: nn.Module) -> frozenset[str]:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Whether a module that is not walked into is worth a unit of its own."""
-    whole = is_whole(module)
+    """Whether a leaf, or an opaque module, is large enough for a unit of its own."""
+    whole = is_opaque(module)
     if isinstance(module, LISTS) or (next(module.children(), None) is not None and not whole):
         return False
     return sum(whole_numel(parameter) for parameter in module.parameters(recurse=whole)) >= OWN_UNIT_NUMEL
@@ -211,7 +213,7 @@ def _check_selected(model: nn.Module, selected: Sequence[str]) -> tuple[str, ...
 
 
 def _check_reachable(name: str, modules: dict[str, nn.Module]) -> None:
-    """Raises PlanError for a selected unit whose forward its own hooks can't see."""
+    """Raises PlanError for a selected unit that may be used without a call of its own hooks."""
     if not can_be_unit(modules[name]):
         what = "takes no hooks" if not takes_hooks(modules[name]) else "may be used without being called"
         raise PlanError(
@@ -220,7 +222,7 @@ def _check_reachable(name: str, modules: dict[str, nn.Module]) -> None:
         )
     parts = name.split(".")
     for around in (".".join(parts[:length]) for length in range(len(parts))):
-        if is_whole(modules[around]):
+        if is_opaque(modules[around]):
             where = repr(around) if around else "the model"
             raise PlanError(
                 f"units: {name!r} lies inside {where}, a {type(modules[around]).__name__}, which may use parameters of "

@@ -1,7 +1,7 @@
-"""A forward on parameters that are sharded and owned by no sharded model is refused by name.
+"""Refuses a forward on parameters that are sharded but owned by no engine, and names the parameter.
 
-The hook is on modules only while parameters of their own have no owner (see unowned): in training there is none.
-Rejected: explaining torch's error about an empty tensor afterwards, which some operations don't raise.
+Modules have the hook only while some of their own parameters are unowned (see unowned), so there is none in training.
+Rejected: to explain torch's error afterwards, which some operations don't raise.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UsageError
+from zeroshard.sharding.opaque import reachable_parameters, takes_hooks
 from zeroshard.sharding.resting import is_resting
 from zeroshard.sharding.unowned import unowned_shard_of
-from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
 @dataclass(frozen=True)
 class _UnownedHook:
-    """A pre-forward hook of a module.
+    """A forward pre-hook of a module.
 
     Attributes:
-        path: of the module in its model.
+        path: path of the module in its model.
     """
 
     path: str
@@ -30,7 +30,7 @@ class _UnownedHook:
     def __call__(self, module: nn.Module, _args: object) -> None:
         """Raises UsageError where a parameter of the module itself is empty."""
         if torch.compiler.is_compiling():
-            return  # a hook in compiled code would cut it in two
+            return  # it would cause a graph break
         for name, parameter in reachable_parameters(module):
             unowned = unowned_shard_of(parameter)
             if unowned is not None and is_resting(parameter):
@@ -44,7 +44,7 @@ class _UnownedHook:
 
 
 def guard_unowned(model: nn.Module) -> None:
-    """Put the hook on modules of `model` that have unowned parameters of their own, and take it off all others."""
+    """Register the hook on modules of `model` that have unowned parameters of their own, and remove it from others."""
     for path, module in model.named_modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _UnownedHook)]:

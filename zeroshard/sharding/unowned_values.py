@@ -1,4 +1,4 @@
-"""The values of parameters that are sharded though no sharded model owns them (see sharding.unowned)."""
+"""Gathers the values of sharded parameters that no engine owns (see sharding.unowned)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gather_unowned(unowned: UnownedShard, device: torch.device) -> torch.Tensor:
     rows = own.new_empty(unowned.ranks * widest)
     gather_over_default(rows, own.contiguous())
     if all(start in (rank * widest, numel) for rank, (start, _) in enumerate(unowned.parts)):
-        return rows[:numel].view(unowned.shape)  # only what lies behind the last element is padding
+        return rows[:numel].view(unowned.shape)  # all padding is behind the last element
     whole = rows.new_empty(numel)
     for row, (start, end) in zip(rows.view(unowned.ranks, widest), unowned.parts, strict=True):
         whole[start:end] = row[: end - start]
@@ -30,7 +30,7 @@ def gather_unowned(unowned: UnownedShard, device: torch.device) -> torch.Tensor:
 
 
 def take_whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's values here; those of an unowned one are gathered (by all ranks), and its shard is given up."""
+    """The parameter's values; those of an unowned parameter are gathered by all ranks, and its shard is dropped."""
     unowned = unowned_shard_of(parameter)
     if unowned is None:
         return holder_of(parameter).data

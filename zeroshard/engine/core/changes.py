@@ -83,7 +83,7 @@ class ForwardChanges:
             return
         different = self._fingerprints_of(unit, beside) != before
         if not self.expected:
-            self._fingerprints.give_memory_back()
+            self._fingerprints.free_memory()
         if self._on_gpu:
             self._reads.start(unit, different)
         else:
@@ -98,7 +98,7 @@ class ForwardChanges:
         """Discard the fingerprints: the units were released without a comparison, or the shards were written."""
         if self.expected:
             self.expected.clear()
-            self._fingerprints.give_memory_back()
+            self._fingerprints.free_memory()
 
     def _fingerprints_of(self, unit: Unit, beside: bool) -> torch.Tensor:
         return self._fingerprints.of(value for group in unit.groups for value in group.values(beside=beside))

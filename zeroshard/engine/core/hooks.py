@@ -16,7 +16,7 @@ from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.dtypes import is_packed, torch_dtype
 from zeroshard.sharding.marks import external_parameters
-from zeroshard.sharding.whole import reachable_parameters, takes_hooks
+from zeroshard.sharding.opaque import reachable_parameters, takes_hooks
 
 _UNTRACED = (
     "zeroshard gathers and releases the parameters of a sharded model between its units, outside of compiled code. "

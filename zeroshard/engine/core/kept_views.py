@@ -26,7 +26,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from zeroshard.errors import ZeroShardWarning
-from zeroshard.sharding.overlap import kept_tensors
+from zeroshard.sharding.shared_memory import kept_tensors
 
 _LOOKS = 8
 """How often the references are counted: in the first passes, each of which may be followed by another plan."""

@@ -123,12 +123,12 @@ class Parameters:
             self._streams.enqueue(Stream.GATHER, lambda: self._poison(index), writes=(self._buffer(index),))
         steps = self._steps[index]
         if index in self._after_renewal:
-            steps = self._after_renewal[index][self._ledger.renew(index)]
+            steps = self._after_renewal[index][self._ledger.take_outdated(index)]
         unit.become(UnitState.GATHERING)
         try:
             self._run_gather(unit, steps)
         except (RuntimeError, AssertionError) as error:  # the slot was not written, so it must not count as gathered
-            self._ledger.lose(index)
+            self._ledger.gather_failed(index)
             unit.become(UnitState.RESTING)
             refuse_tracing(error)
             raise
@@ -210,9 +210,10 @@ class Parameters:
         unit.gathered_beside = True
         wholes = [group.allocate_beside() for group in unit.groups]
         try:
-            self._run_gather(unit, self._gather_steps.into(unit, wholes, ("beside", index), self._ledger.renew(index)))
+            outdated = self._ledger.take_outdated(index)
+            self._run_gather(unit, self._gather_steps.into(unit, wholes, ("beside", index), outdated))
         except (RuntimeError, AssertionError) as error:  # the memory was not written, so it must not be shown
-            self._ledger.outdate(index)
+            self._ledger.copy_outdated(index)
             unit.free_beside()
             refuse_tracing(error)
             raise

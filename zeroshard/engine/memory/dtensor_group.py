@@ -1,7 +1,7 @@
 """A flat group with parameters that the model itself divides (DTensors); the memory belongs to their local tensors.
 
     parameter     the DTensor: its class says whether it rests; autograd leaves gradients on it
-    holder        its local tensor: a view of the slot in use, stretched over one NaN at rest
+    holder        its local tensor: a view of the slot in use, one expanded NaN at rest
 
 Such a group may also have plain parameters, which are their own holders. Rejected: the same code in `Group`, which
 would test for DTensors in each forward and backward of every model.
@@ -14,7 +14,7 @@ import torch
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import sharded_gradient_of
 from zeroshard.sharding.dtensors import as_dtensor, holder_of, local_gradient
-from zeroshard.sharding.resting import resting_class, stretched, unguarded
+from zeroshard.sharding.resting import expanded_nan, resting_class, unguarded
 
 
 class DTensorGroup(Group):
@@ -53,4 +53,4 @@ class DTensorGroup(Group):
         if as_dtensor(parameter) is None:
             return super()._placeholder(index)
         with unguarded():
-            return sharded_gradient_of(stretched(tuple(parameter.shape), self.whole.dtype, self.device))
+            return sharded_gradient_of(expanded_nan(tuple(parameter.shape), self.whole.dtype, self.device))

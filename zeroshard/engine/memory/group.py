@@ -22,7 +22,7 @@ from zeroshard.engine.memory.guard import ShardedGradient, sharded_gradient
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.placement import Residency
-from zeroshard.sharding.resting import Resting, rest, resting_class, unguarded, wake
+from zeroshard.sharding.resting import Resting, rest, resting_class, show_values, unguarded
 from zeroshard.tiers import Row
 
 
@@ -133,7 +133,7 @@ class Group:
 
     def show_one(self, index: int) -> None:
         """Give one parameter its value, even if a GatheredParameters holds it."""
-        wake(self.parameters[index], (self.views if self._beside is None else self._beside)[index])
+        show_values(self.parameters[index], (self.views if self._beside is None else self._beside)[index])
 
     def allocate_beside(self) -> torch.Tensor:
         """Allocate extra memory for the whole group beside its slot; `show` gives the parameters their part of it.

@@ -20,7 +20,7 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import sharded_gradient_of
 from zeroshard.fp8.cast import decode
 from zeroshard.fp8.parameter import Codes, coded_class, drop_codes, keep_codes
-from zeroshard.sharding.resting import unguarded, wake
+from zeroshard.sharding.resting import show_values, unguarded
 
 
 @dataclass
@@ -74,7 +74,7 @@ class ScaledGroup(Group):
         """See Group."""
         parameter = self.parameters[index]
         if self._beside is None:
-            wake(parameter, self.empties[index])
+            show_values(parameter, self.empties[index])
             if self.codes:
                 parameter.__class__ = coded_class(self.classes[index])  # pyright: ignore[reportAttributeAccessIssue]
         else:

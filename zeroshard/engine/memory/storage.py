@@ -45,7 +45,7 @@ from zeroshard.plan.placement import Placement, Residency, Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.dtensors import as_dtensor, prepare_holder
-from zeroshard.sharding.resting import Resting, stretch, stretched, whole_class
+from zeroshard.sharding.resting import Resting, expanded, expanded_nan, whole_class
 from zeroshard.sharding.unowned_values import take_whole
 from zeroshard.tiers import Row, values_of
 
@@ -137,8 +137,8 @@ class Storage:
             shard, row = self._shard(plan, layout.shard_numel)
         members = [parameters[segment.name] for segment in layout.segments]
         shown = torch_dtype(plan.shown_dtype)
-        one = self._at_rest.setdefault(shown, stretched((1,), shown, self.device))
-        empties = [stretch(one, segment.shape) for segment in layout.segments]
+        one = self._at_rest.setdefault(shown, expanded_nan((1,), shown, self.device))
+        empties = [expanded(one, segment.shape) for segment in layout.segments]
         records = [Resting(segment.name) for segment in layout.segments]
         classes = [whole_class(member) for member in members]
         plain = ScaledGroup if plan.scaled else Group

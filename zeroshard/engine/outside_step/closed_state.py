@@ -12,9 +12,9 @@ from torch import nn
 
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError
+from zeroshard.sharding.opaque import reachable_parameters, takes_hooks
 from zeroshard.sharding.resting import is_resting
 from zeroshard.sharding.unowned import unowned_shard_of
-from zeroshard.sharding.whole import reachable_parameters, takes_hooks
 
 
 @dataclass  # torch sets an attribute on it

@@ -27,7 +27,7 @@ from zeroshard.sharding.dtensors import holder_of
 from zeroshard.sharding.fingerprint import Fingerprints
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.marks import PARAMETER_OF
-from zeroshard.sharding.resting import is_resting, name_at_rest, wake
+from zeroshard.sharding.resting import is_resting, recorded_name, show_values
 from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of, whole_shape
 from zeroshard.sharding.unowned_values import gather_unowned
 
@@ -121,7 +121,7 @@ class GatheredParameters:
             self._end_gather()
             raise
         for parameter, unowned in self._unowned:
-            wake(parameter, gather_unowned(unowned, parameter.device).to(parameter.dtype))
+            show_values(parameter, gather_unowned(unowned, parameter.device).to(parameter.dtype))
         self._held = [member for member, _ in (*self._places, *self._unowned)]
         for member in self._held:
             vars(member)[_IN_BLOCK] = True
@@ -138,11 +138,11 @@ class GatheredParameters:
                 continue  # whole already
             if not is_resting(parameter) and self._modifier is None and not group.plan.scaled:
                 # The values are here, so no collective is needed; a copy, because a pass in the block may release them.
-                wake(parameter, holder_of(parameter).detach().clone())
+                show_values(parameter, holder_of(parameter).detach().clone())
             else:
                 if id(group) not in wholes:
                     wholes[id(group)] = _whole_of(handle, unit, group)
-                wake(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
+                show_values(parameter, wholes[id(group)][segment.offset : segment.end].view(segment.shape))
             self._gathered.append((unit, group, index))
             group.opened.add(index)
 
@@ -300,7 +300,7 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | 
 
 def _describe(parameter: torch.Tensor) -> str:
     """The parameter, for a message."""
-    name = name_at_rest(parameter) if place_of(parameter) is None else name_of(parameter)
+    name = recorded_name(parameter) if place_of(parameter) is None else name_of(parameter)
     return f"parameter {name!r}" if name else "a parameter"
 
 

@@ -244,7 +244,7 @@ class _Simulation:
             ready = max(ready, self._slot_free.get(slot, 0.0))
         self._begin_read(index)
         ready = max(ready, self._read.pop(index, 0.0))
-        outdated = self._ledger.renew(index)
+        outdated = self._ledger.take_outdated(index)
         for group, legs in zip(unit.groups, self._plan.legs[index], strict=True):
             made_first = legs.renewal(outdated, trainable=group.trainable)
             ready = self._run_beside(unit, "gather", (*made_first, *legs.gather), ready)

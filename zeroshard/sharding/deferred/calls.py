@@ -1,17 +1,17 @@
-"""What user code sees of deferred tensors while a model is being built: an ordinary build.
+"""Let deferred tensors look like ordinary ones to user code while a model is being built.
 
-A function mode stands between Python and torch for the few calls where a meta tensor would give itself away or lose
-data before the dispatcher sees it:
+A function mode changes the few calls in which a meta tensor would behave differently, or lose data before the
+dispatcher sees it:
 
     torch.empty(4), torch.empty(4, device=d)    made on the meta device, when d is the device of the tape
     torch.tensor([1.0]), x.new_tensor(1.0)      made real, then deferred with their values
     x.device, x.is_meta                         the device of the tape, False
     x.to(d), x.cpu()                            no copy when x is "on" d already
-    x.tolist(), x.numpy()                       the value, made on the spot
+    x.tolist(), x.numpy()                       the value, made immediately
 
-The disguise is needed. torch's own `trunc_normal_`, `orthogonal_` and `sparse_` return at once when `is_meta` says
-yes, and transformers skips its whole initialisation inside `torch.device("meta")`, which is why that context of
-torch's is not used: the weights would silently be other ones.
+This is needed: torch's own `trunc_normal_`, `orthogonal_` and `sparse_` do nothing for a tensor whose `is_meta` is
+true, and transformers skips all initialisation inside `torch.device("meta")`. With that context the weights would be
+different ones, without an error.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _META = torch.device("meta")
 
 
 def active_watcher() -> CallWatcher | None:
-    """The watcher of the `Init` around us, found by asking the stack of torch function modes."""
-    probe = (None,)  # no tensor has a say: what answers is a mode, if ours is on
+    """The watcher of the `Init` that is open here, found through torch's stack of function modes."""
+    probe = (None,)  # no tensor among the arguments: only a mode can answer, and only ours does
     return handle_torch_function(active_watcher, probe) if has_torch_function(probe) else None
 
 
 def active_tape() -> Tape | None:
-    """The tape that is being recorded around us."""
+    """The tape of the `Init` that is open here; None if none is."""
     watcher = active_watcher()
     return None if watcher is None else watcher.tape
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Inside, nothing is recorded and tensors are real, as if the `Init` around us had been left."""
+    """Inside, nothing is recorded and tensors are real, as if the open `Init` had been closed."""
     watcher = active_watcher()
     if watcher is None:
         yield
@@ -67,13 +67,16 @@ def suspended() -> Iterator[None]:
 
 
 class CallWatcher(TorchFunctionMode):
-    """Shows deferred tensors of `tape` as ordinary ones.
+    """Lets deferred tensors of `tape` look like ordinary ones.
+
+    Args:
+        evaluate: makes the present value of a deferred tensor.
 
     Attributes:
-        depth: the torch calls that we are inside of.
-        paused: whether nothing is shown or recorded for a while.
-        complete: makes a model of this `Init` what it becomes at its end, while it is still open; None where nothing
-            is done then.
+        depth: how many torch calls are being handled, one inside the other.
+        paused: whether this mode changes and records nothing at present.
+        finish_model: does to a model what the end of the `Init` does, while that is still open; None if that does
+            nothing.
     """
 
     def __init__(self, tape: Tape, evaluate: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -82,7 +85,7 @@ class CallWatcher(TorchFunctionMode):
         self.evaluate = evaluate
         self.depth = 0
         self.paused = False
-        self.complete: Callable[[nn.Module], None] | None = None
+        self.finish_model: Callable[[nn.Module], None] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -95,10 +98,12 @@ class CallWatcher(TorchFunctionMode):
         try:
             kwargs = dict(kwargs or {})
             first = args[0] if args else None
-            if func in _FROM_DATA and self._here(kwargs.get("device")):
+            if func in _FROM_DATA and self._on_tape_device(kwargs.get("device")):
                 return _from_data(func, args, kwargs)
             if func in _FACTORIES or (func is torch.normal and _normal_of_size(args, kwargs)):
-                return func(*args, **(kwargs | {"device": _META} if self._here(kwargs.get("device")) else kwargs))
+                return func(
+                    *args, **(kwargs | {"device": _META} if self._on_tape_device(kwargs.get("device")) else kwargs)
+                )
             if isinstance(first, torch.Tensor) and mark_of(first) is not None:
                 return self._on_deferred(func, first, args[1:], kwargs)
             return func(*args, **kwargs)
@@ -116,20 +121,22 @@ class CallWatcher(TorchFunctionMode):
             return self.evaluate(tensor).tolist()
         if func in (torch.Tensor.numpy, torch.Tensor.__array__):
             array = func(self.evaluate(tensor), *args, **kwargs)
-            array.flags.writeable = False  # writes could not reach the tensor
+            array.flags.writeable = False  # a write would not change the tensor
             return array
         if func is torch.Tensor.cpu and self.tape.device.type == "cpu":
             return tensor
         if func is torch.Tensor.to:
-            args = tuple(_META if isinstance(arg, str | torch.device) and self._here(arg) else arg for arg in args)
+            args = tuple(
+                _META if isinstance(arg, str | torch.device) and self._on_tape_device(arg) else arg for arg in args
+            )
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = (_tensors_for_lists(args[0]), *args[1:])
-        if kwargs.get("device") is not None and self._here(kwargs["device"]):
+        if kwargs.get("device") is not None and self._on_tape_device(kwargs["device"]):
             kwargs["device"] = _META
         return func(tensor, *args, **kwargs)
 
-    def _here(self, device: torch.device | str | int | None) -> bool:
-        """Whether a device argument means the device of the tape; none at all does."""
+    def _on_tape_device(self, device: torch.device | str | int | None) -> bool:
+        """Whether a device argument means the device of the tape, as None does."""
         if device is None:
             return True
         device = torch.device(device)
@@ -137,7 +144,7 @@ class CallWatcher(TorchFunctionMode):
 
 
 def _from_data(func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Make a tensor from Python data, then defer it. An empty one stays real: libraries probe the device with it."""
+    """Make a tensor from Python data, then defer it. An empty one stays real: libraries ask it for the device."""
     if func is torch.Tensor.new_tensor:
         args = (torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:])
         data = args[1] if len(args) > 1 else kwargs.get("data")
@@ -152,7 +159,7 @@ def _from_data(func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs:
 
 
 def _tensors_for_lists(index: Any) -> Any:
-    """`x[[0, 2]]`, `x[:, array]`: torch would make the index a tensor on the device of `x`, its values lost."""
+    """An index such as `x[[0, 2]]` or `x[:, array]` as tensors; torch would lose its values on the device of `x`."""
     if isinstance(index, tuple):
         return tuple(_tensors_for_lists(part) for part in index)
     return _from_data(torch.tensor, (index,), {}) if isinstance(index, list | np.ndarray) else index

@@ -1,16 +1,16 @@
-"""Build a model that no rank could hold, and give each rank the values that it owns.
+"""Build a model that is too large for one rank, and give each rank the values that it owns.
 
-    with Init():                    parameters are meta tensors, a tape says how each gets its values
+    with Init():                    parameters are meta tensors; a tape records how each gets its values
         model = MyModel()
-    materialize(model, ...)         one tensor at a time: make it, hand it to `sink`, forget it
+    materialize(model, ...)         one tensor at a time: make its values, pass them to `sink`, free them
 
-No module, function or class of torch is changed: a dispatch mode, a function mode and torch's public registration hooks
-are put up by `__enter__` and taken down by `__exit__`. The tape hangs on the storages of the model
-itself, so any number of models, submodels built by other code, and models built outside live side by side.
+No module, function or class of torch is changed: `__enter__` installs a dispatch mode, a function mode and torch's
+public registration hooks, and `__exit__` removes them. The tape is attached to the storages of the model itself, so
+several models, submodels built by other code, and models built outside can exist at the same time.
 
-Rejected: patching `nn.Module.__init__` as others do (recursion in composite models, and whoever else patches it), and
-calling `reset_parameters` on a meta model (not what the constructor of most models does). The latter remains as the
-way out for a plain meta model without a tape. See docs/decisions/0009-deferred-init.md.
+Rejected: patching `nn.Module.__init__` (it recurses in composite models, and collides with other code that patches it),
+and calling `reset_parameters` on a meta model (most constructors do more than that). The latter is done only for a
+plain meta model without a tape. See docs/decisions/0009-deferred-init.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zeroshard.sharding.deferred.replay import Replay
 from zeroshard.sharding.deferred.tape import Mark, Tape, TensorRef, mark_of
 
 Sink = Callable[[str, torch.Tensor, torch.Tensor], None]
-_BORN = "_zeroshard_init"
+_CREATED = "_zeroshard_init"
 
 
 @runtime_checkable
@@ -46,21 +46,26 @@ class Resettable(Protocol):
     def reset_parameters(self) -> None: ...
 
 
-_OPEN = -1
+_INIT_IS_OPEN = -1
 """The version counter of parameters whose `Init` has not closed yet."""
 
 
 @dataclass
-class _Born:
-    """Hangs on a parameter made under `Init`: when, and its version counter when the `Init` closed."""
+class _Created:
+    """Attached to a parameter that was made under an `Init`.
+
+    Attributes:
+        started: when the tape of that `Init` began, see `Tape.started`.
+        version: the parameter's version counter when the `Init` closed.
+    """
 
     started: int
-    version: int = _OPEN
+    version: int = _INIT_IS_OPEN
 
 
 @dataclass(frozen=True)
 class Materialized:
-    """What `materialize` did: tensors handed over, operations run, and the most bytes alive at once."""
+    """What `materialize` did: the number of tensors that were made, and the most bytes that were alive at once."""
 
     tensors: int
     peak_bytes: int
@@ -72,23 +77,27 @@ REMOTE_DEVICES = ("none", "cpu", "nvme")
 class Init:
     """Context in which models are built without memory, as `deepspeed.zero.Init`, and without patching torch.
 
-    Inside, a tensor made on `device`, which is the default one, is deferred: a meta tensor whose values a tape can
-    make; a tensor made on another device is real. Values are those of an ordinary build of the same code on `device`,
-    bit for bit, with the same seed, and the random generator stands where that build would have left it, inside and
-    afterwards. `.item()`, `tolist()`, `numpy()` (read-only) and truth values work: the value is made on the spot. What
-    can't be deferred raises `UsageError` on that line. A nested `Init` writes on the tape of the outer one.
+    Inside, a tensor made on `device`, which is the default device, is deferred: it is a meta tensor, and a tape records
+    how to make its values. A tensor made on another device is real. Values are those of an ordinary build of the same
+    code on `device`, bit for bit, with the same seed. The random generator always has the state that such a build would
+    give it, inside and afterwards. `.item()`, `tolist()`, `numpy()` (read-only) and truth values work: the value is
+    made immediately. What can't be deferred raises `UsageError` on that line. A nested `Init` records on the tape of
+    the outer one.
 
     Args:
         enabled: False makes this a context that does nothing.
         dtype: floating dtype of tensors made without an explicit one, as `torch.set_default_dtype`.
-        config_dict_or_path, config: taken for compatibility; `initialize` reads the config, and decides the dtypes of
-            compute and master weights. Init keeps the constructor's own dtype, so that the master is exact.
-        mem_efficient_linear: taken for compatibility; `F.linear` is never replaced.
-        remote_device: "none", "cpu" or "nvme", taken for compatibility: parameters take no memory until `initialize`,
-            whose offload_param.device says where they rest then.
-        device: where values will be made and random numbers drawn. Default: the current accelerator, else the CPU.
+        config_dict_or_path, config: accepted for compatibility; `initialize` reads the config, and decides the dtypes
+            of compute and master weights. Init keeps the constructor's own dtype, so that master weights are exact.
+        mem_efficient_linear: accepted for compatibility; `F.linear` is never replaced.
+        remote_device: "none", "cpu" or "nvme", accepted for compatibility: parameters take no memory until
+            `initialize`, whose offload_param.device says where they rest then.
+        device: where values are made and random numbers are drawn. Default: the current accelerator, else the CPU.
 
-    The other arguments of DeepSpeed's class are decided by the plan here, and refused unless they are inert.
+    What DeepSpeed's other arguments say is decided by the plan here; a value that would change something is refused.
+
+    Raises:
+        UsageError: such an argument was given, an unknown `remote_device`, or a dtype that is not floating.
     """
 
     def __init__(
@@ -129,12 +138,12 @@ class Init:
         )
         if remote_device not in (None, *REMOTE_DEVICES):
             known = ", ".join(REMOTE_DEVICES)
-            raise UsageError(f"zeroshard.Init(remote_device={remote_device!r}): there are {known}")
+            raise UsageError(f"zeroshard.Init(remote_device={remote_device!r}): known are {known}")
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"zeroshard.Init(dtype={dtype}): parameters are floating. Use torch.bfloat16 or the like.")
         self.enabled = enabled
         self.dtype = dtype
-        self.device = _indexed(torch.device(device) if device is not None else _default_device())
+        self.device = _with_index(torch.device(device) if device is not None else _default_device())
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> Init:
@@ -155,7 +164,7 @@ class Init:
 
 
 def has_tape(model: nn.Module) -> bool:
-    """Whether any parameter or buffer of `model` waits for values that an `Init` recorded."""
+    """Whether any parameter or buffer of `model` has no values yet but a tape that makes them."""
     return any(mark_of(tensor) is not None for _, tensor in _state(model))
 
 
@@ -165,7 +174,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def fingerprints(model: nn.Module) -> list[str]:
-    """Digests of the tapes of `model` in order of their making. Ranks must agree: else they hold different models."""
+    """Digests of the tapes of `model`, oldest first. They must be equal on all ranks, else these have other models."""
     tapes = {mark.tape for _, tensor in _state(model) if (mark := mark_of(tensor)) is not None}
     return [tape.fingerprint() for tape in sorted(tapes, key=lambda tape: tape.started)]
 
@@ -180,94 +189,96 @@ def materialize(
 ) -> Materialized:
     """Make the values of the deferred parameters and buffers of `model`, one after another.
 
-    `sink(name, tensor, value)` gets each of them once, in module order, under its first name: the meta parameter or
-    buffer that the model holds and its value (same shape and dtype) on `device`. The value belongs to the sink; what it
-    does not keep is freed when it returns. Tensors that share a storage get views of one storage, in consecutive calls.
-    Real tensors are not touched. Values are made on the device that `Init` was given and moved to `device` (None: left
-    there). Global generators are as found afterwards. A tensor that `sink` leaves on the meta device can be made again.
+    Tensors that share a storage get views of one storage, in consecutive calls of `sink`. Real tensors are not touched.
+    Plain tensor attributes of modules are filled in place. Global random generators are left unchanged. A model on the
+    meta device without any tape is filled by `reset_parameters()`, module by module, with a warning.
 
-    `wanted(name)` limits the work to the tensors for which it is true; nothing is computed for the rest.
-    `on_progress(done, total)` counts tensors. Plain tensor attributes of modules are filled in place.
-
-    A model on the meta device without any tape is filled by `reset_parameters()`, module by module, with a warning.
+    Args:
+        device: where the values are moved; None leaves them on the device that `Init` was given.
+        sink: called as `sink(name, tensor, value)` once for each of them, in module order, with its first name, the
+            meta parameter or buffer of the model, and its value (same shape and dtype). The value belongs to the sink,
+            and is freed when that returns unless it keeps it. A tensor that is left on the meta device can be made
+            again.
+        wanted: limits the work to the names for which it is true; nothing is computed for the rest.
+        on_progress: called as `on_progress(done, total)` with numbers of tensors.
 
     Raises:
         UsageError: a tensor has neither values nor a tape, or was changed after its `Init` had closed; or it belongs to
             a scripted module.
     """
-    waiting = [(name, tensor) for name, tensor in _state(model) if tensor.is_meta]
+    deferred = [(name, tensor) for name, tensor in _state(model) if tensor.is_meta]
     _refuse_scripted(model)
-    if waiting and not has_tape(model) and not any(_BORN in vars(tensor) for _, tensor in waiting):
+    if deferred and not has_tape(model) and not any(_CREATED in vars(tensor) for _, tensor in deferred):
         _record_resets(model)
-    groups = _by_storage(waiting)
-    own = {id(tensor) for _, tensor in _state(model)}
-    stray = [(name, tensor) for name, tensor in _plain_attributes(model) if id(tensor) not in own]
+    groups = _by_storage(deferred)
+    members_of_model = {id(tensor) for _, tensor in _state(model)}
+    attributes = [(name, tensor) for name, tensor in _plain_attributes(model) if id(tensor) not in members_of_model]
     if wanted is not None:
         groups = {mark: members for mark, members in groups.items() if any(wanted(name) for name, _ in members)}
     total, done, peak = sum(len(members) for members in groups.values()), 0, 0
     for mark, members in groups.items():
-        peak = max(peak, _hand_over(mark, members, device, sink))
+        peak = max(peak, _materialize_storage(mark, members, device, sink))
         done += len(members)
         if on_progress is not None:
             on_progress(done, total)
-    for mark, members in _by_storage(stray).items():
-        _hand_over(mark, members, device, fill_in_place)
+    for mark, members in _by_storage(attributes).items():
+        _materialize_storage(mark, members, device, fill_in_place)
     return Materialized(total, peak)
 
 
 def fill_in_place(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """A sink that makes the model's own tensor real: the same Python object, its attributes kept."""
-    # `p.data = value` is refused across devices, and `torch.utils.swap_tensors` where someone holds a weak reference
-    # to the parameter, as every nn.LSTM does; the references go to the Python object, which stays.
-    # Of its own version counter, too: `value` may be a view of what other parameters are views of.
+    """A sink that makes the model's own tensor real: the Python object and its attributes stay."""
+    # torch refuses `p.data = value` across devices, and `torch.utils.swap_tensors` for a parameter with weak
+    # references, as every nn.LSTM has; these refer to the Python object, which stays.
+    # `.data` gives it a version counter of its own: `value` may share its storage with other parameters.
     real = nn.Parameter(value.data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     torch._C._swap_tensor_impl(tensor, real)
-    # The object has its dicts of hooks still, but autograd calls those of the other tensor until they are set again.
+    # The object still has its dicts of hooks, but autograd calls those of the other tensor until they are set again.
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks) is not None:
             setattr(tensor, hooks, getattr(tensor, hooks))
 
 
-def _hand_over(
+def _materialize_storage(
     mark: Mark, members: list[tuple[str, torch.Tensor]], device: torch.device | str | None, sink: Sink
 ) -> int:
-    """Make one storage and hand over every tensor in it. Returns the most bytes that were alive."""
+    """Make the values of one storage and pass every tensor in it to `sink`. Returns the most bytes that were alive."""
     replay = Replay(mark.tape)
-    world = replay.values(frozenset({mark.storage}))
-    views = [TensorRef.of(tensor, mark.storage).view(world[mark.storage]) for _, tensor in members]
-    replay.free(world, [mark.storage])
+    made = replay.values(frozenset({mark.storage}))
+    views = [TensorRef.of(tensor, mark.storage).view(made[mark.storage]) for _, tensor in members]
+    replay.free(made, [mark.storage])
     for name, tensor in members:
         value = views.pop(0)
         sink(name, tensor, value if device is None else value.to(device))
         if not tensor.is_meta:
-            vars(tensor).pop(_BORN, None)
+            vars(tensor).pop(_CREATED, None)
     return replay.peak_bytes
 
 
 def _start_recording(stack: ExitStack, tape: Tape) -> None:
-    """Put up the modes and hooks; `stack` takes them down in reverse order."""
+    """Install the modes and hooks; `stack` removes them in reverse order."""
     recorder = Recorder(tape)
-    born: dict[int, tuple[nn.Parameter, _Born]] = {}
+    created: dict[int, tuple[nn.Parameter, _Created]] = {}
 
-    def note(parameter: nn.Parameter) -> None:
-        if mark_of(parameter) is not None and id(parameter) not in born:
-            born[id(parameter)] = (parameter, _Born(tape.started))
-            vars(parameter)[_BORN] = born[id(parameter)][1]
+    def record(parameter: nn.Parameter) -> None:
+        if mark_of(parameter) is not None and id(parameter) not in created:
+            created[id(parameter)] = (parameter, _Created(tape.started))
+            vars(parameter)[_CREATED] = created[id(parameter)][1]
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
-            note(parameter)
+            record(parameter)
 
     def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        for parameter in child.parameters() if child is not None else ():  # deep copies pass by the other hook
-            note(parameter)
+        for parameter in child.parameters() if child is not None else ():  # deep copies don't call the other hook
+            record(parameter)
 
-    def seal() -> None:
-        for parameter, mark in born.values():
+    def record_versions() -> None:
+        for parameter, mark in created.values():
             mark.version = parameter._version
 
-    stack.callback(recorder.replay.let_go)
-    stack.callback(seal)
+    stack.callback(recorder.replay.free_scratch)
+    stack.callback(record_versions)
     stack.enter_context(recorder)
     stack.enter_context(recorder.calls)
     stack.callback(register_module_parameter_registration_hook(on_parameter).remove)
@@ -275,17 +286,20 @@ def _start_recording(stack: ExitStack, tape: Tape) -> None:
 
 
 def _record_resets(model: nn.Module) -> None:
-    """Put `reset_parameters` of every module with direct meta tensors on a new tape."""
+    """Record `reset_parameters` of every module with direct meta tensors on a new tape."""
     owners = [
         (name, module)
         for name, module in model.named_modules()
         if any(tensor.is_meta for _, tensor in _direct(module, name))
     ]
-    helpless = [f"{name or 'the root'} ({type(module).__name__})" for name, module in owners if not _resets(module)]
-    if helpless:
+    without_reset = [
+        f"{name or 'the root'} ({type(module).__name__})" for name, module in owners if not _resets(module)
+    ]
+    if without_reset:
         raise UsageError(
-            f"the model is on the meta device, was not built under zeroshard.Init, and {_some(helpless)} can't fill its"
-            " parameters or buffers by itself (no `reset_parameters`). Build it inside `with zeroshard.Init():`."
+            "the model is on the meta device, was not built under zeroshard.Init, and"
+            f" {_listed(without_reset)} can't fill its parameters or buffers by itself (it has no `reset_parameters`)."
+            " Build the model inside `with zeroshard.Init():`."
         )
     warnings.warn(
         "the model is on the meta device and was not built under zeroshard.Init: its values come from"
@@ -304,7 +318,7 @@ def _resets(module: nn.Module) -> bool:
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """Raises UsageError for a scripted module without values: what torch has compiled keeps tensors of its own."""
+    """Raises UsageError for a scripted module without values: torch's compiled code keeps references to its tensors."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(tensor.is_meta for _, tensor in _direct(module, path)):
             raise UsageError(
@@ -314,11 +328,11 @@ def _refuse_scripted(model: nn.Module) -> None:
             )
 
 
-def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tuple[str, torch.Tensor]]]:
-    """Group tensors by the storage that holds their values; error for those that have none."""
+def _by_storage(deferred: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tuple[str, torch.Tensor]]]:
+    """Group tensors by their storage. Raises UsageError for those whose values no tape makes."""
     groups: dict[Mark, list[tuple[str, torch.Tensor]]] = {}
     lost: list[str] = []
-    for name, tensor in waiting:
+    for name, tensor in deferred:
         mark = mark_of(tensor)
         if mark is None or _changed_since(mark, tensor):
             lost.append(name)
@@ -326,19 +340,19 @@ def _by_storage(waiting: list[tuple[str, torch.Tensor]]) -> dict[Mark, list[tupl
             groups.setdefault(mark, []).append((name, tensor))
     if lost:
         raise UsageError(
-            f"{_some(lost)} of the model: on the meta device without recorded values, or changed after zeroshard.Init"
+            f"{_listed(lost)} of the model: on the meta device without recorded values, or changed after zeroshard.Init"
             " had closed (an initialisation, `model.to(dtype)` or `copy.deepcopy` outside of it is not recorded)."
-            " Do all that builds the model inside the one `with zeroshard.Init():`."
+            " Build and initialise the whole model inside one `with zeroshard.Init():`."
         )
     return groups
 
 
 def _changed_since(mark: Mark, tensor: torch.Tensor) -> bool:
     """Whether a parameter was written after its `Init` closed (by anything but a later `Init`)."""
-    born = vars(tensor).get(_BORN)
-    if not isinstance(born, _Born) or born.started != mark.tape.started or born.version == _OPEN:
+    created = vars(tensor).get(_CREATED)
+    if not isinstance(created, _Created) or created.started != mark.tape.started or created.version == _INIT_IS_OPEN:
         return False
-    return born.version != tensor._version
+    return created.version != tensor._version
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -370,7 +384,7 @@ def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _refuse_unless_inert(arguments: dict[str, tuple[Any, str]]) -> None:
     for name, (value, instead) in arguments.items():
         if value is not None and value is not False:
-            raise UsageError(f"zeroshard.Init({name}=...) has no meaning here: placement is the plan's. {instead}.")
+            raise UsageError(f"zeroshard.Init({name}=...) has no meaning here: the plan decides placement. {instead}.")
 
 
 def _default_device() -> torch.device:
@@ -378,12 +392,12 @@ def _default_device() -> torch.device:
     return accelerator if accelerator is not None else torch.device("cpu")
 
 
-def _indexed(device: torch.device) -> torch.device:
-    """A device with its index: the generator of `cuda` alone would follow `torch.cuda.set_device`."""
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its index: the generator of plain `cuda` would change with `torch.cuda.set_device`."""
     if device.type == "cpu" or device.index is not None:
         return torch.device(device.type) if device.type == "cpu" else device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

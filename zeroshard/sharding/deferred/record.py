@@ -1,4 +1,4 @@
-"""Put what a constructor does to its tensors on a tape instead of doing it.
+"""Record what a constructor does to its tensors on a tape, instead of doing it.
 
     user code        torch.empty(4, 4)     w.normal_()          x.item()            torch.rand(3, device="other")
     function mode    device=meta           |                    |                   |
@@ -6,13 +6,13 @@
                                            are drawn into       a real number back  not recorded
                                            scratch
 
-Tensors on the device of the tape (the default) become meta tensors whose values the tape can make, anywhere in the
-constructor: what Python reads of them is replayed there and then. Tensors on another device stay real.
+Tensors on the device of the tape (the default) become meta tensors whose values the tape can make at any time; where
+Python reads a value, the tape is replayed immediately. Tensors on another device stay real.
 
-Random numbers are drawn twice: once while recording, into scratch that is dropped at once, and again by whoever wants
-the values. So user code sees the generator where an ordinary build would have it at every line: `manual_seed`,
-`fork_rng`, real random tensors and a second model all come out the same. Advancing the generator only when the model
-is sharded was rejected: two models built in a row would start from the same numbers and be equal.
+Random numbers are drawn twice: once while recording, into scratch memory that is dropped, and again when the values are
+made. So the generator has, at every line, the state that an ordinary build would give it: `manual_seed`, `fork_rng`,
+real random tensors and a second model all come out the same. Advancing the generator only when the model is sharded
+was rejected: two models built one after the other would start from the same numbers and be equal.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.utils._pytree import tree_flatten, tree_map
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred.calls import CallWatcher
 from zeroshard.sharding.deferred.replay import Replay, generator_state
-from zeroshard.sharding.deferred.tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef, mark_of
+from zeroshard.sharding.deferred.tape import Constant, GeneratorState, Placeholder, Tape, TapeOp, TensorRef, mark_of
 
 _aten = torch.ops.aten
 
-# In-place operations that never look at what their target held. `out=` arguments are of the same kind.
+# In-place operations that don't read the old values of their target. `out=` arguments are of the same kind.
 _OVERWRITES = frozenset(
     {"fill_", "zero_", "copy_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_"}
     | {"log_normal_", "_foreach_zero_", "_foreach_copy_"}
 )
 
-# A real tensor read by a recorded operation is copied up to this size; a larger one (a checkpoint's) is borrowed.
+# A real tensor that a recorded operation reads is copied up to this size; a larger one (a checkpoint's) is referenced.
 _COPIED_BYTES = 1 << 20
 
 _REMEDY = (
@@ -48,7 +48,7 @@ _REMEDY = (
 
 
 class Recorder(TorchDispatchMode):
-    """Records deferred operations on `tape`; everything else runs as if it were not there."""
+    """Records operations on deferred tensors on `tape`; all other operations run as without it."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # our own look at `tensor.device` must see the truth
+        with torch._C.DisableTorchFunction():  # so that `tensor.device` is not changed by CallWatcher in here
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,37 +71,37 @@ class Recorder(TorchDispatchMode):
         deferred = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.is_meta]
         device = kwargs.get("device")
         to_meta = device is not None and torch.device(device).type == "meta"
-        if not to_meta and (not deferred or (device is not None and _gives_only_shape(func))):
+        if not to_meta and (not deferred or (device is not None and _uses_only_shape(func))):
             return func(*args, **kwargs)
-        if _gives_python_value(func):
-            return func(*tree_map(self._real, args), **kwargs)
+        if _returns_python_value(func):
+            return func(*tree_map(self._evaluated, args), **kwargs)
         return self._record(func, args, kwargs)
 
     def evaluate(self, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a deferred tensor as of now, on the device of the tape."""
         self.paused = True
         try:
-            return self._real(tensor)
+            return self._evaluated(tensor)
         finally:
             self.paused = False
 
-    def _real(self, leaf: Any) -> Any:
+    def _evaluated(self, leaf: Any) -> Any:
         if not (isinstance(leaf, torch.Tensor) and leaf.is_meta):
             return leaf
-        number = self._known(leaf, "reading it")
+        number = self._number_with_value(leaf, "reading it")
         return TensorRef.of(leaf, number).view(Replay(self.tape).values(frozenset({number}))[number])
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._infer(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
-            return result  # `t_()`, `resize_()`: changes the tensor object, not its bytes
+            return result  # `t_()`, `resize_()` change the tensor object, not its bytes
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         written = list(_written(func, args, kwargs))
         outputs = list(tree_flatten(result)[0])
         known = {id(tensor.untyped_storage()) for tensor in tensors}
         fresh = [isinstance(out, torch.Tensor) and id(out.untyped_storage()) not in known for out in outputs]
         if not written and not any(fresh):
-            return result  # a view: shares the storage, needs no entry
+            return result  # a view shares the storage and needs no entry
         inputs, kept, changed = self._effects(func, tensors, written)
         refs = tuple(
             TensorRef.of(out, self._number(out)) if new else None for out, new in zip(outputs, fresh, strict=True)
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
             torch.get_default_dtype(),
         )
         if op.rng is not None:
-            self.replay.draw(op, generator)
+            self.replay.advance_generator(op, generator)
         self.tape.append(op)
         return result
 
@@ -148,7 +148,9 @@ class Recorder(TorchDispatchMode):
                     f" {_REMEDY}"
                 ) from error
         # No rule, or a shape that depends on values (`nonzero`, a boolean mask): learn the shape by running it.
-        real = func(*tree_map(self._real, args), **{**tree_map(self._real, kwargs), **self._real_device(kwargs)})
+        real = func(
+            *tree_map(self._evaluated, args), **{**tree_map(self._evaluated, kwargs), **self._real_device(kwargs)}
+        )
         return tree_map(shape_of, real)
 
     def _real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -157,32 +159,32 @@ class Recorder(TorchDispatchMode):
     def _effects(
         self, func: OpOverload, tensors: list[torch.Tensor], written: list[torch.Tensor]
     ) -> tuple[set[int], set[int], set[int]]:
-        """Which storages an operation computes from, which it writes only in part, and which it writes."""
-        blind = func.overloadpacket.__name__ in _OVERWRITES or any(arg.is_out for arg in func._schema.arguments)
+        """The storages that an operation computes from, those that it overwrites in part, and all that it writes."""
+        overwrites = func.overloadpacket.__name__ in _OVERWRITES or any(arg.is_out for arg in func._schema.arguments)
         inputs: set[int] = set()
         kept: set[int] = set()
         changed: set[int] = set()
         targets = {id(target) for target in written}
         for target in written:
-            if blind and _covers_storage(target):
+            if overwrites and _covers_storage(target):
                 changed.add(self._number(target))
             else:
-                number = self._known(target, f"{func} writes a part of it")
+                number = self._number_with_value(target, f"{func} writes a part of it")
                 changed.add(number)
-                (kept if blind else inputs).add(number)
-        if not _gives_only_shape(func):
+                (kept if overwrites else inputs).add(number)
+        if not _uses_only_shape(func):
             operands = [tensor for tensor in tensors if tensor.is_meta and id(tensor) not in targets]
-            inputs |= {self._known(operand, f"{func} reads it") for operand in operands}
+            inputs |= {self._number_with_value(operand, f"{func} reads it") for operand in operands}
         return inputs, kept, changed
 
     def _number(self, tensor: torch.Tensor) -> int:
         number = self.tape.number_of(tensor)
-        return self.tape.adopt(tensor) if number is None else number
+        return self.tape.add_storage(tensor) if number is None else number
 
-    def _known(self, tensor: torch.Tensor, why: str) -> int:
+    def _number_with_value(self, tensor: torch.Tensor, why: str) -> int:
         number = self.tape.number_of(tensor)
         if number is None and tensor.untyped_storage().nbytes() == 0:
-            return self.tape.adopt(tensor)
+            return self.tape.add_storage(tensor)
         if number is None:
             origin = "outside of zeroshard.Init" if mark_of(tensor) is None else "by an earlier zeroshard.Init"
             raise UsageError(
@@ -193,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def _freeze(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):
-            return Hole.GENERATOR
+            return Placeholder.GENERATOR
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_meta:
@@ -205,7 +207,7 @@ class Recorder(TorchDispatchMode):
     def _freeze_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         frozen = {name: tree_map(self._freeze, value) for name, value in kwargs.items() if name != "device"}
         if kwargs.get("device") is not None:
-            frozen["device"] = Hole.DEVICE
+            frozen["device"] = Placeholder.DEVICE
         if frozen.get("pin_memory"):
             frozen["pin_memory"] = False
         return frozen
@@ -224,14 +226,14 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
-def _gives_python_value(func: OpOverload) -> bool:
-    """Whether an operation answers with Python numbers: `item`, `equal`, `allclose`, a truth value."""
+def _returns_python_value(func: OpOverload) -> bool:
+    """Whether an operation returns Python numbers: `item`, `equal`, `allclose`, a truth value."""
     returns = func._schema.returns
     return len(returns) > 0 and not any("Tensor" in str(value.type) for value in returns)
 
 
-def _gives_only_shape(func: OpOverload) -> bool:
-    """Whether the tensor that an operation takes only lends its shape and dtype: `zeros_like`, `new_empty`."""
+def _uses_only_shape(func: OpOverload) -> bool:
+    """Whether an operation uses only the shape and dtype of its tensor argument: `zeros_like`, `new_empty`."""
     name = func.overloadpacket.__name__
     return name.endswith("_like") or name.startswith("new_")
 

@@ -1,7 +1,7 @@
-"""Run parts of a tape on the real device and give the values that they end in.
+"""Run parts of a tape on the real device and return the values that result.
 
-One call makes the storages asked for, from nothing, in a little world of its own: only the operations that their
-values depend on, in program order, each scratch storage freed after its last reader. The bytes alive are counted.
+One call makes the requested storages from nothing. It runs only the operations on which their values depend, in
+program order, and frees each scratch storage after its last reader. It counts the bytes that are alive.
 
 Replaying the whole tape in program order was rejected: `model.to(torch.bfloat16)` or a residual scaling at the end of
 a constructor would then keep the whole fp32 model alive until its last line. The price is that a scratch tensor which
@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zeroshard.errors import UsageError
-from zeroshard.sharding.deferred.tape import Constant, GeneratorState, Hole, Tape, TapeOp, TensorRef
+from zeroshard.sharding.deferred.tape import Constant, GeneratorState, Placeholder, Tape, TapeOp, TensorRef
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -37,8 +37,8 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 @contextmanager
-def as_found(device: torch.device) -> Iterator[None]:
-    """Leave the default generator of `device`, the default dtype and the grad mode as they were."""
+def restoring_globals(device: torch.device) -> Iterator[None]:
+    """Restore the default generator of `device`, the default dtype and the grad mode at the end; grad is off inside."""
     state, dtype = generator_state(device), torch.get_default_dtype()
     try:
         with torch.no_grad():
@@ -58,9 +58,9 @@ class Replay:
         self._scratch = torch.UntypedStorage(0, device=tape.device)
 
     def values(self, storages: frozenset[int]) -> dict[int, torch.UntypedStorage]:
-        """The bytes of `storages` as they stand at the end of the tape so far.
+        """The bytes of `storages` as the operations recorded so far leave them, by number.
 
-        The caller owns them and hands them back with `free`.
+        The caller owns them and drops them with `free`.
         """
         steps = self.tape.history(storages)
         last_use: dict[int, int] = {}
@@ -68,65 +68,65 @@ class Replay:
             op = self.tape.ops[index]
             for storage in (*op.writes, *(ref.storage for ref in op.refs())):
                 last_use[storage] = index
-        world: dict[int, torch.UntypedStorage] = {}
-        with as_found(self.tape.device):
+        made: dict[int, torch.UntypedStorage] = {}
+        with restoring_globals(self.tape.device):
             for index in steps:
                 op = self.tape.ops[index]
-                self.step(op, world)
+                self.step(op, made)
                 used = {*op.writes, *(ref.storage for ref in op.refs())}
-                self.free(world, [s for s in used if last_use[s] == index and s not in storages])
-            for storage in storages - world.keys():  # made by `torch.empty` and never written: any bytes will do
-                self._allocate(world, storage)
-        return world
+                self.free(made, [s for s in used if last_use[s] == index and s not in storages])
+            for storage in storages - made.keys():  # made by `torch.empty` and never written: any bytes will do
+                self._allocate(made, storage)
+        return made
 
-    def draw(self, op: TapeOp, generator: torch.Generator | None) -> None:
-        """Run a random operation for its effect on the generator alone: the real one, from where it stands now.
+    def advance_generator(self, op: TapeOp, generator: torch.Generator | None) -> None:
+        """Run a random operation only to advance the real generator from its present state; the numbers are dropped.
 
-        All draws share one scratch buffer. Freeing each would leave a hole in the C heap that the next small
-        allocation nibbles at, so that the next draw no longer fits: the process grew to the size of the model.
+        All such operations share one scratch buffer. With a buffer for each, small allocations took parts of the
+        memory that was freed, so the next buffer did not fit there: the process grew to the size of the model.
         """
-        world = self.values(op.inputs)
+        made = self.values(op.inputs)
         targets = op.writes - op.inputs - {ref.storage for ref in op.outputs if ref is not None}
         if targets:
-            world[min(targets)] = self._scratch_of(self.tape.nbytes[min(targets)])
+            made[min(targets)] = self._scratch_with(self.tape.nbytes[min(targets)])
         with torch.no_grad():
-            self._call(op, world, generator)
+            self._call(op, made, generator)
         if targets:
-            del world[min(targets)]
-        self.free(world, list(world))
+            del made[min(targets)]
+        self.free(made, list(made))
 
-    def let_go(self) -> None:
-        """Give back the buffer of the draws; nothing will be drawn any more."""
-        # Modes and hooks hold each other: without this it would stay, as large as the largest parameter, until Python
-        # happens to collect cycles.
+    def free_scratch(self) -> None:
+        """Free the scratch buffer; no operation is recorded after this."""
+        # Modes and hooks reference each other: without this the buffer, as large as the largest parameter, would stay
+        # until Python collects cycles.
         self._scratch = torch.UntypedStorage(0, device=self.tape.device)
 
-    def step(self, op: TapeOp, world: dict[int, torch.UntypedStorage]) -> None:
-        """Run one operation from its recorded generator state; `world` gains what it makes."""
+    def step(self, op: TapeOp, made: dict[int, torch.UntypedStorage]) -> None:
+        """Run one operation from its recorded generator state; `made` gains what it makes."""
         generator = self._restore(op.rng) if op.rng is not None else None
-        made = tree_flatten(self._call(op, world, generator))[0]
-        for ref, value in zip(op.outputs, made, strict=True):
-            if ref is None or ref.storage in world:
+        results = tree_flatten(self._call(op, made, generator))[0]
+        for ref, value in zip(op.outputs, results, strict=True):
+            if ref is None or ref.storage in made:
                 continue
             nbytes = self.tape.nbytes[ref.storage]
             if ref.matches(value) and value.untyped_storage().nbytes() == nbytes:
-                self._hold(world, ref.storage, value.untyped_storage())
-            else:  # the shape rule predicted other strides than the kernel chose: later views go by the prediction
-                self._allocate(world, ref.storage)
-                ref.view(world[ref.storage]).copy_(value)
+                self._add(made, ref.storage, value.untyped_storage())
+            else:  # the real kernel chose other strides than the meta kernel, which later views were made with
+                self._allocate(made, ref.storage)
+                ref.view(made[ref.storage]).copy_(value)
 
-    def free(self, world: dict[int, torch.UntypedStorage], storages: list[int]) -> None:
-        """Drop storages from `world`."""
+    def free(self, made: dict[int, torch.UntypedStorage], storages: list[int]) -> None:
+        """Drop storages from `made`."""
         for storage in storages:
-            if storage in world:
-                self.live_bytes -= world.pop(storage).nbytes()
+            if storage in made:
+                self.live_bytes -= made.pop(storage).nbytes()
 
-    def _call(self, op: TapeOp, world: dict[int, torch.UntypedStorage], generator: torch.Generator | None) -> Any:
+    def _call(self, op: TapeOp, made: dict[int, torch.UntypedStorage], generator: torch.Generator | None) -> Any:
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, TensorRef):
-                if leaf.storage not in world:
-                    self._allocate(world, leaf.storage)
-                return leaf.view(world[leaf.storage])
+                if leaf.storage not in made:
+                    self._allocate(made, leaf.storage)
+                return leaf.view(made[leaf.storage])
             if isinstance(leaf, Constant):
                 if leaf.tensor._version != leaf.version:
                     raise UsageError(
@@ -134,17 +134,17 @@ class Replay:
                         f" ({op.func}) was changed afterwards, before the model was sharded. Change a copy of it."
                     )
                 return leaf.tensor
-            if leaf is Hole.DEVICE:
+            if leaf is Placeholder.DEVICE:
                 return self.tape.device
-            return generator if leaf is Hole.GENERATOR else leaf
+            return generator if leaf is Placeholder.GENERATOR else leaf
 
         args, kwargs = tree_map(fill, (op.args, op.kwargs))
         torch.set_default_dtype(op.default_dtype)
         return op.func(*args, **kwargs)
 
-    def _scratch_of(self, nbytes: int) -> torch.UntypedStorage:
+    def _scratch_with(self, nbytes: int) -> torch.UntypedStorage:
         if self._scratch.nbytes() < nbytes:
-            self._scratch = torch.UntypedStorage(0, device=self.tape.device)  # let go of the old one first
+            self._scratch = torch.UntypedStorage(0, device=self.tape.device)  # free the old one first
             self._scratch = torch.UntypedStorage(nbytes, device=self.tape.device)
         return self._scratch
 
@@ -154,11 +154,11 @@ class Replay:
         set_generator_state(rng.device, rng.state)
         return None
 
-    def _allocate(self, world: dict[int, torch.UntypedStorage], storage: int) -> None:
+    def _allocate(self, made: dict[int, torch.UntypedStorage], storage: int) -> None:
         nbytes = self.tape.nbytes[storage]
-        self._hold(world, storage, torch.UntypedStorage(nbytes, device=self.tape.device))
+        self._add(made, storage, torch.UntypedStorage(nbytes, device=self.tape.device))
 
-    def _hold(self, world: dict[int, torch.UntypedStorage], number: int, storage: torch.UntypedStorage) -> None:
-        world[number] = storage
+    def _add(self, made: dict[int, torch.UntypedStorage], number: int, storage: torch.UntypedStorage) -> None:
+        made[number] = storage
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

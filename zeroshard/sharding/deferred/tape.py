@@ -1,17 +1,17 @@
-"""The tape of a deferred build: which ATen operations wrote which storage, and where the random generator stood.
+"""The tape of a deferred build: which ATen operations wrote which storage, and from which random state.
 
-    storages   0: embed.weight   1: fc.weight   2: (scratch)            a storage is a number, its bytes exist nowhere
+    storages   0: embed.weight   1: fc.weight   2: (scratch)            a storage is a number, its bytes don't exist
     ops        [0] empty -> 0   [1] normal_ 0   [2] empty -> 1   [3] rand -> 2   [4] copy_ 1 <- 2
     writers    0: [0, 1]        1: [2, 4]       2: [3]
 
-Values are tied to storages, not to tensor objects: `p.data`, views, `detach`, `nn.Parameter(t)` and tied weights all
-share one, so views need no entry, and `p.data = q` moves `p` to the storage of `q` by itself. A storage carries the
-mark (tape, number) in its own `__dict__`; the tape holds no storage, so it lives exactly as long as some deferred
-tensor does and no table outside it is needed. Marks on parameters were rejected: `copy.deepcopy` (every
-`nn.TransformerEncoder`) makes parameters without passing any registration.
+Values belong to storages, not to tensor objects: `p.data`, views, `detach`, `nn.Parameter(t)` and tied weights all
+share one, so views need no entry, and `p.data = q` moves `p` to the storage of `q`. The mark (tape, number) is in the
+`__dict__` of the storage. The tape itself references no storage, so it is freed with the last deferred tensor, and no
+table outside of it is needed. Marks on parameters were rejected: `copy.deepcopy` (every `nn.TransformerEncoder`) makes
+parameters without any registration.
 
-Each random operation keeps the generator state that it started from (5 kB on a CPU, 16 bytes on a GPU). That turns
-the tape into something that can be read in any order: one tensor, or one rank's share, is made without the rest.
+Each random operation keeps the generator state that it started from (5 kB on a CPU, 16 bytes on a GPU). So the tape can
+be evaluated in any order: one tensor, or one rank's shard, is made without the rest.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torch.utils._pytree import tree_flatten
 _MARK = "_zeroshard_tape"
 
 
-class Hole(enum.Enum):
-    """What a replay fills in by itself."""
+class Placeholder(enum.Enum):
+    """An argument that a replay fills in."""
 
     DEVICE = "the device that the tape is for"
     GENERATOR = "a generator in the recorded state"
 
 
 class Mark(NamedTuple):
-    """Which entry of which tape a storage is."""
+    """The tape of a storage, and the storage's number there."""
 
     tape: Tape
     storage: int
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:
     """The mark of the storage behind `tensor`, if a tape made it."""
-    with torch._C.DisableTorchFunction():  # while a model is being built `is_meta` says what user code should see
+    with torch._C.DisableTorchFunction():  # CallWatcher would answer False to `is_meta`
         return vars(tensor.untyped_storage()).get(_MARK) if tensor.is_meta else None
 
 
@@ -96,7 +96,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A real tensor that a recorded operation reads. Large ones are borrowed: `version` tells if they changed."""
+    """A real tensor that a recorded operation reads. Large ones are not copied; `version` shows if they changed."""
 
     tensor: torch.Tensor
     version: int
@@ -104,7 +104,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """Where a generator stood before an operation; `private` if the caller passed one of its own."""
+    """The state of a generator before an operation; `private` if the caller passed a generator."""
 
     device: torch.device
     state: torch.Tensor
@@ -136,7 +136,13 @@ class TapeOp:
 
 @dataclass(eq=False)
 class Tape:
-    """Operations in program order. Frozen once its `Init` has closed."""
+    """Operations in program order; none is added after its `Init` has closed.
+
+    Attributes:
+        started: nanoseconds of the monotonic clock when the tape was made.
+        nbytes: bytes of each storage, by its number.
+        writers: of each storage, the positions in `ops` of the operations that write it.
+    """
 
     device: torch.device
     started: int = field(default_factory=time.monotonic_ns)
@@ -144,8 +150,8 @@ class Tape:
     nbytes: list[int] = field(default_factory=list)
     writers: list[list[int]] = field(default_factory=list)
 
-    def adopt(self, tensor: torch.Tensor) -> int:
-        """Number the storage behind a meta tensor. A mark of an earlier tape is replaced: the later writer wins."""
+    def add_storage(self, tensor: torch.Tensor) -> int:
+        """Number the storage behind a meta tensor. A mark of an earlier tape is replaced by this one."""
         storage = tensor.untyped_storage()
         number = len(self.nbytes)
         vars(storage)[_MARK] = Mark(self, number)
@@ -154,7 +160,7 @@ class Tape:
         return number
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the storage behind `tensor` on this tape. Also notes that `resize_` made it larger."""
+        """The number of the storage behind `tensor` on this tape; also updates its size after a `resize_`."""
         mark = mark_of(tensor)
         if mark is None or mark.tape is not self:
             return None
@@ -169,8 +175,8 @@ class Tape:
     def history(self, storages: Iterable[int]) -> list[int]:
         """The operations, in program order, that the values of `storages` depend on.
 
-        What a later operation overwrites wholly is left out, its random numbers too: every random operation knows its
-        own generator state.
+        An operation whose result is overwritten as a whole is left out, a random one too: every random operation
+        starts from its recorded generator state.
         """
         needed: set[int] = set()
         todo = [(storage, len(self.ops)) for storage in storages]
@@ -181,12 +187,12 @@ class Tape:
             if last < 0 or writers[last] in needed:
                 continue
             needed.add(writers[last])
-            # A partial write reads its own storage, so one step back per operation walks the whole chain.
+            # An operation that writes a part reads the storage too, so all earlier writers are found one by one.
             todo.extend((read, writers[last]) for read in self.ops[writers[last]].reads)
         return sorted(needed)
 
     def fingerprint(self) -> str:
-        """A digest of what was built and from which random numbers. Ranks that differ would train mixed models."""
+        """A digest of the operations and of the random states; it differs between ranks that built other models."""
         digest = hashlib.sha256(str(self.device.type).encode())
         for op in self.ops:
             digest.update(f"{op.func}{list(op.refs())}{op.outputs}".encode())

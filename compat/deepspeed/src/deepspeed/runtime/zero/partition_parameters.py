@@ -22,7 +22,7 @@ from zeroshard.cluster import rank_place
 from zeroshard.engine.build import default_device
 from zeroshard.engine.outside_step.gathered import ChangePolicy
 from zeroshard.engine.outside_step.gathered import GatheredParameters as _Gathered
-from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.sharded_init import ShardedInit
 from zeroshard.sharding.unowned import shard_unowned
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "zero_wrapper_for_fp_tensor_constructor"]
@@ -89,11 +89,11 @@ class Init(ShardedInit):
         describe(self._built, checked=self._checked)
         self._built.clear()
 
-    def _left_inside(self, modules: list[nn.Module]) -> None:
+    def _on_inner_exit(self, modules: list[nn.Module]) -> None:
         announce(parameter for module in modules for parameter in module.parameters())
 
-    def _keep(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        super()._keep(name, tensor, value)
+    def _shard_value(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        super()._shard_value(name, tensor, value)
         if isinstance(tensor, nn.Parameter):
             self._built.append(tensor)
 

@@ -13,8 +13,8 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
-from zeroshard.sharding.early import ShardedInit
-from zeroshard.sharding.overlap import refuse_shared_memory, share_bytes, span_of
+from zeroshard.sharding.sharded_init import ShardedInit
+from zeroshard.sharding.shared_memory import refuse_shared_memory, share_bytes, span_of
 
 ROWS, WIDTH = 32, 16
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -94,16 +94,14 @@ def test_an_attribute_over_a_parameter_is_refused(how: str) -> None:
     make, name = _COPIES[how]
     model = nn.Sequential(linear := nn.Linear(4, 4))
     linear.copy = make(linear.weight)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    with pytest.raises(
-        PlanError, match=rf"attribute \S0.{name}\S lies over the memory of parameter '0.weight'.*clone\("
-    ):
+    with pytest.raises(PlanError, match=rf"attribute \S0.{name}\S shares memory with parameter '0.weight'.*clone\("):
         refuse_shared_memory(model)
 
 
 def test_a_buffer_over_a_parameter_is_refused() -> None:
     model = nn.Sequential(linear := nn.Linear(4, 4))
     linear.register_buffer("copy", linear.weight.detach()[1:])
-    with pytest.raises(PlanError, match=r"buffer '0.copy' lies over the memory of parameter '0.weight'.*clone\(\)"):
+    with pytest.raises(PlanError, match=r"buffer '0.copy' shares memory with parameter '0.weight'.*clone\(\)"):
         refuse_shared_memory(model)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.errors import UsageError
-from zeroshard.sharding.early import ShardedInit
+from zeroshard.sharding.sharded_init import ShardedInit
 
 
 class _Net(nn.Module):

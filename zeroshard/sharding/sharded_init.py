@@ -1,10 +1,10 @@
-"""An `Init` after which every rank holds its share of each parameter: what `deepspeed.zero.Init` leaves behind.
+"""An `Init` after which every rank has its shard of each parameter, as after `deepspeed.zero.Init`.
 
     Init             parameters stay on the tape until the model is sharded; the master weights are exact
-    ShardedInit      parameters are made one by one when the context ends, and each rank keeps its part (see unowned)
+    ShardedInit      parameters are made one by one when the context ends, and each rank keeps its shard (see unowned)
 
-The second is for code that goes on to fill the parameters itself, inside GatheredParameters, before `initialize`: the
-loading of a pretrained model on one rank. Rejected for everybody: a tape is cheaper where nobody fills them.
+ShardedInit is for code that sets the parameters itself, inside GatheredParameters, before `initialize`, as when one
+rank loads a pretrained model. It is not the default, since Init is cheaper where parameters are not set that way.
 """
 
 from __future__ import annotations
@@ -28,28 +28,32 @@ from zeroshard.comm.together import gather_from_all
 from zeroshard.errors import UsageError
 from zeroshard.sharding.deferred.calls import active_tape, active_watcher, suspended
 from zeroshard.sharding.deferred.init import Init, fill_in_place, materialize
-from zeroshard.sharding.overlap import refuse_shared_memory
 from zeroshard.sharding.resting import is_resting, name_resting
+from zeroshard.sharding.shared_memory import refuse_shared_memory
 from zeroshard.sharding.unowned import shard_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
 
-_TOGETHER = (
+_REMEDY = (
     "a model that is built under such an Init (deepspeed.zero.Init) is divided among all ranks, so all of them have to "
     "build it. Build a model for one rank alone outside of it, or inside Init(enabled=False)"
 )
 
 
 class ShardedInit(Init):
-    """As `Init`; at the end parameters are empty, sharded over the default process group, and can be gathered.
+    """As `Init`; at its end parameters are sharded over the default process group and can be gathered.
 
-    Their values are rank 0's, as in a model that is sharded whole: ranks may draw other random numbers, and weights may
-    be set on rank 0 alone. All ranks leave the context together. Only the outermost of nested contexts shards, and
-    `outside_of_init` a model that is needed before; one that ends in an exception shards nothing.
+    All ranks get the values of rank 0, as when a whole model is sharded: ranks may have drawn other random numbers, and
+    weights may be set on rank 0 only. All ranks must leave the context together. Only the outermost of nested contexts
+    shards; `outside_of_init` shards a model that is needed earlier. A context that ends in an exception shards nothing.
 
     Args:
-        param_dtype: of all floating parameters afterwards; None leaves each its own.
-        remote_device: with "cpu" or "nvme" each rank's part rests in host memory until the model is sharded.
+        param_dtype: dtype of all floating parameters afterwards; None does not change dtypes.
+        remote_device: with "cpu" or "nvme" each rank's shard is in host memory until `initialize` or `shard`.
         options: those of `Init`.
+
+    Raises:
+        UsageError: at the end of the context, if ranks have built other parameters, or one did not build the model.
+        PlanError: at the end of the context, if two tensors of the model share memory.
     """
 
     def __init__(
@@ -74,10 +78,10 @@ class ShardedInit(Init):
                 register_module_buffer_registration_hook,
                 register_module_module_registration_hook,
             ):
-                self._hooks.callback(register(self._note).remove)
+                self._hooks.callback(register(self._record_module).remove)
         watcher = active_watcher()
         if self._outermost and watcher is not None:
-            watcher.complete = self._complete
+            watcher.finish_model = self._finish_model
         return self
 
     def __exit__(
@@ -89,13 +93,13 @@ class ShardedInit(Init):
         if self._outermost and kind is None:
             self._shard_built(modules)
         elif kind is None:
-            self._left_inside(modules)
+            self._on_inner_exit(modules)
 
-    def _left_inside(self, modules: list[nn.Module]) -> None:
-        """An inner context has ended, in which `modules` were built; they wait for the end of the outermost one."""
+    def _on_inner_exit(self, modules: list[nn.Module]) -> None:
+        """An inner context, in which `modules` were built, has ended; the outermost context will shard them."""
 
-    def _complete(self, model: nn.Module) -> None:
-        """Shard what was built of a model now, and leave it alone at the end of this context."""
+    def _finish_model(self, model: nn.Module) -> None:
+        """Shard what was built of a model now; the end of this context does not shard it again."""
         inside = {id(module) for module in model.modules()}
         modules = [module for module in self._modules.values() if id(module) in inside]
         for module in modules:
@@ -106,25 +110,25 @@ class ShardedInit(Init):
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         roots = [module for module in modules if id(module) not in inner]
         for root in roots:
-            refuse_shared_memory(root)  # it can't be seen any more once each parameter has a shard of its own
+            refuse_shared_memory(root)  # checked here, since it is not visible once each parameter has its own shard
         built = nn.ModuleList(modules)
         self._members = [parameter for parameter in built.parameters() if parameter.is_meta]
         self._shapes = [member.shape for member in self._members]
         self._numbers = {id(member): number for number, member in enumerate(self._members)}
         _check_same(self._members, self.device)
-        materialize(built, None, self._keep)
-        self._receive()
+        materialize(built, None, self._shard_value)
+        self._receive_values()
         for root in roots:
             guard_unowned(root)
             for name, parameter in root.named_parameters():
                 if is_resting(parameter):
                     name_resting(parameter, name)
 
-    def _note(self, module: nn.Module, _name: str, _member: object) -> None:
+    def _record_module(self, module: nn.Module, _name: str, _member: object) -> None:
         if active_watcher() is not None:
             self._modules[id(module)] = module
 
-    def _keep(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def _shard_value(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):
             fill_in_place(name, tensor, value)
             return
@@ -137,8 +141,8 @@ class ShardedInit(Init):
             _broadcast(torch.tensor([self._numbers[id(tensor)]], device=value.device))
             shard_unowned(tensor, _broadcast(value), name, on_host=self._on_host)
 
-    def _receive(self) -> None:
-        """On other ranks than 0: its parameters in the order in which it makes them, which may be another than here."""
+    def _receive_values(self) -> None:
+        """On ranks other than 0, receive rank 0's parameters, in its order, which may differ from this rank's."""
         members, self._members = self._members, []
         if not _several_ranks() or dist.get_rank() == 0:
             return
@@ -151,11 +155,11 @@ class ShardedInit(Init):
 
 @contextmanager
 def outside_of_init(model: nn.Module | None) -> Iterator[None]:
-    """Inside, a model that was built under an `Init` that is still open is complete, and tensors are real."""
+    """Inside, tensors are real, and `model`, though built under an `Init` that is still open, is as after its end."""
     watcher = active_watcher()
     with suspended():
-        if watcher is not None and watcher.complete is not None and model is not None:
-            watcher.complete(model)
+        if watcher is not None and watcher.finish_model is not None and model is not None:
+            watcher.finish_model(model)
         yield
 
 
@@ -164,7 +168,7 @@ def _several_ranks() -> bool:
 
 
 def _broadcast(value: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values; sent as bytes, for gloo does not send all dtypes."""
+    """Rank 0's values, sent as bytes, since gloo does not support all dtypes."""
     sent = value.detach().contiguous()
     if sent.numel():
         dist.broadcast(sent.view(-1).view(torch.uint8), 0)
@@ -172,13 +176,13 @@ def _broadcast(value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_same(members: list[nn.Parameter], device: torch.device) -> None:
-    """Raises UsageError, on all ranks, unless all have built parameters of the same shapes and dtypes."""
+    """Raises UsageError on all ranks unless all have built parameters of the same shapes and dtypes."""
     if not _several_ranks():
         return
     shapes = [f"{tuple(member.shape)} {member.dtype}" for member in members]
     digest = hashlib.sha256("\n".join(shapes).encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    others = gather_from_all(own, "the end of an Init that shards", _TOGETHER)
+    others = gather_from_all(own, "the end of an Init that shards", _REMEDY)
     different = [rank for rank, other in enumerate(others) if not torch.equal(other, others[0])]
     if different:
         raise UsageError(
