@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from zeroshard.observe.comms import log_summary
     from zeroshard.observe.flops.profile import get_model_profile
     from zeroshard.optim.adam.host_adam import CPUAdam
-    from zeroshard.optim.named import (
+    from zeroshard.optim.own_optimizers import (
         Adam4bit,
         Adam8bit,
         AdamW4bit,
@@ -90,10 +90,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Adam4bit": "zeroshard.optim.named",
-    "Adam8bit": "zeroshard.optim.named",
-    "AdamW4bit": "zeroshard.optim.named",
-    "AdamW8bit": "zeroshard.optim.named",
+    "Adam4bit": "zeroshard.optim.own_optimizers",
+    "Adam8bit": "zeroshard.optim.own_optimizers",
+    "AdamW4bit": "zeroshard.optim.own_optimizers",
+    "AdamW8bit": "zeroshard.optim.own_optimizers",
     "Blocks": "zeroshard.plan.placement",
     "Feedback": "zeroshard.plan.hops",
     "GradientCodes": "zeroshard.plan.hops",
@@ -103,14 +103,14 @@ _HOME = {
     "GatheredParameters": "zeroshard.engine.outside_step.gathered",
     "GraphedStep": "zeroshard.engine.graphed",
     "Init": "zeroshard.sharding.deferred.init",
-    "Lamb": "zeroshard.optim.named",
+    "Lamb": "zeroshard.optim.own_optimizers",
     "LayerSpec": "zeroshard.pipeline.layers",
     "PipelineModule": "zeroshard.pipeline.module",
     "TiedLayerSpec": "zeroshard.pipeline.layers",
-    "Lion": "zeroshard.optim.named",
-    "MuonAdamW": "zeroshard.optim.named",
-    "OneBitAdam": "zeroshard.optim.named",
-    "OneBitLamb": "zeroshard.optim.named",
+    "Lion": "zeroshard.optim.own_optimizers",
+    "MuonAdamW": "zeroshard.optim.own_optimizers",
+    "OneBitAdam": "zeroshard.optim.own_optimizers",
+    "OneBitLamb": "zeroshard.optim.own_optimizers",
     "Mesh": "zeroshard.mesh",
     "MeshAxis": "zeroshard.mesh",
     "Plan": "zeroshard.plan.plan",
@@ -125,7 +125,7 @@ _HOME = {
     "Tier": "zeroshard.plan.placement",
     "STAGES": "zeroshard.plan.placement",
     "Sharding": "zeroshard.plan.placement",
-    "ZeroOneAdam": "zeroshard.optim.named",
+    "ZeroOneAdam": "zeroshard.optim.own_optimizers",
     "add_config_arguments": "zeroshard.config.arguments",
     "build_plan": "zeroshard.plan.builder",
     "checkpoint_activations": "zeroshard.sharding.activations",

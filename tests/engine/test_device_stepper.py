@@ -24,7 +24,7 @@ from zeroshard.optim.kernels.tiles import GRADIENT_TILE
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.rules import ADAMW
-from zeroshard.optim.split import join, split
+from zeroshard.optim.split_master import join, split
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite

@@ -149,7 +149,7 @@ def check_wide(plan: Plan, source: Source | None) -> None:
         if group.trainable and group.param.dtype == "float64"
     )
     streamed = HostUpdate.STREAMED in plan.updates
-    if streamed or not source.exact_wide:
+    if streamed or not source.float64_exact:
         what = "state that passes through the GPU" if streamed else source.name
         raise PlanError(
             f"parameter {name!r} is float64, but {what} is computed in float32: use Adam, AdamW, SGD, Adagrad, RMSprop "

@@ -1,13 +1,13 @@
-"""Optimizers of bitsandbytes as sharded ones, told by the names of their classes: the package itself is not needed.
+"""Optimizers of bitsandbytes as sharded ones, recognized by their class names; the package itself is not imported.
 
     Adam, AdamW, Adam32bit, AdamW32bit, and Paged...      AdamW in float32: both decouple the decay there
     Adam8bit, AdamW8bit, and Paged...                     AdamW8bit (low_bit): codes by torchao, in blocks of 256
     Lion, Lion32bit, PagedLion, PagedLion32bit            Lion
 
-bitsandbytes decides per tensor, which sharded is a slice, and its states differ with the number of ranks; blocks here
-lie within parameters. Its paged optimizers move state to the host under pressure; here the plan says where it rests.
-Rejected: to let them run on slices as foreign optimizers may: a slice of fewer than 4,096 elements would get other
-states than its parameter.
+bitsandbytes itself would see slices, not parameters, and its blocks would depend on the number of ranks; here blocks
+depend on the parameter alone. Its paged optimizers move state to the host when device memory is full; here the plan
+says where state rests. Rejected: to run them on slices, as other optimizers may: a slice of fewer than 4,096 elements
+would get other states than its parameter.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _RULES = {"Adam": ADAMW, "AdamW": ADAMW, "Lion": LION}
 
 
 def bitsandbytes_source(optimizer: torch.optim.Optimizer) -> Source:
-    """What an optimizer of bitsandbytes computes, on sharded state.
+    """A source that computes, on sharded state, what an optimizer of bitsandbytes computes.
 
     Raises:
-        PlanError: there is no sharded form of it, of its options, or of so few bits; torchao is missing.
+        PlanError: there is no sharded form of the optimizer, its options or its bits; or torchao is missing.
     """
     name = type(optimizer).__name__
     family = name.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
@@ -54,7 +54,7 @@ def bitsandbytes_source(optimizer: torch.optim.Optimizer) -> Source:
 
 
 def _check_exceptions(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses hyper-parameters of single tensors, which would be lost; other bits only change what state takes."""
+    """Raises PlanError for hyper-parameters of single tensors, which would be ignored; bits only change memory."""
     for number, exception in _exceptions(optimizer):
         lost = sorted(exception.keys() - {"optim_bits"})
         if lost:
@@ -65,7 +65,7 @@ def _check_exceptions(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _exceptions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """What bitsandbytes' manager holds for the optimizer's parameters, by their group: by tensor and by module."""
+    """Settings of single parameters in bitsandbytes' manager, registered by tensor or by module, with their group."""
     manager = vars(optimizer)["mng"]
     by_module = [(getattr(module, key), config) for module, key, config in manager.module_weight_config_triple]
     for number, group in enumerate(optimizer.param_groups):

@@ -1,9 +1,9 @@
-"""The user's own optimizer, built in torch, as a sharded one.
+"""Makes a source from the optimizer that the user built.
 
-In order: ours wait to be sharded; for some of torch's we have a rule that computes the same on flat state; any other
-runs itself on one slice per parameter, if each element's update depends on that element alone. That is known of
-torch's; of a foreign one the user has to say it (zero_allow_untested_optimizer), and then a trial on a few numbers
-checks it.
+Optimizers of zeroshard give their source themselves. For some of torch's there is a rule that computes the same on flat
+state. Any other optimizer is run on one slice per parameter, which needs an element-wise optimizer: each element's
+update depends on that element alone. This is known of torch's; for others the user has to state it
+(zero_allow_untested_optimizer), and a trial on a few numbers checks it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
 from zeroshard.optim.bitsandbytes import PACKAGE, bitsandbytes_source
 from zeroshard.optim.muon.source import muon_source
-from zeroshard.optim.named import SourcedOptimizer
+from zeroshard.optim.own_optimizers import UnshardedOptimizer
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, PLAIN_SGD, SGD, Rule, rmsprop_rule
 from zeroshard.optim.sources import Source, rule_source
 from zeroshard.optim.trial import differs_on_slices, refuse_unlike
@@ -54,7 +54,7 @@ def client_source(
     """A source from the user's optimizer, or from a callable that makes one from parameters or parameter groups.
 
     Raises:
-        UsageError: it has stepped already, or the callable gave something else.
+        UsageError: it has stepped already, or the callable returned something else.
         PlanError: it can't run on shards, or is not known to; see `check_elementwise`.
     """
     made = isinstance(client, torch.optim.Optimizer)
@@ -71,7 +71,7 @@ def client_source(
         raise UsageError(
             f"the {type(built).__name__} has stepped already and its state would be lost: shard before stepping"
         )
-    if isinstance(built, SourcedOptimizer):
+    if isinstance(built, UnshardedOptimizer):
         return built.source()
     return torch_source(built, allow_untested=allow_untested)
 
@@ -79,10 +79,10 @@ def client_source(
 def torch_source(
     optimizer: torch.optim.Optimizer, *, allow_untested: bool, kind: type[torch.optim.Optimizer] | None = None
 ) -> Source:
-    """A source from a torch optimizer; by a flat rule where one computes the same.
+    """A source from a torch optimizer; with a flat rule, if one computes the same.
 
     Args:
-        kind: the class that it is like, where it is of a subclass that changes nothing of a step.
+        kind: the class that it counts as, for an instance of a subclass that does not change steps.
 
     Raises:
         PlanError: it can't run on shards, or is not known to; see `check_elementwise`.
@@ -107,13 +107,13 @@ def torch_source(
         defaults,
         moments,
         lambda context: TorchUpdate(kind, defaults, context.regions, groups),
-        exact_wide=True,
+        float64_exact=True,
         client=optimizer,
     )
 
 
 def _torchao_source(optimizer: torch.optim.Optimizer) -> Source:
-    """What one of torchao's optimizers keeps in blocks, in blocks that lie within ranks. Raises PlanError."""
+    """A source for one of torchao's optimizers. Raises PlanError for what has no sharded form."""
     name, options = type(optimizer).__name__, vars(optimizer)
     if name not in KINDS:
         raise PlanError(
@@ -121,19 +121,19 @@ def _torchao_source(optimizer: torch.optim.Optimizer) -> Source:
         )
     if options["bf16_stochastic_round"]:
         raise PlanError(
-            f"{name}(bf16_stochastic_round=True): stochastic rounding stands in for master weights, which a sharded "
-            "model in bfloat16 has; leave it out"
+            f"{name}(bf16_stochastic_round=True): stochastic rounding replaces master weights, which a sharded model "
+            "in bfloat16 has; leave it out"
         )
     return low_bit_source(name, optimizer.param_groups, {}, int(options["block_size"]), optimizer)
 
 
 def _stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state is more than what Adagrad's constructor already makes."""
+    """Whether a step has made a parameter's state; Adagrad's constructor makes one with step 0."""
     return bool(state) and float(state.get("step", 1)) > 0
 
 
 def flat_rule(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None) -> Rule | None:
-    """Our rule that computes what a torch optimizer does, None if there is none; `kind` as in `torch_source`."""
+    """The rule that computes the same as a torch optimizer; None if there is none. `kind` as in `torch_source`."""
     groups, kind = optimizer.param_groups, kind or type(optimizer)
     if any("lr" not in group for group in groups):
         return None
@@ -157,7 +157,7 @@ def flat_rule(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
 
 
 def _holds_tensors(group: Mapping[str, Any]) -> bool:
-    """Whether a hyper-parameter is a tensor, in whose precision torch computes."""
+    """Whether a hyper-parameter is a tensor; torch then computes in that tensor's precision."""
     values = [value for key, value in group.items() if key != "params"]
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return any(isinstance(item, torch.Tensor) for item in flat)
@@ -190,7 +190,7 @@ def check_elementwise(
         raise PlanError(
             f"optimizer {kind.__name__} was allowed as untested, but a trial on a few numbers gave other values for a "
             "matrix than for the same numbers in two slices: its update of an element depends on other elements, and "
-            "on sharded state it would compute something else than you wrote. Use stage 0 in torch itself, or one of "
-            "zeroshard's own (Lamb, MuonAdamW), which see whole parameters"
+            "on sharded state it would compute something else than unsharded. Use plain torch without zeroshard, or an "
+            "optimizer of zeroshard that works on whole parameters (Lamb, MuonAdamW)"
         )
     return 2

@@ -1,4 +1,4 @@
-"""The optimizer that a DeepSpeed config names, as a source: type and parameters as `zeroshard.config` resolved them."""
+"""Makes a source from the optimizer that a DeepSpeed config names, with parameters that zeroshard.config resolved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def configured_source(
         names: the model's parameter names by id.
 
     Raises:
-        PlanError: there is nothing to train, or hyper-parameters of a group have no meaning.
+        PlanError: there is nothing to train, or a hyper-parameter of a group is out of range.
     """
     if kind == "Lamb":
         return lamb_source(as_groups(parameters), _without(params, "max_grad_norm", "amsgrad"))
@@ -50,7 +50,7 @@ def configured_source(
 
 
 def _rule(kind: str, params: Mapping[str, Any]) -> Rule:
-    """DeepSpeed's Adam decouples the decay unless adam_w_mode is false."""
+    """The element-wise rule of a type; DeepSpeed's Adam decouples the decay unless adam_w_mode is false."""
     if kind in ("Adam", "AdamW"):
         return ADAMW if params.get("adam_w_mode", True) else ADAM
     if kind == "SGD":
@@ -61,7 +61,7 @@ def _rule(kind: str, params: Mapping[str, Any]) -> Rule:
 
 
 def _muon(params: Mapping[str, Any], parameters: Sequence[Any], names: Mapping[int, str]) -> Source:
-    """`muon_lr` and `adam_lr` go before `lr`; what is not given is the default of either kind."""
+    """Muon; `muon_lr` and `adam_lr` have precedence over `lr`, and without any each kind has its default rate."""
     matrix = {key: params[key] for key in ("momentum", "weight_decay", "ns_method")}
     other = {key: params[key] for key in ("betas", "eps", "weight_decay")}
     for options, own in ((matrix, "muon_lr"), (other, "adam_lr")):

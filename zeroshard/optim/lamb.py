@@ -1,14 +1,13 @@
-"""Lamb on sharded state: each parameter's step is scaled by its own norm over that of its update, taken over all ranks.
+"""Lamb on sharded state: a parameter's step is scaled by the norm of the whole parameter over the norm of its update.
 
     moments -> squares of my pieces [ |p|^2, |u|^2 per parameter ] --one all-reduce--> ratio -> p -= rate * ratio * u
 
-A parameter's pieces lie on several ranks, so its norms are sums over ranks: two float64 for every parameter, all in one
-small all-reduce. Everything stays on the device. The direction u is made twice, before the sum and after it: keeping it
-would cost 4 bytes a parameter.
+A parameter's pieces are on several ranks, so its norms are sums over ranks: two float64 per parameter, all in one small
+all-reduce. The host reads nothing. The update u is computed twice, before and after the all-reduce, since keeping it
+would take 4 bytes per parameter.
 
-You et al. 2020 (arXiv:1904.00962, algorithm 2), with the conventions of DeepSpeed's Lamb, since its configs mean them:
-the ratio is kept within [min_coeff, max_coeff], is 1 where a norm is 0, and bias corrections scale the rate, decay
-included.
+You et al. 2020 (arXiv:1904.00962, algorithm 2), with the conventions of DeepSpeed's Lamb, for its configs: the ratio is
+clamped to [min_coeff, max_coeff], is 1 if a norm is 0, and bias corrections scale the rate, also that of the decay.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ DEFAULTS: Mapping[str, Any] = {
 def lamb_source(
     groups: ParamGroups, defaults: Mapping[str, Any], client: torch.optim.Optimizer | None = None
 ) -> Source:
-    """A source over `groups`. Raises PlanError for hyper-parameters without meaning."""
+    """A source over `groups`. Raises PlanError for hyper-parameters out of range."""
     for group in groups:
         fill_group(group, {**DEFAULTS, **defaults})
         check_lamb(group)
@@ -61,7 +60,7 @@ def lamb_source(
 
 
 def check_lamb(hyper: Mapping[str, Any]) -> None:
-    """Raises PlanError for hyper-parameters without meaning."""
+    """Raises PlanError for hyper-parameters out of range."""
     check_common(hyper)
     check_betas(hyper)
     if not hyper["eps"] >= 0.0:
@@ -118,7 +117,7 @@ class LambUpdate(FlatState):
                 region.param[piece.cut].copy_(values)
 
     def _average(self, number: int, piece: Piece, grad: torch.Tensor) -> None:
-        """Move the moments where the parameter is active; what is not may have any gradient, inf and NaN included."""
+        """Update the moments of an active parameter; an inactive one may have any gradient, also inf or NaN."""
         beta1, beta2 = self._groups[piece.group]["betas"]
         first, second = (moment[piece.cut] for moment in self._state[number])
         on = self._on[piece.flag]
@@ -136,7 +135,7 @@ class LambUpdate(FlatState):
         return direction
 
     def _rates(self, groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """float64 (flags,): learning rate, bias corrections and trust ratio in one; 0 where nothing is updated."""
+        """float64 (flags,): learning rate times bias corrections times trust ratio; 0 for inactive parameters."""
         value_of, steps = self._flags.value_of, self._flags.steps.clamp(min=1.0)
         corrected = torch.zeros_like(steps)
         for index, hyper in enumerate(groups):

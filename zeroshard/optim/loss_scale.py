@@ -2,14 +2,13 @@
 
     loss * scale -> backward -> gradients / scale -> found_nonfinite (a tensor) -> update(found_nonfinite)
 
-Its state is five scalars that live where the gradients live, and `update` is arithmetic on them: the host learns
-nothing and waits for nothing, so a step never stalls the device to ask whether it overflowed. The rejected alternative,
-a Python number fed by `.item()`, costs one full stop of the device in each step. Whoever wants the numbers reads them
-when it suits (`state_dict`), at the price of that one wait.
+Its state is five scalars on the gradients' device, and `update` is arithmetic on them, so the host does not wait in a
+step to learn whether the gradients overflowed. Rejected: a Python number, which needs `.item()` and a synchronization
+in each step. `state_dict` reads the numbers, and waits for the device.
 
-The rules are those of DeepSpeed's dynamic scaler (Micikevicius et al. 2018, section 3.2, with hysteresis), but for one:
-an overflow at the minimum scale raises nothing here. NaNs that come from the model stay at every scale, and an
-exception about the scale hides them; `consecutive_skips` lets the engine say so with the parameter's name.
+The rules are those of DeepSpeed's dynamic scaler (Micikevicius et al. 2018, section 3.2, with hysteresis), except that
+an overflow at the minimum scale is no error here. NaNs that come from the model occur at every scale, and an exception
+about the scale would hide them; with `consecutive_skips` the engine reports them with the parameter's name.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from zeroshard.errors import CheckpointError, ConfigError
 
 FACTOR = 2.0
 CEILING = 2.0**126
-"""Gradients that are all zero let the scale grow for ever; at inf it could never come back."""
-_MOST = 2**31 - 1
-"""Of a counter: more steps than that no run has, so a larger window or hysteresis means the same, never."""
+"""The largest scale: without a limit, gradients that are all zero would let it grow to inf."""
+_MAX_COUNT = 2**31 - 1
+"""The limit of counters, in int32. A larger window or hysteresis has the same effect: no run has so many steps."""
 
 
 class LossScaler:
     """The scale and its counters as device scalars.
 
     Args:
-        device: where the gradients live.
-        dynamic: False keeps `initial` for ever.
+        device: the device of the gradients.
+        dynamic: False never changes the scale.
         initial: the first scale.
-        window: the scale doubles in a good step that follows so many in a row, or a multiple of so many.
-        hysteresis: overflows that it takes to halve the scale; all but the last are tolerated.
-        consecutive_hysteresis: True lets any good step renew the tolerance; False only a growth.
-        minimum: the scale never falls below.
+        window: the scale doubles in the step after each so many consecutive steps without overflow.
+        hysteresis: the scale is halved at this many overflows; the ones before only count.
+        consecutive_hysteresis: whether any step without overflow resets that count; else only a doubling does.
+        minimum: the smallest scale.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
 
     Attributes:
-        scale: fp32, what the loss is multiplied by.
-        good_steps: int32, steps without overflow since the last overflow.
-        hysteresis_left: int32, overflows until the scale is halved, this one included.
-        consecutive_skips: int32, overflows in a row up to now; 0 after a good step.
+        scale: fp32, the factor of the loss.
+        good_steps: int32, steps since the last overflow.
+        hysteresis_left: int32, at how many further overflows the scale is halved.
+        consecutive_skips: int32, consecutive overflows up to now; 0 after a step without.
         total_skips: int32, overflows in the whole run.
     """
 
@@ -67,8 +66,8 @@ class LossScaler:
             if not 0 < value <= CEILING:
                 raise ConfigError(f"fp16.{name} must be above 0 and at most 2**126, got {value}")
         self.dynamic = dynamic
-        self.window = min(window, _MOST)
-        self.hysteresis = min(hysteresis, _MOST)
+        self.window = min(window, _MAX_COUNT)
+        self.hysteresis = min(hysteresis, _MAX_COUNT)
         self.consecutive_hysteresis = consecutive_hysteresis
         self.minimum = minimum
         self.scale = torch.tensor(initial, dtype=torch.float32, device=device)
@@ -79,19 +78,19 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, found_nonfinite: torch.Tensor) -> None:
-        """Moves the state by one step, in place (captured graphs and other holders of the tensors see it).
+        """Update the state after a step, in place, so that captured graphs read the new values.
 
         Args:
-            found_nonfinite: one element, on the scaler's device, nonzero (or True) where a gradient was inf or NaN
-                anywhere, so equal on all ranks.
+            found_nonfinite: one element, on the scaler's device, nonzero (or True) if any gradient on any rank was inf
+                or NaN; equal on all ranks.
         """
         bad = found_nonfinite.reshape(()) != 0
         self.consecutive_skips.copy_(torch.where(bad, self.consecutive_skips + 1, 0))
         self.total_skips.add_(bad)
         if self.dynamic:
-            self._move(bad)
+            self._update_scale(bad)
 
-    def _move(self, bad: torch.Tensor) -> None:
+    def _update_scale(self, bad: torch.Tensor) -> None:
         good_steps = torch.where(bad, 0, self.good_steps + 1)
         grow = (good_steps > 1) & ((good_steps - 1) % self.window == 0)
         shrink = bad & (self.hysteresis_left == 1)
@@ -100,7 +99,7 @@ class LossScaler:
         scale = torch.where(shrink, smaller, self.scale)
         self.scale.copy_(torch.where(grow, (scale * FACTOR).clamp_(max=CEILING), scale))
 
-        # An overflow that halves the scale leaves the count at 1: the next one halves again at once.
+        # An overflow that halves the scale leaves the count at 1, so the next overflow halves it again.
         left = torch.where(bad & ~shrink, self.hysteresis_left - 1, self.hysteresis_left)
         renewed = ~bad if self.consecutive_hysteresis else grow
         self.hysteresis_left.copy_(torch.where(renewed, self.hysteresis, left))
@@ -118,10 +117,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Takes what `state_dict` gave, in place. A static scale keeps the value it was made with.
+        """Load what `state_dict` returned, in place. A static scale keeps its initial value.
 
         Raises:
-            CheckpointError: an entry is missing or can't be.
+            CheckpointError: an entry is missing or out of range.
         """
         self.check_state(state)
         for name, tensor in self._tensors().items():
@@ -129,12 +128,12 @@ class LossScaler:
                 tensor.fill_(state[name])
 
     def check_state(self, state: Mapping[str, float | int]) -> None:
-        """Raises CheckpointError for what `load_state_dict` can't take."""
+        """Raises CheckpointError for what `load_state_dict` can't load."""
         missing = sorted(set(self._tensors()) - set(state))
         if missing:
             raise CheckpointError(f"the loss scaler's state lacks {', '.join(missing)}; the checkpoint is not complete")
         for name in self._tensors():
-            value, most = state[name], CEILING if name == "scale" else _MOST
+            value, most = state[name], CEILING if name == "scale" else _MAX_COUNT
             if not isinstance(value, (int, float)) or not 0 <= value <= most:
                 raise CheckpointError(f"the loss scaler's state says {name} = {value!r}; the checkpoint is damaged")
 

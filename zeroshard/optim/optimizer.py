@@ -1,7 +1,7 @@
-"""The optimizer that the user holds: a real torch.optim.Optimizer whose step runs on the sharded state.
+"""The optimizer that the user gets: a torch.optim.Optimizer whose step runs on the sharded state.
 
-`param_groups` are live: they hold the user's own parameters and hyper-parameters, and schedulers write to them. The
-arithmetic is done by an UpdateMethod on the regions of the plan.
+`param_groups` have the user's own parameters and hyper-parameters, and schedulers write to them; each step reads them.
+The arithmetic is done by an UpdateMethod on the regions of the plan.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from zeroshard.errors import UsageError
-from zeroshard.optim.hyper import GroupOptions
+from zeroshard.optim.group_options import GroupOptions
 
 ParamGroups = list[dict[str, Any]]
 
 
 class StepHandler(Protocol):
-    """Who runs a step when `optimizer.step()` is called."""
+    """What the optimizer calls: runs a step, and answers for the state."""
 
     def step(self, optimizer: ShardedOptimizer) -> None: ...
 
@@ -32,22 +32,22 @@ class StepHandler(Protocol):
     def updates_of(self, parameter: torch.Tensor) -> float | None: ...
 
 
-class _States(dict[Any, "_StateElsewhere"]):
-    """What `optimizer.state` is."""
+class _EmptyStates(dict[Any, "_EmptyState"]):
+    """`optimizer.state`: an entry for any parameter that is asked for."""
 
     def __init__(self, handler: StepHandler) -> None:
         super().__init__()
         self._handler = handler
 
-    def __missing__(self, parameter: Any) -> _StateElsewhere:
-        made = self[parameter] = _StateElsewhere(self._handler, parameter)
+    def __missing__(self, parameter: Any) -> _EmptyState:
+        made = self[parameter] = _EmptyState(self._handler, parameter)
         return made
 
 
-class _StateElsewhere(dict[str, Any]):
-    """What `optimizer.state[parameter]` is: empty, but for `step`, the number of the parameter's updates.
+class _EmptyState(dict[str, Any]):
+    """`optimizer.state[parameter]`: empty, except for `step`, the number of the parameter's updates.
 
-    Whoever asks for another state by name is told where it is.
+    Reading another state by name raises UsageError, which says where it is.
     """
 
     def __init__(self, handler: StepHandler, parameter: Any) -> None:
@@ -59,16 +59,16 @@ class _StateElsewhere(dict[str, Any]):
         if updates is not None:
             return torch.tensor(updates)
         raise UsageError(
-            f"optimizer.state[parameter][{name!r}]: the state is flat and sharded and not in here; on all ranks "
-            f"zeroshard.safe_get_full_optimizer_state(parameter, {name!r}) gives a copy"
+            f"optimizer.state[parameter][{name!r}]: the state is flat and sharded and not in here; "
+            f"zeroshard.safe_get_full_optimizer_state(parameter, {name!r}), called on all ranks, returns a copy"
         )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps sharded state; made by `zeroshard.shard` and `zeroshard.initialize`.
+    """The optimizer of a sharded model; made by `zeroshard.shard` and `zeroshard.initialize`.
 
-    Differences to other optimizers: `step` consumes the gradients, `state` is empty (the state is flat and sharded),
-    and parameters can't be added later.
+    It differs from other optimizers in three ways: `step` consumes the gradients, `state` is empty (the state is flat
+    and sharded), and parameters can't be added later.
 
     Args:
         client: the optimizer that the user built, whose groups these are.
@@ -86,19 +86,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._client = client
         self._sealed = False
         self.name = name
-        self.hands_out_groups = False
-        """Whether state_dict() gives hyper-parameters without state, in place of an error; loading them stays one."""
+        self.returns_groups = False
+        """Whether state_dict() returns hyper-parameters without state, instead of an error; loading is always one."""
         super().__init__(groups, dict(defaults))
-        self.state = _States(handler)  # pyright: ignore[reportAttributeAccessIssue]
+        self.state = _EmptyStates(handler)  # pyright: ignore[reportAttributeAccessIssue]
         self._sealed = True
         self._members = [list(group["params"]) for group in self.param_groups]
         self._options = [GroupOptions(group) for group in self.param_groups]
-        if client is not None:  # hooks that were, or will be, registered there belong to these steps
+        if client is not None:  # hooks of the client, registered before or later, run at these steps
             self._optimizer_step_pre_hooks = client._optimizer_step_pre_hooks  # pyright: ignore[reportAttributeAccessIssue]
             self._optimizer_step_post_hooks = client._optimizer_step_post_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update from the gradients of the backwards since the last step."""
+        """One update with the gradients of the backwards since the last step.
+
+        Raises:
+            UsageError: a closure was given, the model is closed, or groups changed in a way that can't be stepped.
+            NonFiniteError, DivergenceError: see `StepperBase.step`; nothing was updated.
+        """
         if closure is not None:
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
         self._handler.check_open()
@@ -110,13 +115,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise
             raise UsageError(f"a hyper-parameter, or a product of some, is too large to step with: {error}") from error
         if self._client is not None:
-            # A torch scheduler that was built over the client's optimizer looks there whether a step came before its
-            # own, and warns of a wrong order otherwise.
+            # A torch scheduler over the client's optimizer checks this, and warns if it steps before the optimizer.
             self._client.__dict__["_opt_called"] = True
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all backwards since the last step."""
+        """Drop the gradients of all backwards since the last step."""
         self._handler.zero_grad()
 
     def rates(self) -> list[float]:
@@ -127,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped for its loss scale. False without one, and then it waits for nothing."""
+        """Whether the last step was skipped since gradients overflowed. With a loss scale it waits for the device."""
         return self._handler.overflowed
 
     @property
@@ -136,8 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._client
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused, the state is sharded: raises UsageError. Hyper-parameters alone where `hands_out_groups`."""
-        if self.hands_out_groups:
+        """Raises UsageError, since the state is sharded; with `returns_groups` returns the hyper-parameters alone."""
+        if self.returns_groups:
             groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
             return {"state": {}, "param_groups": groups}
         raise UsageError(
@@ -145,21 +149,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refused: the state is sharded. Raises UsageError."""
+        """Raises UsageError, since the state is sharded."""
         raise UsageError(
             "optimizer.load_state_dict(): the state is sharded and would not be loaded; "
             "engine.load_checkpoint(directory) loads it"
         )
 
     def __getstate__(self) -> NoReturn:
-        """Refused, for pickle and copy: both would take the shards and communicators along. Raises UsageError."""
+        """For pickle and copy. Raises UsageError: both would include shards and communicators."""
         raise UsageError(
             "a sharded optimizer can't be copied or pickled (torch.save, copy.deepcopy): its state belongs to this "
             "rank; engine.save_checkpoint(directory) or zeroshard.save(model, directory) saves it"
         )
 
     def check_groups(self) -> None:
-        """The groups may have other hyper-parameters than at the start, but the same parameters in the same order."""
+        """Raises UsageError unless the groups have the same parameters, in the same order, as at the start.
+
+        Hyper-parameters may have other values.
+        """
         same = len(self.param_groups) == len(self._members) and all(
             len(group["params"]) == len(members) and all(a is b for a, b in zip(group["params"], members, strict=True))
             for group, members in zip(self.param_groups, self._members, strict=True)

@@ -1,4 +1,4 @@
-"""Several updates as one: each has some of the regions, which it numbers from 0 as if there were no others."""
+"""Several updates combined to one: each updates some of the regions, which it numbers from 0."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Update = TypeVar("Update", bound=StatefulUpdate)
 
 @dataclass(frozen=True)
 class Part(Generic[Update]):
-    """One update.
+    """One of the combined updates.
 
     Attributes:
-        name: prefix of its state's names in checkpoints.
-        members: numbers of its regions among all.
-        flags: positions of its parameters among all trainable parameters.
+        name: prefix of its state's names.
+        members: the numbers of its regions among all regions.
+        flags: the positions of its parameters among all trainable parameters.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Part(Generic[Update]):
 
 
 def context_of_part(context: UpdateContext, members: Sequence[int]) -> tuple[UpdateContext, list[int]]:
-    """The context with some of its regions only, renumbered, and the flags that they had."""
+    """The context with some of its regions only, whose flags count from 0, and their flags before."""
     chosen = [context.regions[number] for number in members]
     return replace(context, regions=renumbered(chosen)), flags_of(chosen)
 
 
 class _Parts(SavedState, Generic[Update]):
-    """The state of all parts; names are those of each part after its own name."""
+    """The state of all parts; each name is that in the part, after the part's name and a dot."""
 
     def __init__(self, parts: Sequence[Part[Update]]) -> None:
         self._parts = parts
@@ -86,7 +86,7 @@ class _Parts(SavedState, Generic[Update]):
 
 
 class HostParts(_Parts[UpdateMethod]):
-    """Updates that the host tells what to do."""
+    """A combination of updates that the host controls."""
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         for part in self._parts:
@@ -94,7 +94,7 @@ class HostParts(_Parts[UpdateMethod]):
 
 
 class DeviceParts(_Parts[DeviceUpdate]):
-    """Updates that learn what to do on the device."""
+    """A combination of updates that tensors on the device control."""
 
     def __init__(self, parts: Sequence[Part[DeviceUpdate]], regions: Sequence[Region], device: torch.device) -> None:
         super().__init__(parts)

@@ -1,8 +1,8 @@
-"""What the optimizer step works on: this rank's part of each flat group, cut into runs with equal hyper-parameters.
+"""What an optimizer step updates: this rank's part of each flat group, divided into runs with equal hyper-parameters.
 
-Hyper-parameters are a table per segment, never a reason for another flat group: a decay and a no-decay group alternate
-inside one buffer, and the step visits maximal runs of neighbouring segments that share group, step count and activity.
-Padding inside a run is updated along: its gradients are zero and its values stay zero.
+Parameters with different hyper-parameters may be in one flat group: groups with and without decay alternate in a
+buffer, and a step updates maximal runs of consecutive active segments with the same optimizer group and step count.
+Padding inside a run is updated, too: its gradients are zero and its values stay zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from zeroshard.tiers import Row, RowInPlace
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, end) of a region that are updated together."""
+    """Elements [start, end) of a region that are updated together.
+
+    Attributes:
+        hyper: the optimizer group.
+        step: the number of this update, counted from 1.
+    """
 
     start: int
     end: int
@@ -35,24 +40,26 @@ class Region:
     Attributes:
         label: unit and dtype, for messages.
         layout, start: the group's layout and the element at which this region begins.
-        master: float32 or float64 parameters, or the int16 remainder of split ones; `param` the compute-dtype
-            parameters to refresh, None where they are the master themselves, which may be in 16 bits then.
-        state_dtype: of the update's state.
-        grad: gives the reduced gradients; they may be at another place in each step.
+        master: master weights (n,): float32 or float64, or the int16 remainder of split ones; or 16-bit parameters that
+            are updated themselves.
+        param: the compute-dtype parameters (n,) that are written after the master weights; None if `master` is them.
+        state_dtype: dtype of the update's state.
+        grad: returns the reduced gradients (n,); they may have another address in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
-        hyper: optimizer group of each segment, -1 where the optimizer does not have the parameter.
+        hyper: optimizer group of each segment; -1 if the optimizer does not have the parameter.
         axes: mesh axes over which the group's layout is divided.
-        counts: whether this rank enters sums over all ranks for it, so that each element counts once.
-        divided: whether this region is one rank's part; else every rank updates the whole group.
-        allocate: gives rows for the update's state where that does not rest on the device.
+        counts: whether this rank counts the region in sums over all ranks, so that each element counts once.
+        divided: whether this region is one rank's shard; else every rank updates the whole group.
+        allocate: allocates rows for the update's state; None if that rests on the device.
         off_device: which of 'master', 'param' and 'grad' rest off the device.
-        row: where `master` rests that does not lie in place; `master` has its size and dtype then, and no elements.
-        param_row: where `param` rests that does not lie in place, as `row` is for `master`; it is only written.
-        window: host memory in which state that does not lie in place is updated, `window_numel` elements at a time;
-            None where all of it does.
-        whole_grad: gives the whole gradients of this rank alone, where the plan leaves them whole.
-        blocks: how the plan keeps the moments in few bits; None where it does not.
-        owners: rank along the axis that makes the update of each whole matrix; () where updates are element-wise.
+        row: where `master` rests if it is not in memory; `master` then has its size and dtype, but no elements.
+        param_row: where `param` rests if it is not in memory, as `row` for `master`; it is only written.
+        window: host memory in which state that is not in memory is updated, `window_numel` elements at a time; None if
+            all of it is in memory.
+        whole_grad: returns this rank's whole gradients before any reduce; None if the plan shards them.
+        blocks: the blocks in which the moments are kept in few bits; None if they are not.
+        owners: per segment, the rank along the axis that computes the update of that matrix; () if updates are
+            element-wise.
     """
 
     label: str
@@ -81,24 +88,24 @@ class Region:
         self.pieces = self.layout.pieces(self.start, self.start + self.master.numel())
 
     def new_state(self) -> Row:
-        """Zeros of `state_dtype` for each element of the region, where the update's state is to rest."""
+        """Zeros of `state_dtype`, one per element of the region, in the memory or on the disk of the update's state."""
         if self.allocate is not None:
             return self.allocate(self.master.numel(), self.state_dtype)
         return RowInPlace(torch.zeros_like(self.master, dtype=self.state_dtype))
 
     @property
-    def rests(self) -> Row:
-        """Where `master` rests."""
+    def master_row(self) -> Row:
+        """The row in which `master` rests."""
         return RowInPlace(self.master) if self.row is None else self.row
 
     @property
-    def read_elsewhere(self) -> bool:
-        """Whether gathers read, from where it rests, what an update of this region writes there."""
+    def gathers_read_row(self) -> bool:
+        """Whether gathers read a row that updates of this region write, and that is not in memory."""
         return self.param_row is not None or (self.row is not None and self.param is None)
 
     @property
-    def low(self) -> bool:
-        """Whether 16-bit parameters are updated themselves, without master weights."""
+    def without_master(self) -> bool:
+        """Whether 16-bit parameters are updated themselves, since they have no master weights."""
         return self.master.dtype in (torch.bfloat16, torch.float16)
 
     def runs(self, active: Sequence[bool], steps: Sequence[int]) -> list[Run]:
@@ -119,7 +126,7 @@ class Region:
         return found
 
     def clear_padding(self) -> None:
-        """Zero what of `param` belongs to no parameter, where all of it is to be written."""
+        """Zero the padding in `param`, of which all elements will be written to its row."""
         assert self.param is not None
         at = 0
         for _, low, high in (*self.pieces, (0, self.param.numel(), 0)):
@@ -127,7 +134,7 @@ class Region:
             at = high
 
     def refresh_untouched(self, active: Sequence[bool]) -> None:
-        """Write `param` from `master` where no update does: `param` may lie where the gradients were.
+        """Write `param` from `master` for parameters that are not updated: `param` may use the gradients' memory.
 
         Args:
             active: of all trainable parameters, whether each is updated.

@@ -1,8 +1,8 @@
 """Element-wise update rules on flat pieces of parameters, operation by operation as torch.optim computes them.
 
-A rule sees one contiguous run of float32 or float64 parameters with its gradients and state; it knows nothing of
-sharding. The operations and their order are those of torch's single-tensor implementations, so results are equal bit
-for bit.
+A rule gets one contiguous run of float32 or float64 parameters with gradients and state; it does not depend on how
+these are sharded. The operations and their order are those of torch's single-tensor implementations, so results are
+equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from zeroshard.errors import PlanError, UsageError
 
 Update = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Mapping[str, Any], int], None]
-"""(parameters, gradients, state, hyper-parameters, step counted from 1); gradients may be overwritten."""
+"""(parameters, gradients, state, hyper-parameters, step counted from 1): updates parameters and state, all (n,), in
+place; gradients may be overwritten."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class Rule:
     """An element-wise optimizer.
 
     Attributes:
-        name: as configs name it.
-        state: names of its state tensors, one value per parameter element each.
+        name: its name in configs.
+        state: names of its state tensors, each with one value per parameter element.
         defaults: hyper-parameters and their defaults, as in torch.optim.
-        check: raises PlanError for hyper-parameters without meaning.
-        initial: the hyper-parameter whose value the state starts from; None starts from 0.
+        check: raises PlanError for hyper-parameters out of range.
+        initial: the hyper-parameter with whose value the state starts; None starts with 0.
     """
 
     name: str
@@ -93,7 +94,7 @@ def _adagrad(
 def _lion(
     param: torch.Tensor, grad: torch.Tensor, state: Sequence[torch.Tensor], hyper: Mapping[str, Any], step: int
 ) -> None:
-    """Lion (Chen et al. 2023, arXiv:2302.06675, program 1): the sign of one average, while another is kept."""
+    """Lion (Chen et al. 2023, arXiv:2302.06675, program 1): the update is the sign of an average of gradients."""
     average = state[0]
     beta1, beta2 = hyper["betas"]
     lr = float(hyper["lr"])
@@ -107,15 +108,15 @@ def rmsprop_rule(*, momentum: bool, centered: bool) -> Rule:
     """RMSprop (Tieleman and Hinton 2012; centered: Graves 2013, arXiv:1308.0850, section 2) as torch.optim has it.
 
     Args:
-        momentum, centered: whether any group asks for it; what none asks for has no state.
+        momentum, centered: whether any group uses it; if none does, its state tensor does not exist.
     """
     names = ("square_avg", *(("momentum_buffer",) if momentum else ()), *(("grad_avg",) if centered else ()))
 
     def update(
         param: torch.Tensor, grad: torch.Tensor, state: Sequence[torch.Tensor], hyper: Mapping[str, Any], step: int
     ) -> None:
-        held = dict(zip(names, state, strict=True))
-        _rmsprop(param, grad, held, hyper)
+        by_name = dict(zip(names, state, strict=True))
+        _rmsprop(param, grad, by_name, hyper)
 
     return Rule("RMSprop", names, _RMSPROP, update, _check_rmsprop)
 
@@ -125,7 +126,9 @@ def _rmsprop(
 ) -> None:
     missing = [key for key, name in _RMSPROP_STATE.items() if hyper[key] and name not in state]
     if missing:
-        raise UsageError(f"RMSprop {missing[0]} was off in all groups when the model was sharded: there is no state")
+        raise UsageError(
+            f"RMSprop {missing[0]} was off in all groups when the model was sharded, so it has no state; set it before"
+        )
     if hyper["weight_decay"]:
         grad = grad.add_(param, alpha=hyper["weight_decay"])
     squares, alpha, lr = state["square_avg"], hyper["alpha"], float(hyper["lr"])
@@ -190,7 +193,7 @@ def _are_two_numbers(betas: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Rates may be tensors, as torch's may."""
+    """Whether a value is a number, or a tensor with one element, which torch accepts as a rate, too."""
     return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 

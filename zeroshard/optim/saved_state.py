@@ -1,7 +1,7 @@
-"""Optimizer state by parameter, as checkpoints see it.
+"""Optimizer state by parameter, for checkpoints.
 
-A rank's state of a parameter is a flat range of each state tensor of it, and scalars that are equal wherever the
-parameter is: the number of its updates above all.
+A rank's state of a parameter is a flat range of each of its state tensors, and scalars that are equal on all ranks,
+such as the number of its updates.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zeroshard.optim.regions import Region
 from zeroshard.tiers import Row, RowPart, clear
 
 Scalar = torch.Tensor | bool | int | float
-"""One value for a whole parameter: a 0-dim tensor, or a number of Python's where the optimizer keeps one."""
+"""One value for a whole parameter: a 0-dim tensor or a Python number, as the optimizer keeps it."""
 STEP = "step"
-"""Name of the scalar that counts a parameter's updates, float32, as in torch's optimizers."""
+"""Name of the scalar that counts a parameter's updates, in float32, as in torch's optimizers."""
 
 
 @dataclass(frozen=True)
 class StoredValues:
-    """A saved tensor that has one value for each `per` elements of the parameter; flat."""
+    """A saved flat tensor with one value for each `per` elements of the parameter."""
 
     values: torch.Tensor
     per: int
@@ -32,12 +32,12 @@ class StoredValues:
 
 @dataclass(frozen=True)
 class PackedState:
-    """A state tensor that is kept in another form than one float32 value for each element.
+    """A state tensor that is kept in another form than one float32 value per element.
 
     Attributes:
-        read: gives its elements as new float32 values.
-        write: gives all its elements new values.
-        stored: what it is kept in; saved as the state's name, an underscore and the name here.
+        read: returns its elements as a new float32 tensor (n,).
+        write: overwrites all its elements with values (n,).
+        stored: the tensors in which it is kept; each is saved under the state's name, an underscore and its name here.
     """
 
     read: Callable[[], torch.Tensor]
@@ -51,10 +51,10 @@ class StatePart:
 
     Attributes:
         region, index: number of the region, and of the parameter in the region's layout.
-        low, high: the elements, counted from the begin of the region.
+        low, high: the elements [low, high), counted from the begin of the region.
         elements: `high - low` elements of each state tensor.
-        scalars: 0-dim tensors on the CPU, and numbers of Python's.
-        packed: state tensors that are not kept as elements.
+        scalars: 0-dim tensors on the CPU, and Python numbers.
+        packed: state tensors that are kept in another form.
     """
 
     region: int
@@ -70,15 +70,15 @@ class SavedState(Protocol):
     """An optimizer's state on this rank. Region numbers are those of all trainable groups in plan order."""
 
     def state_keys(self, region: int) -> tuple[str, ...] | None:
-        """Names of the tensors saved for each parameter of a region; None where only the state itself tells."""
+        """Names of the tensors saved for each parameter of a region; None if only the state itself shows them."""
         ...
 
     def value_keys(self, region: int) -> tuple[str, ...] | None:
-        """Names of the state tensors themselves: others than the saved ones where those are kept in another form."""
+        """Names of the state tensors; they differ from `state_keys` if the state is kept in another form."""
         return self.state_keys(region)
 
     def elements_per_value(self, region: int, key: str) -> int:
-        """Of how many elements of a parameter the saved tensor `key` has one value; 1 has the parameter's shape."""
+        """For how many elements of a parameter the saved tensor `key` has one value; 1: it has as many elements."""
         return 1
 
     def state_parts(self) -> Iterator[StatePart]:
@@ -86,17 +86,17 @@ class SavedState(Protocol):
         ...
 
     def updates_of(self, region: int, index: int) -> float | None:
-        """How often a parameter was updated; None where this rank does not count it. Waits for the device."""
+        """How often a parameter was updated; None if this rank does not count that. Waits for the device."""
         return None
 
     def reset_state(self) -> None:
-        """Go back to before the first update."""
+        """Reset the state to that before the first update."""
         ...
 
     def open_part(
         self, region: int, index: int, dtypes: Mapping[str, torch.dtype], scalars: Mapping[str, Scalar]
     ) -> dict[str, RowPart]:
-        """Set a parameter's scalars, after `reset_state`; returns its state tensors' elements, to be written.
+        """Set a parameter's scalars, after `reset_state`; returns the elements of its state tensors, to be written.
 
         Args:
             dtypes: names of the state tensors and their dtypes.
@@ -104,30 +104,30 @@ class SavedState(Protocol):
         ...
 
     def counters(self) -> dict[str, Any]:
-        """State that belongs to no single parameter, equal on all ranks, as JSON has it."""
+        """State that belongs to no single parameter, equal on all ranks, as values that JSON can hold."""
         return {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take over `counters`, after `reset_state`."""
+        """Load `counters`, after `reset_state`."""
 
     def refusal(self, counters: Mapping[str, Any], *, same_ranks: bool) -> str | None:
-        """Why a state with these `counters` can't be gone on from, by as many ranks or by others; None if it can."""
+        """Why a state with these `counters` can't be loaded, at the same number of ranks or not; None if it can."""
         return None
 
     def rank_tensors(self, *, saving: bool) -> dict[str, torch.Tensor]:
-        """State of this rank that means nothing at another number of ranks; 1-D. `reset_state` zeroes it.
+        """State of this rank, 1-D, that can't be used at another number of ranks. `reset_state` sets it to 0.
 
         Args:
-            saving: leave out what now follows from the rest of a checkpoint.
+            saving: leave out what follows from the rest of a checkpoint at present.
         """
         return {}
 
     def finish_load(self) -> None:
-        """All parameters and all state have been written; called by all ranks."""
+        """Called by all ranks after a load has written all parameters and all state."""
 
 
 class FlatState(SavedState):
-    """State that lies flat beside each region, one float32 value per element and name: what most updates have."""
+    """State that most updates have: for each name a flat tensor per region, with one value per element."""
 
     @abstractmethod
     def flat_states(self) -> Sequence[tuple[Region, Mapping[str, Row]]]:
@@ -135,7 +135,7 @@ class FlatState(SavedState):
 
     @abstractmethod
     def step_counts(self) -> Sequence[Sequence[float]] | None:
-        """Updates so far, per region and segment; None where they are not counted. Waits for the device."""
+        """Updates so far, per region and segment; None if they are not counted. Waits for the device."""
 
     @abstractmethod
     def set_step(self, region: int, index: int, count: float) -> None:
@@ -181,7 +181,7 @@ class FlatState(SavedState):
 
 
 def piece_of(region: Region, index: int) -> slice:
-    """Where a parameter's elements lie in a region; empty where it has none there."""
+    """The elements of a parameter in a region; an empty slice if it has none there."""
     for number, low, high in region.pieces:
         if number == index:
             return slice(low, high)

@@ -1,7 +1,7 @@
-"""What device updates that work parameter by parameter share: the group of each parameter, and who is updated when.
+"""Pieces of regions, and vectors with one value per parameter, for updates that treat each parameter by itself.
 
-Flags are positions among all trainable parameters, in plan order; a vector over flags has one value per parameter. The
-host knows which optimizer group a flag belongs to, never whether it is active.
+A flag is a parameter's position among all trainable parameters, in plan order. The host knows the optimizer group of a
+flag, but not whether its parameter is updated in a step: that is known on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from zeroshard.optim.regions import Region
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that a region has: its flag, its optimizer group, and where it lies."""
+    """The part of one parameter that is in a region.
+
+    Attributes:
+        flag: the parameter's position among all trainable parameters.
+        index: its segment in the region's layout.
+        group: its optimizer group.
+        cut: its elements in the region.
+    """
 
     flag: int
     index: int
@@ -27,14 +34,20 @@ class Piece:
 
 
 def pieces_of(region: Region) -> Iterator[Piece]:
-    """The pieces of a region that the optimizer has."""
+    """The pieces of a region whose parameters the optimizer has."""
     for index, low, high in region.pieces:
         if region.hyper[index] >= 0:
             yield Piece(region.first_flag + index, index, region.hyper[index], slice(low, high))
 
 
 class Flags:
-    """Vectors over the flags of some regions, which number them from 0."""
+    """Vectors over the flags of some regions, whose flags count from 0.
+
+    Attributes:
+        count: number of flags.
+        owned: bool (count,), whether the optimizer has the parameter.
+        steps: float64 (count,), updates so far.
+    """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
         group_of = [group for region in regions for group in region.hyper]
@@ -57,7 +70,7 @@ class Flags:
 
 
 def refuse_split(regions: Sequence[Region], name: str) -> None:
-    """Raises PlanError where master weights are a remainder beside the parameters, which only one kernel reads."""
+    """Raises PlanError if master weights are a remainder beside the parameters, which only Adam's kernel supports."""
     for region in regions:
         if region.master.dtype == torch.int16:
             raise PlanError(

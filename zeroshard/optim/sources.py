@@ -1,7 +1,7 @@
-"""A sharded optimizer before the model is sharded: live parameter groups, what the plan must count, how to update.
+"""A sharded optimizer before the model is sharded: its parameter groups, what the plan must count, and its updates.
 
-Every optimizer becomes a Source, whether a config named it, the user built it in torch (`clients`), or it is one of
-ours (`named`). The update itself is made later, when the regions exist.
+Every optimizer becomes a Source, whether a config names it (`configured`), the user built it in torch (`clients`), or
+it is one of zeroshard's own (`own_optimizers`). The update itself is made later, when the regions exist.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ class Source:
     """An optimizer before the model is sharded.
 
     Attributes:
-        groups: parameter groups; the dicts are shared with the client's optimizer, so its schedulers reach ours.
-        moments: state tensors per parameter.
-        update: makes the update for what this rank has.
-        on_device: makes one that runs on a GPU without the host waiting; None where there is none.
-        on_host: makes one by which the processor updates state in host memory; None where there is none.
-        streamed: makes the one of `on_device` for state that passes through buffers of the device (buffers, elements).
-        split_master: whether that one takes master weights as the remainder beside bfloat16 parameters.
-        blocks: how it keeps moments in few bits, for the parameters that suit; None where it does not.
+        groups: parameter groups; the dicts are those of the client's optimizer, so its schedulers change them.
+        moments: number of state tensors per parameter.
+        update: makes the update that the host controls.
+        on_device: makes an update for a GPU for which the host does not wait; None if there is none.
+        on_host: makes an update of state in host memory by the processor; None if there is none.
+        streamed: makes an update as `on_device` for state that is copied through device buffers; its arguments are
+            (context, buffers, elements per piece).
+        split_master: whether `on_device` supports master weights as the remainder beside bfloat16 parameters.
+        blocks: the blocks in which it keeps moments in few bits, for suitable parameters; None if it does not.
         matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
         compressed: makes the update that averages momentum in compressed form; `update` is not used then.
-        parameter_sums: float64 values per parameter that a step sums over the ranks.
-        parameter_maxima: float64 values per parameter of which a compressed step takes the largest over the ranks.
-        exact_wide: whether `update` and `on_host` compute in float64 for float64 parameters; the others never do.
-        client: the user's optimizer, None where the config names one.
+        parameter_sums: number of float64 values per parameter that a step sums over the ranks.
+        parameter_maxima: number of float64 values per parameter whose maximum over the ranks a compressed step takes.
+        float64_exact: whether `update` and `on_host` compute in float64 for float64 parameters; the others never do.
+        client: the user's optimizer; None if the config names one.
     """
 
     name: str
@@ -62,17 +63,21 @@ class Source:
     parameter_sums: int = 0
     parameter_maxima: int = 0
     compressed: Callable[[UpdateContext], CompressedUpdate] | None = None
-    exact_wide: bool = False
+    float64_exact: bool = False
     client: torch.optim.Optimizer | None = None
 
 
 def rule_source(
     rule: Rule, parameters: Iterable[Any], hyper: Mapping[str, Any], client: torch.optim.Optimizer | None = None
 ) -> Source:
-    """A source from one of our rules, over parameters or parameter groups (dicts with 'params').
+    """A source from an element-wise rule, over parameters or parameter groups (dicts with 'params').
+
+    Args:
+        parameters: not used if there is a `client`, whose groups are taken.
+        hyper: hyper-parameters in place of the rule's defaults.
 
     Raises:
-        PlanError: there are no parameters, or hyper-parameters have no meaning.
+        PlanError: there are no parameters, or a hyper-parameter is out of range.
     """
     defaults = {**rule.defaults, **hyper}
     groups = as_groups(parameters) if client is None else client.param_groups
@@ -92,13 +97,13 @@ def rule_source(
         if rule in (ADAM, ADAMW)
         else None,
         split_master=on_device,
-        exact_wide=True,
+        float64_exact=True,
         client=client,
     )
 
 
 def as_groups(parameters: Iterable[Any]) -> ParamGroups:
-    """Parameters or parameter groups as groups of their own. Raises PlanError where there are none."""
+    """Parameters or parameter groups as new groups. Raises PlanError if there are none."""
     items = list(parameters)
     members = [p for item in items for p in _members(item)]
     for member in members:
@@ -115,7 +120,7 @@ def as_groups(parameters: Iterable[Any]) -> ParamGroups:
 
 
 def _members(item: object) -> list[object]:
-    """What a parameter group holds, or the parameter itself."""
+    """The parameters of a parameter group, or the parameter itself."""
     if not isinstance(item, dict):
         return [item]
     params = item.get("params")
@@ -125,7 +130,7 @@ def _members(item: object) -> list[object]:
 
 
 def check_parameters(source: Source, model: nn.Module) -> None:
-    """Every parameter of the optimizer must be the model's own, each once.
+    """Check that every parameter of the optimizer is the model's, and that none is there twice.
 
     Raises:
         PlanError: a parameter is not the model's or is there twice, or none requires a gradient.
@@ -149,6 +154,6 @@ def check_parameters(source: Source, model: nn.Module) -> None:
 
 
 def fill_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a parameter group the defaults that it lacks."""
+    """Set the hyper-parameters that a parameter group does not have to the defaults."""
     for key, value in defaults.items():
         group.setdefault(key, value)

@@ -1,10 +1,10 @@
-"""A trial whether an optimizer that nobody knows is element-wise: the same numbers as a matrix, and in two slices.
+"""A trial whether an unknown optimizer is element-wise: it runs on the same numbers as a matrix, and in two slices.
 
     matrix (4, 6)              --3 steps-->  24 values
     slice (10,), slice (14,)   --3 steps-->  24 values     equal for an element-wise optimizer
 
-It can refute, not prove. An optimizer that draws random numbers gives other values on every run, which says nothing;
-it passes.
+A trial can refute this but not prove it. An optimizer that uses random numbers gives other values in every run, so the
+trial has no result, and the optimizer is accepted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 from zeroshard.errors import PlanError
 from zeroshard.optim.updates import accepted_defaults, group_options
 
-_OF_TORCH = ("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
-"""Attributes that torch keeps on an optimizer and that are no options."""
+_TORCH_ATTRIBUTES = ("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
+"""Attributes that torch sets on an optimizer and that are no options."""
 
 _SHAPE = (4, 6)
 _CUT = 10
 _STEPS = 3
 _TOLERANCE = 1e-5
-"""Relative; kernels may order the same operations differently for other shapes."""
+"""Relative and absolute; kernels may order the same operations differently for other shapes."""
 
 
 def refuse_unlike(optimizer: torch.optim.Optimizer) -> None:
-    """Raises PlanError where one that is made from the optimizer's groups and defaults is not the same.
+    """Raises PlanError if an optimizer that is made from this one's groups and defaults would differ from it.
 
-    A rank makes its own over the slices that it updates; what is kept beside groups and defaults would be lost.
+    Each rank makes one for the slices that it updates; attributes outside of groups and defaults would be lost.
     """
     name = type(optimizer).__name__
     cure = "keep it in the groups: pass it to Optimizer.__init__ among the defaults"
     try:
-        again = _made(optimizer, [torch.nn.Parameter(torch.zeros(_SHAPE))])
+        again = _rebuilt(optimizer, [torch.nn.Parameter(torch.zeros(_SHAPE))])
         inspect.signature(again.step).bind()
     except TypeError as error:
         raise PlanError(
@@ -44,7 +44,7 @@ def refuse_unlike(optimizer: torch.optim.Optimizer) -> None:
             f"default or a place among the groups' defaults, and step() none that is required"
         ) from error
     for key, value in vars(optimizer).items():
-        if key in _OF_TORCH or not _is_plain(value):
+        if key in _TORCH_ATTRIBUTES or not _is_plain(value):
             continue
         if key not in vars(again) or vars(again)[key] != value:
             raise PlanError(
@@ -80,7 +80,7 @@ def _run(
     device: torch.device,
 ) -> torch.Tensor:
     parameters = [torch.nn.Parameter(value.clone().to(device)) for value in values]
-    trial = _made(optimizer, parameters)
+    trial = _rebuilt(optimizer, parameters)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone().to(device)
@@ -88,8 +88,8 @@ def _run(
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).cpu()
 
 
-def _made(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """One of the same kind and options over other parameters."""
+def _rebuilt(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options over other parameters."""
     kind: Any = type(optimizer)
     options = group_options(optimizer.param_groups[0])
     return kind([{"params": [*parameters], **options}], **accepted_defaults(kind, optimizer.defaults))

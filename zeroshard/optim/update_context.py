@@ -1,6 +1,6 @@
-"""Where an update works: the regions of this rank, and how it talks to the ranks that hold the rest.
+"""What an update is made from: the regions of this rank, and the communicators to the other ranks.
 
-Element-wise rules need the regions only. Those that look at whole parameters (a norm, a matrix) need the others too.
+Element-wise rules need the regions only. Updates that need whole parameters (a norm, a matrix) communicate, too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from zeroshard.optim.regions import Region
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What an update gets to work with.
+    """What an update is made from.
 
     Attributes:
         regions: in plan order, this rank's part of each trainable flat group.
-        control: the communicator of all data-parallel ranks for what is issued outside of the lists.
+        device: the device of the regions.
+        control: the communicator of all data-parallel ranks, for collectives that are not legs of the plan.
         axes: communicators, by the mesh axes over which regions are divided.
     """
 
@@ -31,9 +32,9 @@ class UpdateContext:
     axes: Mapping[Axes, Collectives]
 
     def counts(self, region: Region) -> bool:
-        """Whether what this rank has of a region enters a sum over all ranks, so that each element counts once.
+        """Whether this rank counts a region in sums over all ranks, so that each element counts once.
 
-        Where nothing is divided there is no sum over ranks: each has it all.
+        If no region is divided there is no sum over ranks, since each rank has all elements.
         """
         if not region.divided:
             return self.control.rank == 0 or not self.divided
@@ -41,7 +42,7 @@ class UpdateContext:
 
     @property
     def divided(self) -> bool:
-        """Whether any parameter is spread over several ranks."""
+        """Whether any region is one rank's shard."""
         return any(region.divided for region in self.regions)
 
 
@@ -51,7 +52,7 @@ def flags_of(regions: Sequence[Region]) -> list[int]:
 
 
 def renumbered(regions: Sequence[Region]) -> list[Region]:
-    """The regions as if they were all there is: flags count from 0. `flags_of` gives the positions they came from."""
+    """Copies of the regions whose flags count from 0; `flags_of` returns the flags before."""
     found: list[Region] = []
     first = 0
     for region in regions:

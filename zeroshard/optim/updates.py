@@ -1,6 +1,6 @@
-"""Applies an optimizer to regions: our flat rules, or any element-wise torch optimizer over slices.
+"""Applies an optimizer to regions: flat rules, or any element-wise torch optimizer over slices.
 
-Both take gradients as they rest (any dtype, summed over ranks) and one coefficient that unscales, averages and clips.
+Both use reduced gradients (any dtype, summed over ranks) and one coefficient that unscales, averages and clips.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from zeroshard.optim.windows import Windows
 from zeroshard.tiers import Row, RowPart, store
 
 _PART_NUMEL = 1 << 22
-"""Elements of 16-bit parameters that are in float32 at one time."""
+"""Elements of 16-bit parameters that are converted to float32 at a time."""
 UNSUPPORTED_OPTIONS = ("maximize", "differentiable", "amsgrad")
-"""Options of torch's optimizers that our rules don't have."""
+"""Options of torch's optimizers that zeroshard's rules don't support."""
 
 
 class StatefulUpdate(SavedState, Protocol):
-    """An optimizer's state on this rank: for checkpoints, and to be counted."""
+    """An optimizer's state on this rank, for checkpoints and for counting its bytes."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All state tensors of this rank."""
@@ -34,10 +34,16 @@ class StatefulUpdate(SavedState, Protocol):
 
 
 class UpdateMethod(StatefulUpdate, Protocol):
-    """An optimizer that the host tells what to do."""
+    """An optimizer that the host controls: it knows in each step which parameters are updated."""
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
-        """One step: gradients times `coefficient`; parameters with `active` False are left alone, decay included."""
+        """One step.
+
+        Args:
+            coefficient: factor of the gradients, which unscales, averages and clips.
+            active: of all trainable parameters, whether each is updated; others are not changed, not even by decay.
+            hyper: hyper-parameters of each optimizer group.
+        """
         ...
 
 
@@ -47,11 +53,11 @@ class PiecewiseUpdate(UpdateMethod, Protocol):
     regions: Sequence[Region]
 
     def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
-        """Raises UsageError for hyper-parameters that a step can't be made with."""
+        """Raises UsageError for hyper-parameters that a step does not support."""
         ...
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """A step comes, which updates these regions in this order; others at any time. Raises SpillError."""
+        """A step begins. It updates these regions in this order, and others at any time. Raises SpillError."""
         ...
 
     def apply_region(
@@ -66,16 +72,16 @@ class PiecewiseUpdate(UpdateMethod, Protocol):
 
 
 class DeviceUpdate(StatefulUpdate, Protocol):
-    """An optimizer that learns what to do from tensors on the device, so that the host need not know."""
+    """An optimizer that tensors on the device control, so that the host need not know which parameters are updated."""
 
     regions: Sequence[Region]
 
     def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Get ready for one step; called once, before `apply`. May talk to other ranks.
+        """Prepare one step; called once per step, before `apply`. May communicate with other ranks.
 
         Args:
             coefficient: float64 scalar on the device that unscales, averages and clips.
-            active: bool (trainable parameters,) on the device; all False skips the step.
+            active: bool (trainable parameters,) on the device; False leaves a parameter unchanged.
             groups: hyper-parameters of each optimizer group.
         """
         ...
@@ -86,16 +92,16 @@ class DeviceUpdate(StatefulUpdate, Protocol):
 
 
 class CompressedUpdate(UpdateMethod, Protocol):
-    """An optimizer that, from some step on, takes each rank's own gradients and averages in compressed form."""
+    """An optimizer that, from some step on, uses each rank's own gradients and averages in compressed form."""
 
     @property
     def compressing(self) -> bool:
-        """Whether the coming step takes gradients that were not reduced."""
+        """Whether the coming step uses gradients that are not reduced."""
         ...
 
 
 class HostDriven(SavedState):
-    """An update for the device, run by a host that knows what to do."""
+    """A DeviceUpdate as an UpdateMethod: the host knows which parameters are updated."""
 
     def __init__(self, inner: DeviceUpdate, device: torch.device) -> None:
         self._inner = inner
@@ -130,7 +136,7 @@ class HostDriven(SavedState):
 
 
 class FlatUpdate(FlatState):
-    """A rule on flat regions, with its state in one flat tensor per region and kind.
+    """A rule on flat regions, with one flat state tensor per region and name.
 
     Args:
         groups: hyper-parameters of each optimizer group, for rules whose state does not start from 0.
@@ -147,7 +153,7 @@ class FlatUpdate(FlatState):
         self._steps = [[0] * len(region.layout.segments) for region in regions]
 
     def _fill(self, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Start the state of each parameter from its group's value; padding stays 0."""
+        """Set the state of each parameter to its group's initial value; padding stays 0."""
         for region, state in zip(self.regions, self._state, strict=True):
             for index, low, high in region.pieces:
                 for row in state if region.hyper[index] >= 0 else ():
@@ -185,8 +191,8 @@ class FlatUpdate(FlatState):
     def _update_run(
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
     ) -> None:
-        """Update neighbouring elements alike."""
-        if region.low:
+        """Update one run."""
+        if region.without_master:
             self._update_low(region, state, run, hyper, coefficient)
             return
         cut = slice(run.start, run.end)
@@ -198,7 +204,7 @@ class FlatUpdate(FlatState):
     def _update_low(
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
     ) -> None:
-        """Update 16-bit parameters in float32 arithmetic, part by part, and round what is kept."""
+        """Update 16-bit parameters in float32 arithmetic, part by part, and round parameters and state afterwards."""
         for low in range(run.start, run.end, _PART_NUMEL):
             cut = slice(low, min(run.end, low + _PART_NUMEL))
             kept = [region.master[cut], *(kind[cut] for kind in state)]
@@ -236,10 +242,12 @@ class FlatUpdate(FlatState):
 
 
 class TorchUpdate(SavedState):
-    """Any element-wise torch optimizer, given one slice tensor per parameter that this rank updates a part of.
+    """Any element-wise torch optimizer over slices: of each parameter, the part that this rank updates.
 
     Args:
-        optimizer: builds the optimizer over (hyper-parameter group -> slices).
+        optimizer: the optimizer's class.
+        defaults: the user's optimizer's defaults.
+        hyper: hyper-parameters of each optimizer group.
     """
 
     def __init__(
@@ -336,7 +344,7 @@ class TorchUpdate(SavedState):
 
 
 def _number(value: Real) -> bool | int | float:
-    """A number of Python's, also where the optimizer keeps one of NumPy's."""
+    """A Python number, also for a number of NumPy."""
     if isinstance(value, (bool, int, float)):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -351,20 +359,20 @@ def _described(value: object) -> str:
 
 
 def refuse_unsupported(name: str, hyper: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError where a group has since been given an option that our rules don't have."""
+    """Raises UsageError if a group has been given an option that zeroshard's rules don't support."""
     for number, group in enumerate(hyper):
         late = [key for key in UNSUPPORTED_OPTIONS if group.get(key)]
         if late:
             raise UsageError(
-                f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a "
-                f"{name} that lacks it; set it before shard()"
+                f"optimizer group {number}: {late[0]} was switched on after the model was sharded with a {name} that "
+                "does not support it; set it before shard()"
             )
 
 
 def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """The gradient in float32, or float64 where it is that, times `coefficient`.
+    """The gradient times `coefficient`, in float64 if it is float64, else in float32.
 
-    In place where it has that dtype already, for the step consumes it.
+    A gradient that has this dtype already is multiplied in place: the step consumes it.
     """
     if grad.dtype not in (torch.float32, torch.float64):
         grad = grad.float()
@@ -372,7 +380,7 @@ def scaled(grad: torch.Tensor, coefficient: float) -> torch.Tensor:
 
 
 def accepted_defaults(optimizer: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that the constructor takes; AdamW, for one, records some that only its base class does."""
+    """The defaults that the constructor accepts; AdamW, for one, records some that only its base class accepts."""
     names = inspect.signature(optimizer).parameters.values()
     if any(name.kind is inspect.Parameter.VAR_KEYWORD for name in names):
         return dict(defaults)

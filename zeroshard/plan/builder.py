@@ -33,7 +33,7 @@ SCALED = "float8_e4m3fn"
 """The dtype of resting weights that are multiplied in fp8."""
 NO_MASTER = "none"
 SPLIT_MASTER = "int16"
-"""Master weights as the remainder beside bfloat16 parameters; see optim.split."""
+"""Master weights as the remainder beside bfloat16 parameters; see optim.split_master."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Precision:
         wire: dtype of gradients on the wire; None takes the compute dtype.
         accumulate: dtype of gradients between micro-batches; None means float32, and float64 for such parameters.
         master: dtype of master weights: 'float32', or 'int16' for the remainder beside bfloat16 parameters (see
-            optim.split), or 'none' for 16-bit parameters that are updated themselves; None lets the caller choose, and
-            is float32 here.
+            optim.split_master), or 'none' for 16-bit parameters that are updated themselves; None lets the caller
+            choose, and is float32 here.
         moments: dtype of the moments of parameters without master weights; None is float32.
         keep_fp32: parameters (by name prefix or dotted part) that stay in float32.
         matmul: how linear layers multiply in fp8; None in compute dtype. `shard` chooses the layers.

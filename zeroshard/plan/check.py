@@ -197,7 +197,7 @@ def _check_hops(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None
 
 
 def _is_split(group: GroupPlan) -> bool:
-    """Whether master weights are the 16-bit remainder beside bfloat16 parameters (see optim.split)."""
+    """Whether master weights are the 16-bit remainder beside bfloat16 parameters (see optim.split_master)."""
     return group.master is not None and group.master.dtype == "int16" and group.param.dtype == "bfloat16"
 
 

@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.update_view import update_param, update_range
-from zeroshard.optim.split import join, split
+from zeroshard.optim.split_master import join, split
 from zeroshard.sharding.layout import Segment
 from zeroshard.tiers import RowInPlace, loaded, store, values_of
 

@@ -41,7 +41,7 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
     if HostUpdate.STREAMED in updates:
         return _streamed_stepper(handle, source, context, scaler)
     # The kernels of the device compute in float32.
-    other = any(region.low or region.master.dtype == torch.float64 for region in context.regions)
+    other = any(region.without_master or region.master.dtype == torch.float64 for region in context.regions)
     on_device = handle.device.type == "cuda" and source.on_device is not None and not other
     if not (on_device and source.split_master):
         refuse_split(context.regions, source.name)
@@ -67,7 +67,7 @@ def _check_low(context: UpdateContext, source: Source, made: UpdateMethod) -> No
 def _refuse_low(context: UpdateContext, what: str) -> None:
     """Raises PlanError where there are 16-bit parameters without master weights, which `what` needs."""
     for region in context.regions:
-        if region.low:
+        if region.without_master:
             raise PlanError(
                 f"{region.label} has no master weights, which {what} needs: keep the state on the device and use Adam, "
                 "AdamW, SGD, Adagrad, Lion or RMSprop without any of torch's special options, or switch the master "

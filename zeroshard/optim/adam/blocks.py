@@ -4,10 +4,10 @@
     codes      [ one or half a byte for each        ]
     scale      [ sa            | sb            | ... ]     the block's largest absolute value
 
-The codes are those of torchao's optimizers, and its own functions make and read them: a code is a place in a table of
-values between -1 and 1, times the block's scale (Dettmers et al. 2021, arXiv:2110.02861, section 2; 4 bits: Li et al.
-2023, arXiv:2309.01507). The plan lets no block straddle parameters or ranks, so a value does not depend on the number
-of ranks. Rejected: a quantizer of our own, which would be a second definition of the same numbers.
+The codes are those of torchao's optimizers, made and read by its own functions: a code is an index into a table of
+values between -1 and 1, which are multiplied by the block's scale (Dettmers et al. 2021, arXiv:2110.02861, section 2;
+4 bits: Li et al. 2023, arXiv:2309.01507). In the plan no block crosses a border of parameters or of shards, so a value
+does not depend on the number of ranks. Rejected: a quantizer of our own, which would define the same numbers again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def require_torchao(bits: int, what: str) -> Any:
     """torchao's tensor class for state of so many bits.
 
     Raises:
-        PlanError: torchao is not installed, or lacks it.
+        PlanError: torchao is not installed, or does not have the class.
     """
     module, name = _CLASSES[bits]
     try:
         return vars(import_module(module))[name]
     except (ImportError, KeyError) as error:
         raise PlanError(
-            f"{what} keeps its moments in {bits} bits by torchao, which can't be used here ({error}): "
+            f"{what} keeps its moments in {bits} bits with torchao, which can't be used here ({error}): "
             "pip install torchao, or use AdamW, or Lion for less state"
         ) from None
 
@@ -58,12 +58,12 @@ class BlockedState:
         self._table: torch.Tensor = zeros.qmap
 
     def read(self, low: int, high: int) -> torch.Tensor:
-        """Elements [low, high) as new float32 values; both are borders of blocks."""
+        """Elements [low, high) as new float32 values (high - low,); both ends are borders of blocks."""
         found: torch.Tensor = self._view(low, high).dequantize()
         return found
 
     def write(self, low: int, values: torch.Tensor) -> None:
-        """Give the elements from `low` on new values, whole blocks of them."""
+        """Overwrite the elements from `low` on with float32 `values`, a multiple of whole blocks."""
         self._view(low, low + values.numel()).copy_(values)
 
     def packed(self, low: int, high: int) -> PackedState:
@@ -83,7 +83,7 @@ class BlockedState:
         return 8 // self._blocks.bits
 
     def zero(self) -> None:
-        """Go back to the beginning."""
+        """Set all elements to 0."""
         self.codes.zero_()
         self.scale.zero_()
 

@@ -1,7 +1,7 @@
-"""Adam whose decisions stay on the device: skipping, clipping, bias correction by steps that were really taken.
+"""Adam whose decisions are made on the device: skipping, clipping, and bias correction by the steps that were applied.
 
-The host launches the same kernels whatever the gradients are. One table of scalars per segment, made by a handful of
-tiny operations per step, tells the update kernel what to do; see `kernels.adam`.
+The host launches the same kernels whatever the gradients are. The update kernel reads a table with a row of scalars per
+segment, which a few small operations fill in each step; see `kernels.adam`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zeroshard.optim.updates import refuse_unsupported
 from zeroshard.tiers import Row, values_of
 
 HYPER = 8
+"""Hyper-parameters per optimizer group in the table on the device."""
 
 
 def _hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -35,7 +36,7 @@ class DeviceAdam(FlatState):
 
     Args:
         rule: ADAM or ADAMW.
-        device: where the regions are; off a GPU the PyTorch twin computes the same.
+        device: where the regions are; not on a GPU the PyTorch twin computes the same.
     """
 
     def __init__(self, rule: Rule, regions: Sequence[Region], device: torch.device) -> None:
@@ -43,11 +44,11 @@ class DeviceAdam(FlatState):
         self._rule = rule
         self._run = adam_kernel if device.type == "cuda" else adam_twin
         self._state = [tuple(region.new_state() for _ in rule.state) for region in regions]
-        self._in_place = [
+        self._moments = [
             None if region.allocate else [values_of(row) for row in rows]
             for region, rows in zip(regions, self._state, strict=True)
         ]
-        # State that rests elsewhere is updated in pieces, which have tiles of their own.
+        # State that rests off the device is updated in pieces, which have tiles of their own (StreamedAdam).
         self._tiles = [tile_table(region.pieces if region.allocate is None else (), device) for region in regions]
         group_of = [group for region in regions for group in region.hyper]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
@@ -82,10 +83,10 @@ class DeviceAdam(FlatState):
         self._rows.copy_(torch.stack([*columns, eps, one_beta1, beta2, one_beta2], dim=1))
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over hyper-parameters that have changed. A graph of a step reads them where this puts them.
+        """Copy changed hyper-parameters to the device, to the memory from which a captured graph of a step reads them.
 
         Raises:
-            UsageError: a group has been given an option that this update does not have.
+            UsageError: a group has an option that this update does not support.
         """
         refuse_unsupported(self._rule.name, groups)
         none = (0.0,) * HYPER
@@ -97,8 +98,8 @@ class DeviceAdam(FlatState):
             self._seen = values
 
     def apply(self, number: int) -> None:
-        """Update region `number` by the prepared table."""
-        region, moments = self.regions[number], self._in_place[number]
+        """Update region `number` with the prepared table."""
+        region, moments = self.regions[number], self._moments[number]
         assert moments is not None, "state that rests off the device is updated in pieces"
         first, second = moments
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
@@ -108,7 +109,7 @@ class DeviceAdam(FlatState):
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Moments by the names that the host's update uses too, and the steps taken per segment."""
+        """Moments, by the same names as in FlatUpdate, and the number of updates of each segment."""
         moments = {
             f"{index}.{name}": row.values
             for index, pair in enumerate(self._state)

@@ -1,9 +1,9 @@
-"""Adam for parameters in host memory by the native kernel: alone, without a plan, or to be sharded like any other.
+"""Adam for parameters in host memory by the native kernel: used alone, or sharded like any other optimizer.
 
     state of a parameter:  step . exp_avg . exp_avg_sq . master (float32, for 16-bit parameters only)
 
-One pass over each parameter, in which a 16-bit one is written beside its float32 master. Rejected: 16-bit parameters
-without a master, whose updates round away once they are smaller than half of a last place.
+A step is one pass over each parameter; a 16-bit parameter is written together with its float32 master. Rejected: 16-bit
+parameters without a master, which don't change when an update is smaller than half of their last digit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.host.choose import host_kernel
 from zeroshard.optim.host.kernel import MOMENTS, OUTPUTS, HostKernel
 from zeroshard.optim.host.scalars import adam_scalars
-from zeroshard.optim.named import Parameters, SourcedOptimizer
+from zeroshard.optim.own_optimizers import Parameters, UnshardedOptimizer
 from zeroshard.optim.rules import ADAM, ADAMW
 from zeroshard.optim.sources import Source, rule_source
 
@@ -26,21 +26,21 @@ _TORCHS_OWN = ("amsgrad", "maximize")
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
 
 
-class CPUAdam(SourcedOptimizer):
+class CPUAdam(UnshardedOptimizer):
     """Adam (arXiv:1412.6980) and AdamW (arXiv:1711.05101) on the processor, in one pass over memory per step.
 
-    Equal to torch.optim.Adam and AdamW to float32 rounding. Passed to `shard` or `initialize` it is Adam or AdamW of
-    the plan, wherever that puts its state.
+    Equal to torch.optim.Adam and AdamW up to float32 rounding. Passed to `shard` or `initialize` it becomes the plan's
+    Adam or AdamW, wherever the plan keeps the state.
 
     Args:
-        params: parameters or parameter groups; to step alone: float32, bfloat16 or float16, on the CPU.
-        adamw_mode: decoupled decay, as AdamW has it; else the decay is added to the gradient.
-        moments: float32, or bfloat16, rounded to nearest even: 4 bytes a parameter less, and averages that no longer
-            follow changes below 1/256 of themselves.
-        threads: what a step takes, 1 or more; torch's number if None.
+        params: parameters or parameter groups; without sharding: float32, bfloat16 or float16, on the CPU.
+        adamw_mode: decouple the decay, as AdamW does; else the decay is added to the gradient.
+        moments: float32, or bfloat16, rounded to nearest even: 4 bytes less per parameter, and averages that don't
+            follow changes below 1/256 of their value.
+        threads: number of threads of a step, 1 or more; torch's number if None.
 
     Raises:
-        PlanError: hyper-parameters have no meaning.
+        PlanError: a hyper-parameter is out of range.
         UsageError: `moments` is another dtype, or `threads` no whole number of at least 1.
     """
 
@@ -73,24 +73,26 @@ class CPUAdam(SourcedOptimizer):
 
     @property
     def kernel(self) -> HostKernel:
-        """Who computes; chosen at the first step that this optimizer takes itself."""
+        """The kernel that computes; chosen at the first step of this optimizer itself."""
         if self._kernel is None:
             self._kernel = host_kernel(self._threads)
         return self._kernel
 
     def source(self) -> Source:
-        """What it becomes when it is sharded. Raises PlanError for bfloat16 moments."""
+        """The optimizer as a source for sharding. Raises PlanError for bfloat16 moments."""
         if self._moments != torch.float32:
-            raise PlanError("CPUAdam(moments=torch.bfloat16) steps alone only: a plan keeps moments in float32")
+            raise PlanError(
+                "CPUAdam(moments=torch.bfloat16) can't be sharded: a plan keeps moments in float32; leave moments out"
+            )
         return rule_source(self._rule, (), self.defaults, self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient; returns what `closure` does, which is called first.
+        """One update of all parameters that have a gradient. Calls `closure` first and returns its result.
 
         Raises:
-            UsageError: a parameter or its gradient is not a dense float tensor on the CPU, or a group asks for
-                amsgrad or maximize, which torch's have and this has not.
+            UsageError: a parameter or its gradient is not a dense float tensor on the CPU, or a group sets amsgrad or
+                maximize, which only torch's optimizers have.
         """
         loss = None
         if closure is not None:
@@ -99,20 +101,22 @@ class CPUAdam(SourcedOptimizer):
         for number, group in enumerate(self.param_groups):
             asked = [name for name in _TORCHS_OWN if group.get(name)]
             if asked:
-                raise UsageError(f"CPUAdam group {number} says {asked[0]}, which it has not; use torch.optim.AdamW")
+                raise UsageError(
+                    f"CPUAdam group {number} sets {asked[0]}, which CPUAdam does not support; use torch.optim.AdamW"
+                )
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group, number, self.state[parameter])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, also one of torch.optim.Adam or AdamW.
+        """Load a state, also one of torch.optim.Adam or AdamW.
 
-        Float32 and bfloat16 moments and the master keep the dtype in which they were saved. A 16-bit parameter that
-        was saved without a master begins one from its own value.
+        Float32 and bfloat16 moments and the master keep the dtype in which they were saved. The master of a 16-bit
+        parameter that was saved without one starts from the parameter's value.
 
         Raises:
-            UsageError: state of another shape than its parameter.
+            UsageError: a state tensor has another shape than its parameter.
         """
         saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         owned = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -130,7 +134,7 @@ class CPUAdam(SourcedOptimizer):
                 self.state[parameter]["master"] = parameter.detach().float().contiguous()
 
     def _as_ours(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Groups with what torch's Adam leaves out or names otherwise."""
+        """Groups with the options that torch's Adam does not have, or has under another name."""
         filled: list[dict[str, Any]] = []
         for number, group in enumerate(groups):
             own = self.param_groups[min(number, len(self.param_groups) - 1)]
@@ -145,7 +149,7 @@ class CPUAdam(SourcedOptimizer):
         if not state:
             self._begin(parameter, state)
         elif "master" in state and self._written.get(id(parameter), parameter._version) != parameter._version:
-            # Changed in place since (load_state_dict of the model, say): its master follows where it was.
+            # The parameter was written since its last update (load_state_dict of the model, say): the master follows.
             master = state["master"]
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
         state["step"] += 1

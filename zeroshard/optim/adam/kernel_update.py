@@ -1,8 +1,8 @@
-"""The update of state in host memory by native code: a rule on flat regions, its arithmetic done by a host kernel.
+"""The update of state in host memory by native code: a rule on flat regions whose arithmetic a host kernel does.
 
-One pass reads the gradient in the dtype in which it came down, unscales and clips it, and writes master weights,
-moments and the compute-dtype parameter, which may lie where the gradient was. Regions on a GPU, where only a share of
-the state is away, take Adam's kernel there. Rules without a kernel update by themselves.
+One pass reads the gradient in the dtype in which it was copied to the host, unscales and clips it, and writes master
+weights, moments and the compute-dtype parameter, which may use the gradient's memory. If only a share of the state is
+offloaded, the regions on the GPU are updated by Adam's kernel there. Rules without a kernel run in PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard.tiers import values_of
 
 
 class KernelUpdate(FlatUpdate):
-    """A rule whose runs in host memory are updated by native code."""
+    """A FlatUpdate that updates regions in host memory by native code, if there is a host kernel for the rule."""
 
     def __init__(self, rule: Rule, regions: Sequence[Region], groups: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(rule, regions, groups)

@@ -1,15 +1,15 @@
-"""Adam and AdamW with moments in 8 or 4 bits: half to a sixth of the optimizer's memory that float32 takes.
+"""Adam and AdamW with moments in 8 or 4 bits: half to a sixth of the memory of float32 moments and master weights.
 
-    for a part of a region at a time     codes -> float32 moments -> Adam, in float32 -> codes
-                                                                  -> master weights, parameters
+    for one part of a region after the other     codes -> float32 moments -> Adam, in float32 -> codes
+                                                                          -> master weights, parameters
 
 The update uses the moments before they are rounded, as torchao's optimizers do. Parameters with fewer than 4096
-elements, or a number of elements that blocks don't divide, keep moments in float32; the plan has the two kinds in flat
-groups of their own. What a parameter gets depends on itself alone: results are equal, bit for bit, at any number of
-ranks and at every stage.
+elements, or a number of elements that is no multiple of the block size, keep moments in float32; the plan puts the two
+kinds into separate flat groups. How a parameter's moments are kept depends on the parameter alone, so results are
+equal, bit for bit, at any number of ranks and at every stage.
 
-Rejected: quantizing whatever part of a parameter lies whole within a rank, with the rest in float32. Values would then
-depend on the number of ranks, and a checkpoint could not be loaded exactly at another one.
+Rejected: to quantize the blocks that lie within one rank's shard and keep the rest in float32. Values would then depend
+on the number of ranks, and a checkpoint could not be loaded exactly at another number.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def low_bit_source(
         block_size: elements that share a scale; None for torchao's number.
 
     Raises:
-        PlanError: torchao is missing, or hyper-parameters have no meaning.
+        PlanError: torchao is missing, or a hyper-parameter is out of range.
     """
     rule, bits, decay = KINDS[name].rule, KINDS[name].bits, KINDS[name].decay
     require_torchao(bits, name)
@@ -82,7 +82,7 @@ def low_bit_source(
             group["lr"] = float(group["lr"])
         rule.check(group)
         if group.get("amsgrad"):
-            raise PlanError(f"{name} has no amsgrad here: set it to False")
+            raise PlanError(f"{name} does not support amsgrad here: set it to False")
     return Source(
         name,
         groups,
@@ -95,7 +95,7 @@ def low_bit_source(
 
 
 def _update(context: UpdateContext, name: str, rule: Rule, blocks: Blocks, groups: ParamGroups) -> UpdateMethod:
-    """Regions in blocks and regions in float32: the plan keeps them apart."""
+    """One update for regions with moments in blocks, and one for regions with moments in float32."""
     blocked: list[int] = []
     plain: list[int] = []
     for number, region in enumerate(context.regions):
@@ -115,7 +115,7 @@ def _check_region(region: Region, name: str, blocks: Blocks) -> None:
     if region.blocks not in (None, blocks):
         raise PlanError(
             f"the plan keeps moments of {region.label} in {region.blocks}, but {name} has {blocks}; let zeroshard make "
-            "the plan, or write its blocks into the recipe"
+            "the plan, or write these blocks into the recipe"
         )
     suiting = [segment.name for segment in region.layout.segments if blocks.suit(segment.numel)]
     if region.blocks is None and suiting:
@@ -143,7 +143,7 @@ class BlockedUpdate(SavedState):
         for region, state, steps in zip(self._regions, self._state, self._steps, strict=True):
             on = active[region.first_flag : region.first_flag + len(steps)]
             for run in region.runs(on, steps):
-                for low, high in _parts(region, run.start, run.end):
+                for low, high in _block_ranges(region, run.start, run.end):
                     self._update_part(region, state, slice(low, high), hyper[run.hyper], run.step, coefficient)
             for index, was_active in enumerate(on):
                 steps[index] += was_active and region.hyper[index] >= 0
@@ -157,7 +157,7 @@ class BlockedUpdate(SavedState):
         step: int,
         coefficient: float,
     ) -> None:
-        """Whole blocks, alike."""
+        """Update whole blocks of elements that have the same hyper-parameters and step."""
         grad = scaled(region.grad()[cut], coefficient)
         moments = [kind.read(cut.start, cut.stop) for kind in state]
         self._rule.update(region.master[cut], grad, moments, hyper, step)
@@ -223,8 +223,8 @@ def _new_state(region: Region, signed: bool, name: str) -> BlockedState:
     return BlockedState(region.master.numel(), region.blocks, signed=signed, device=region.master.device, what=name)
 
 
-def _parts(region: Region, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """[start, end) in parts of whole blocks: what a step takes for a moment is bounded."""
+def _block_ranges(region: Region, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """[start, end) in parts of whole blocks, so that the float32 memory of a step is bounded."""
     assert region.blocks is not None
     step = max(1, _PART_NUMEL // region.blocks.size) * region.blocks.size
     for low in range(start, end, step):

@@ -1,12 +1,12 @@
-"""Adam on state that rests in host memory and passes through the device, piece by piece, to be updated there.
+"""Adam on state that rests in host memory: it is copied to the device piece by piece, updated there and copied back.
 
     host     master m v gradient  [ piece 0 | piece 1 | piece 2 | ... ]
-                                       |  up         ^  down (all but the gradient)
+                                       |  upload     ^  download (all but the gradient)
     device   buffer 0, 1, 2            +--> kernel --+--> parameters in compute dtype, which rest on the device
 
-The kernel, its table of scalars and its arithmetic are those of state on the device, so both give the same bits. What
-the plan keeps on the device (float32 parameters; accumulated gradients) is used where it is. Who runs the pieces, and
-on which streams, is the engine's business.
+The kernel, its table of scalars and its arithmetic are the same as for state on the device, and so are the bits of the
+result. What the plan keeps on the device (float32 parameters; accumulated gradients) is used there. The engine decides
+when, and on which streams, pieces are copied and updated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard.tiers import Row, RowInPlace, finish
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A part of a region's state on its way through a device buffer: three things to do, one after the other."""
+    """A part of a region's state that passes through a device buffer; its three functions are called in this order."""
 
     buffer: int
     upload: Callable[[], None]
@@ -34,10 +34,10 @@ class StatePiece:
 
 
 class StreamedAdam(DeviceAdam):
-    """The update of all regions of this rank, of which some have their state in host memory.
+    """The update of all regions of this rank, some of which have their state in host memory.
 
     Args:
-        buffers: device memory, uint8, through which state passes in turns.
+        buffers: device memory, uint8, which the pieces use in turns.
         numel: elements of a piece.
     """
 
@@ -55,27 +55,27 @@ class StreamedAdam(DeviceAdam):
         ]
 
     def pieces(self, number: int) -> Sequence[StatePiece]:
-        """How to update region `number` by the prepared table; none where its state is on the device (`apply`)."""
+        """How to update region `number` with the prepared table; empty if its state is on the device (use `apply`)."""
         return self._pieces[number]
 
     def _piece(self, number: int, low: int, numel: int) -> StatePiece:
         region, (first, second) = self.regions[number], self._state[number]
         cut = slice(low, min(low + numel, region.master.numel()))
         turn = low // numel % len(self.buffers)
-        passing = _Passing(self.buffers[turn])
-        moments = [passing.add(state, cut) for state in (first, second)]
-        master = passing.add(region.rests, cut) if "master" in region.off_device else region.master[cut]
+        copies = _BufferCopies(self.buffers[turn])
+        moments = [copies.add(state, cut) for state in (first, second)]
+        master = copies.add(region.master_row, cut) if "master" in region.off_device else region.master[cut]
         param = None if region.param is None else region.param[cut]
         if region.param is not None and "param" in region.off_device:
-            # It comes up too, though only written beside whole master weights: a skipped step writes nothing.
-            param = passing.add(RowInPlace(region.param), cut)
-        landing = passing.place(cut, region.grad().dtype) if "grad" in region.off_device else None
+            # It is uploaded, too, though the update only writes it: after a skipped step it is downloaded unchanged.
+            param = copies.add(RowInPlace(region.param), cut)
+        landing = copies.reserve(cut, region.grad().dtype) if "grad" in region.off_device else None
         tiles = tile_table(region.layout.pieces(region.start + cut.start, region.start + cut.stop), self._device)
         rows = self._rows[region.first_flag : region.first_flag + len(region.layout.segments)]
         decoupled = bool(self._rule.defaults["decoupled"])
 
         def upload() -> None:
-            passing.upload()
+            copies.upload()
             if landing is not None:
                 landing.copy_(region.grad()[cut], non_blocking=True)
 
@@ -83,11 +83,11 @@ class StreamedAdam(DeviceAdam):
             grad = region.grad()[cut] if landing is None else landing
             self._run(master, param, grad, moments[0], moments[1], tiles, rows, decoupled=decoupled)
 
-        return StatePiece(turn, upload, update, passing.download)
+        return StatePiece(turn, upload, update, copies.download)
 
 
-class _Passing:
-    """What of a piece lies in its buffer: where it rests, from which element on, and where it passes."""
+class _BufferCopies:
+    """The copies of one piece: which rows, from which element on, and where their elements are in the buffer."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -95,24 +95,24 @@ class _Passing:
         self._moves: list[tuple[Row, int, torch.Tensor]] = []
 
     def add(self, row: Row, cut: slice) -> torch.Tensor:
-        """The place of a row's elements in the buffer, to which they come up and from which they go down."""
-        place = self.place(cut, row.dtype)
+        """Reserve a place in the buffer for a row's elements, which are uploaded to it and downloaded from it."""
+        place = self.reserve(cut, row.dtype)
         self._moves.append((row, cut.start, place))
         return place
 
-    def place(self, cut: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The next place in the buffer, for as many elements."""
+    def reserve(self, cut: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Reserve the next place in the buffer for so many elements; it is not copied."""
         nbytes = (cut.stop - cut.start) * dtype.itemsize
         place = self._buffer[self._used : self._used + nbytes].view(dtype)
         self._used += nbytes
         return place
 
     def upload(self) -> None:
-        """Copy to the device."""
+        """Copy all rows' elements to the device."""
         for arrived in [row.read(start, place) for row, start, place in self._moves]:
             finish(arrived)
 
     def download(self) -> None:
-        """Copy back."""
+        """Copy all rows' elements back."""
         for left in [row.write(start, place) for row, start, place in self._moves]:
             finish(left)

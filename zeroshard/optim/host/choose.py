@@ -1,7 +1,7 @@
-"""Which backend a process's optimizer gets: decided once, when the optimizer is built, and told in words.
+"""Chooses the backend of a process's host kernels, once, when the optimizer is built, and says why.
 
-Native code is there if a C++ compiler was when zeroshard was installed; nothing is compiled later. Without it the
-PyTorch twin gives the same bits, more slowly, and one warning says so.
+Native code exists if there was a C++ compiler when zeroshard was installed; nothing is compiled later. Otherwise the
+PyTorch twin gives the same bits, more slowly, with a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def host_kernel(threads: int | None = None) -> HostKernel:
     """The kernel for this process, with a ZeroShardWarning if it is the twin.
 
     Args:
-        threads: what it takes; torch's number (OMP_NUM_THREADS, which `zeroshard run` sets) if None.
+        threads: its number of threads; torch's number (OMP_NUM_THREADS, which `zeroshard run` sets) if None.
     """
     kernel = available_kernel(threads)
     if isinstance(kernel.backend, TorchTwin):
@@ -35,17 +35,17 @@ def host_kernel(threads: int | None = None) -> HostKernel:
 
 
 def available_kernel(threads: int | None = None) -> HostKernel:
-    """The same without the warning, for reports: it prints as backend, threads and reason."""
+    """As `host_kernel` without the warning, for reports; printed it shows backend, threads and reason."""
     count = max(1, torch.get_num_threads() if threads is None else threads)
     library, reason = load_library()
     return HostKernel(TorchTwin() if library is None else NativeBackend(library), count, reason)
 
 
 def processor_keeps_up() -> bool:
-    """Whether this rank's processors update state in host memory faster than a GPU to which it has to be carried.
+    """Whether this rank's CPU threads update state in host memory faster than a GPU, which needs copies both ways.
 
-    Told from what is installed and how many threads the rank has, never by the clock: whoever updates decides on
-    roundings, and a run that goes on must go on in the same way.
+    Depends on what is installed and on the rank's number of threads, never on a time measurement: the two ways round
+    differently, and a resumed run must use the same way again.
     """
     library, _ = load_library()
     return library is not None and torch.get_num_threads() >= ENOUGH_THREADS

@@ -1,13 +1,13 @@
-"""One optimizer step over flat tensors in host memory, in one pass: the interface, and the checks before a raw pointer.
+"""One optimizer step over flat tensors in host memory, in one pass: the interface, and the checks of its arguments.
 
     read   gradient (bf16, fp16, fp32) . master (fp32) . moments (fp32 or bf16)
     write  master . moments . compute-dtype parameter (bf16, fp16, fp32, or none)
 
-Two backends compute it: native code (`native`) and plain PyTorch (`torch_twin`). Both do the same roundings in the same
-order, each to nearest and none of them fused, so they give the same bits, on every processor and with any number of
-threads. The order is that of `kernels.adam`; a GPU, which may fuse a product with a sum, and torch.optim, which orders
-some operations otherwise, agree to float32 rounding. Rejected: fused multiply-add, which not every processor has and
-which gains nothing where memory decides.
+Two backends compute it: native code (`native`) and plain PyTorch (`torch_twin`). Both do the same operations in the
+same order, each rounded to nearest and none of them fused, so they give the same bits on every processor and with any
+number of threads. The order is that of `kernels.adam`. A GPU, which may fuse a product with a sum, and torch.optim,
+which has another order of some operations, agree up to float32 rounding. Rejected: fused multiply-add, which not every
+processor has, and which is not faster since memory bandwidth is the limit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Squares:
 
 
 class Backend(Protocol):
-    """Who computes. Tensors have been checked; `threads` is at least 1."""
+    """What computes a step. HostKernel has checked the tensors; `threads` is at least 1."""
 
     @property
     def name(self) -> str:
@@ -85,14 +85,14 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class HostKernel:
-    """A backend and the threads it takes. Calls may come from any thread, several at once; they let Python run.
+    """A backend and its number of threads. It may be called from several threads at once, and releases the GIL.
 
-    All tensors are 1-D, contiguous, on the CPU, of one size, at any address; none may overlap another, but that `out`
-    may be the memory of a gradient of its dtype. Else the gradient is not changed. Errors are UsageErrors that name the
-    tensor.
+    All tensors are 1-D, contiguous, on the CPU, of the same number of elements, at any address. None may overlap
+    another, except that `out` may be the memory of a gradient of the same dtype; otherwise the gradient is not changed.
+    Errors are UsageErrors that name the tensor.
 
     Attributes:
-        reason: why this backend, for reports.
+        reason: why this backend is used, for reports.
     """
 
     backend: Backend
@@ -117,7 +117,7 @@ class HostKernel:
             master: float32 (n,), updated.
             grad: bfloat16, float16 or float32 (n,).
             exp_avg, exp_avg_sq: both float32 or both bfloat16 (n,), updated; rounded to nearest even.
-            out: bfloat16, float16 or float32 (n,), the new master in that dtype; None where there is none.
+            out: bfloat16, float16 or float32 (n,), overwritten with the new master in that dtype; or None.
         """
         checked = {"master": (master, MASTER), "grad": (grad, GRADIENTS), "exp_avg": (exp_avg, MOMENTS)}
         if _check({**checked, "exp_avg_sq": (exp_avg_sq, (exp_avg.dtype,))}, out):
@@ -148,9 +148,9 @@ class HostKernel:
             self.backend.adagrad(scalars, master, grad, total, out, self.threads)
 
     def squares(self, grad: torch.Tensor) -> Squares:
-        """The sum of squares of a bfloat16, float16 or float32 (n,) gradient, and whether all of it is finite.
+        """The sum of squares, in float64, of a bfloat16, float16 or float32 (n,) gradient, and its first bad element.
 
-        In float64; the order of the sum does not depend on the number of threads.
+        The order of the sum does not depend on the number of threads.
         """
         if not _check({"grad": (grad, GRADIENTS)}, None):
             return Squares(0.0, None)
@@ -158,7 +158,7 @@ class HostKernel:
 
 
 def _check(tensors: Mapping[str, tuple[torch.Tensor, tuple[torch.dtype, ...]]], out: torch.Tensor | None) -> bool:
-    """Raise UsageError for what a kernel can't take; False where there is nothing to do."""
+    """Raises UsageError for arguments that a kernel does not take; returns False if there are no elements."""
     if out is not None:
         tensors = {**tensors, "out": (out, OUTPUTS)}
     numel = next(iter(tensors.values()))[0].numel()
@@ -176,10 +176,10 @@ def _check(tensors: Mapping[str, tuple[torch.Tensor, tuple[torch.dtype, ...]]], 
         if tensor.numel() != numel:
             raise UsageError(f"host kernel: {name} has {tensor.numel()} elements where the first tensor has {numel}")
     if numel:
-        apart = {name: tensor for name, (tensor, _) in tensors.items()}
-        if out is not None and (out.data_ptr(), out.dtype) == (apart["grad"].data_ptr(), apart["grad"].dtype):
-            del apart["out"]  # each element is read before it is written
-        _refuse_overlap(apart)
+        separate = {name: tensor for name, (tensor, _) in tensors.items()}
+        if out is not None and (out.data_ptr(), out.dtype) == (separate["grad"].data_ptr(), separate["grad"].dtype):
+            del separate["out"]  # each element is read before it is written
+        _refuse_overlap(separate)
     return numel > 0
 
 

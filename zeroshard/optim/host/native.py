@@ -1,7 +1,7 @@
-"""The host kernels in native code (`csrc/`): finding the library, and handing addresses over.
+"""The host kernels in native code (`csrc/`): loads the library, and passes addresses to it.
 
-A plain C interface through ctypes, which releases the interpreter for the length of a call; `csrc/library.cpp` says why
-not nanobind. Everything that C++ takes on trust was checked by `HostKernel`.
+The library has a plain C interface for ctypes, which releases the GIL during a call; `csrc/library.cpp` says why not
+nanobind. The C++ code does not check its arguments: `HostKernel` has done so.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalar
 
 LIBRARY = Path(__file__).with_name("libzeroshard_host.so")
 VERSION = 2
-"""What `zeroshard_host_version` must answer."""
+"""What `zeroshard_host_version` must return."""
 SQUARES_BLOCK = 16_384
-"""Elements of which the library keeps one partial sum."""
+"""Elements per partial sum of squares."""
 
 _Scalars = ctypes.c_float * 9
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -34,7 +34,7 @@ class NativeBackend:
     """A Backend: one instruction set of the library.
 
     Args:
-        number: which of `instruction_sets()`; the first is the best.
+        number: index into `instruction_sets()`, of which the first is the fastest.
     """
 
     def __init__(self, library: ctypes.CDLL, number: int = 0) -> None:
@@ -102,12 +102,16 @@ class NativeBackend:
         return Squares(total.value, None if bad.value < 0 else bad.value)
 
     def stream(self, a: torch.Tensor | None, b: torch.Tensor, c: torch.Tensor, scale: float, threads: int) -> None:
-        """A pass over memory with next to no arithmetic, to know what a step could reach at best.
+        """A pass over memory with hardly any arithmetic, which measures the bandwidth that a step can reach at most.
 
-        a = b + scale * c past the caches, 12 bytes an element; where `a` is None, b and c times `scale`, 16 bytes.
+        Computes a = b + scale * c with stores that bypass the caches, 12 bytes per element; if `a` is None, multiplies
+        b and c by `scale` in place, 16 bytes per element.
 
         Args:
-            a, b, c: float32 (n,), aligned to 64 bytes, n a multiple of 32. Raises UsageError for others.
+            a, b, c: float32 (n,), aligned to 64 bytes, n a multiple of 32.
+
+        Raises:
+            UsageError: other tensors.
         """
         tensors = [b, c] if a is None else [a, b, c]
         if any(tensor.dtype != torch.float32 or tensor.shape != b.shape or b.dim() != 1 for tensor in tensors):
@@ -147,7 +151,7 @@ class NativeBackend:
 
 @cache
 def load_library(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None, and why in words. Nothing is compiled."""
+    """The library, or None if it can't be used, and the reason in words. Nothing is compiled."""
     library, why = load_versioned(path, "host", VERSION)
     if library is None:
         return None, why
@@ -163,7 +167,7 @@ def load_library(path: Path = LIBRARY) -> tuple[ctypes.CDLL | None, str]:
 
 
 def instruction_sets(library: ctypes.CDLL) -> list[str]:
-    """Those of the library that this processor has, best first; the last is 'plain'."""
+    """The library's instruction sets that this processor has, the fastest first; the last is 'plain'."""
     names: list[str] = []
     while (name := library.zeroshard_host_set(len(names))) is not None:
         names.append(name.decode())

@@ -1,7 +1,7 @@
-"""What a host kernel is told besides tensors: a few numbers per step, each rounded to float32 once.
+"""The scalar arguments of a host kernel: a few numbers per step, each rounded to float32 once.
 
-They are those that `kernels.adam` puts into its table on a GPU, so that both compute the same. Rejected: handing the
-hyper-parameters on, which leaves rounding and bias correction to each kernel.
+They are the numbers in the table of `kernels.adam` on a GPU, so that both compute the same. Rejected: to pass the
+hyper-parameters themselves, which would leave rounding and bias correction to each kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class AdamScalars:
     """One step of Adam or AdamW.
 
     Attributes:
-        coefficient: what the gradient is multiplied with: unscales, averages and clips.
-        decay: 1 - lr * weight_decay where it is decoupled, a factor of the parameter; else weight_decay itself.
+        coefficient: factor of the gradient, which unscales, averages and clips it.
+        decay: if decoupled 1 - lr * weight_decay, a factor of the parameter; else weight_decay itself.
         step_size: lr / (1 - beta1 ** step).
         correction: 1 / sqrt(1 - beta2 ** step), a factor of the root of the second moment.
     """
@@ -109,5 +109,5 @@ def adagrad_scalars(hyper: Mapping[str, Any], step: int, coefficient: float = 1.
 
 
 def single(value: float) -> float:
-    """The nearest float32."""
+    """The float32 number nearest to `value`."""
     return ctypes.c_float(float(value)).value

@@ -1,4 +1,4 @@
-"""Our rules by host kernels: what `Rule.update` does to a piece of a region, in one pass with cast and unscaling.
+"""Rules computed by host kernels: what `Rule.update` does to a piece of a region, with cast and unscaling in one pass.
 
 coefficient, hyper-parameters, step --> scalars --> kernel(master, gradient, state, parameter)
 """
@@ -18,11 +18,12 @@ from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, Rule
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring elements that are updated alike.
+    """Consecutive elements that have the same hyper-parameters and step.
 
     Attributes:
-        master: float32 (n,); `param` the same in compute dtype, to be written, None where there is none.
-        grad: bfloat16, float16 or float32 (n,), as it rests; it is not changed.
+        master: float32 (n,), updated.
+        param: (n,) in compute dtype, overwritten with the new master; None if there is none.
+        grad: bfloat16, float16 or float32 (n,); not changed.
         state: the rule's state tensors in its order, each (n,) in float32 or bfloat16.
     """
 
@@ -37,7 +38,7 @@ Step = Callable[[HostKernel, Piece, Mapping[str, Any], int, float], None]
 
 
 def host_step(rule: Rule) -> Step | None:
-    """How a host kernel does a step of `rule`; None where only the rule itself can."""
+    """A function that does a step of `rule` with a host kernel; None if there is no kernel for it."""
     return _STEPS.get(rule.name) if rule in (ADAM, ADAMW, LION, ADAGRAD) else None
 
 

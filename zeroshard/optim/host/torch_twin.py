@@ -1,12 +1,13 @@
-"""The host kernels in plain PyTorch: their oracle, and what runs where no compiler was there at installation.
+"""The host kernels in plain PyTorch: the reference for tests, used if there was no compiler at installation.
 
-Blocks that fit into a core's cache go through the steps one after the other, in a few buffers of a block's size:
+All operations are done on one block after the other, with a few buffers of a block's size. A block fits into a core's
+cache.
 
-    gradient --> g     moments in bfloat16 --> m, v     g, t: what lies between
+    gradient --> g     moments in bfloat16 --> m, v     g, t: intermediate results
 
-Every operation is one rounding to nearest. `add_(x, alpha)` and `addcmul_` are avoided, since torch fuses them in
-vectors and not in the rest; roots are numpy's, since torch's, of a mathematical library, are not always the nearest
-float32. It moves the tensors between cache and registers some twenty times where the native kernel does it once.
+Every operation rounds once, to nearest. `add_(x, alpha)` and `addcmul_` are avoided, since torch fuses them in vector
+code but not in the remainder; roots are numpy's, since torch's math library does not always return the nearest float32.
+It moves the tensors between cache and registers about twenty times, the native kernel once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 1 << 16
 
 
 class TorchTwin:
-    """A Backend. Threads are torch's own (`torch.set_num_threads`); `threads` changes nothing."""
+    """A Backend. It uses torch's threads (`torch.set_num_threads`) and ignores `threads`."""
 
     name = "torch"
 
@@ -43,7 +44,7 @@ class TorchTwin:
         buffers = _buffers(4, master.numel())
         for cut in _blocks(master.numel()):
             g, t, *room = (buffer[: cut.stop - cut.start] for buffer in buffers)
-            p, m, v = master[cut], _taken(exp_avg[cut], room[0]), _taken(exp_avg_sq[cut], room[1])
+            p, m, v = master[cut], _as_float32(exp_avg[cut], room[0]), _as_float32(exp_avg_sq[cut], room[1])
             g.copy_(grad[cut]).mul_(scalars.coefficient)
             if scalars.decoupled:
                 p.mul_(scalars.decay)
@@ -53,8 +54,8 @@ class TorchTwin:
             v.mul_(scalars.beta2).add_(g.mul_(g).mul_(scalars.one_beta2))
             _root(v, g).mul_(scalars.correction).add_(scalars.eps)
             p.sub_(torch.mul(m, scalars.step_size, out=t).div_(g))
-            _given(m, exp_avg[cut])
-            _given(v, exp_avg_sq[cut])
+            _copy_back(m, exp_avg[cut])
+            _copy_back(v, exp_avg_sq[cut])
             if out is not None:
                 out[cut].copy_(p)
 
@@ -72,12 +73,12 @@ class TorchTwin:
         buffers = _buffers(4, master.numel())
         for cut in _blocks(master.numel()):
             g, t, u, room = (buffer[: cut.stop - cut.start] for buffer in buffers)
-            p, m = master[cut], _taken(exp_avg[cut], room)
+            p, m = master[cut], _as_float32(exp_avg[cut], room)
             g.copy_(grad[cut]).mul_(scalars.coefficient)
             torch.mul(m, scalars.beta1, out=t).add_(torch.mul(g, scalars.one_beta1, out=u))
             p.mul_(scalars.decay).sub_(torch.sign(t, out=t).mul_(scalars.lr))
             m.mul_(scalars.beta2).add_(g.mul_(scalars.one_beta2))
-            _given(m, exp_avg[cut])
+            _copy_back(m, exp_avg[cut])
             if out is not None:
                 out[cut].copy_(p)
 
@@ -95,13 +96,13 @@ class TorchTwin:
         buffers = _buffers(3, master.numel())
         for cut in _blocks(master.numel()):
             g, t, room = (buffer[: cut.stop - cut.start] for buffer in buffers)
-            p, s = master[cut], _taken(total[cut], room)
+            p, s = master[cut], _as_float32(total[cut], room)
             g.copy_(grad[cut]).mul_(scalars.coefficient)
             g.add_(torch.mul(p, scalars.decay, out=t))
             s.add_(torch.mul(g, g, out=t))
             _root(s, t).add_(scalars.eps)
             p.sub_(g.mul_(scalars.rate).div_(t))
-            _given(s, total[cut])
+            _copy_back(s, total[cut])
             if out is not None:
                 out[cut].copy_(p)
 
@@ -125,13 +126,13 @@ def _buffers(count: int, numel: int) -> list[torch.Tensor]:
     return list(torch.empty(count, min(numel, BLOCK), dtype=torch.float32).unbind())
 
 
-def _taken(moment: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """A moment in float32: itself, or a copy in `room`."""
+def _as_float32(moment: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """A moment in float32: the moment itself, or a copy in `room`."""
     return moment if moment.dtype == torch.float32 else room.copy_(moment)
 
 
-def _given(value: torch.Tensor, moment: torch.Tensor) -> None:
-    """Put a moment back where it rests, if it was copied."""
+def _copy_back(value: torch.Tensor, moment: torch.Tensor) -> None:
+    """Copy a moment back to where it rests, if `_as_float32` copied it."""
     if moment.dtype != torch.float32:
         moment.copy_(value)
 

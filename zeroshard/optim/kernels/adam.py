@@ -1,8 +1,8 @@
 """Adam and AdamW on a flat region in one pass: unscale, clip, decay, moments, master weights, compute-dtype copy.
 
-Bytes per parameter with bf16 compute: gradient 2 (4 in float32), master 8, moments 16, parameter 2: 28 (30); with
-split master weights parameter 4 and remainder 4 instead: 26 (28). Scalars come from a table on the device, so the host
-never learns whether the step was skipped:
+Bytes read and written per parameter with bf16 compute: gradient 2 (4 in float32), master 8, moments 16, parameter 2: 28
+(30); with split master weights parameter 4 and remainder 4 instead: 26 (28). Scalars are read from a table on the
+device, so the host need not know whether the step is skipped:
 
     row of a segment: [ on | coefficient | decay | step size | 1/sqrt(correction 2) | eps | 1-beta1 | beta2 | 1-beta2 ]
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zeroshard.optim.kernels.tiles import TILE
-from zeroshard.optim.split import join, split
+from zeroshard.optim.split_master import join, split
 
 COLUMNS = 9
 WARPS = 4
@@ -34,12 +34,15 @@ def adam_twin(
     *,
     decoupled: bool,
 ) -> None:
-    """The same update in plain PyTorch: the kernel's oracle.
+    """The same update in plain PyTorch: used on a CPU, and the reference for tests of the kernel.
 
     Args:
-        master: float32 (n,), or int16 (n,) where it is the remainder beside a bfloat16 `param`.
-        first, second: float32, shape (n,); `param` (n,) in compute dtype or None; `grad` (n,) in any dtype.
-        tiles: int64 (tiles, 3), see `tile_table`; rows: float32 (segments, 9), see the module.
+        master: float32 (n,), or int16 (n,) if it is the remainder beside a bfloat16 `param`; updated.
+        param: (n,) in compute dtype, overwritten with the new master; or None.
+        grad: (n,) in any floating dtype.
+        first, second: float32 (n,), the moments; updated.
+        tiles: int64 (tiles, 3), see `tile_table`.
+        rows: float32 (segments, 9), see the module.
     """
     values = join(param, master) if master.dtype == torch.int16 and param is not None else master
     for start, end, segment in tiles.tolist():

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.adam`; imported only where Triton is."""
+"""The Triton kernel of `kernels.adam`; imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def adam_tile(
     """The update of one tile of `count` elements from `start` on."""
     index = tl.arange(0, TILE)
     master, param, grad, first, second = master + start, param + start, grad + start, first + start, second + start
-    # All loads go out before any of them is waited for: whether the row is on is known later than where it lies, and a
-    # step that is left out is rare. One wait less for each tile is 2 to 20 percent of the time.
+    # All loads are issued before any of them is waited for, though a row that is off does not need them: that is rare,
+    # and one wait less per tile saves 2 to 20 percent of the time.
     g = take(grad, index, count, WHOLE).to(tl.float32)
     if SPLIT:
         upper = take(param, index, count, WHOLE).to(tl.int16, bitcast=True).to(tl.int32)

@@ -1,12 +1,12 @@
-"""Sum of squares over many flat tensors in float64: each is squared when it is there, the sum is made at the end.
+"""Sum of squares over many flat tensors in float64: each is squared as soon as it is ready, and summed at the end.
 
     tensor 0   tensor 1             tensor 2
     [ tile | tile | tile | tile | tile | ... ]   partial sums, float64   --sum-->  one float64
-                                                                         the first that is not finite tells where
+                                                                 the first sum that is not finite shows where
 
-A tensor can be squared as soon as it is there, on the stream that made it, beside other work, or by the kernel that
-made it (`RowSum`); a tile never crosses a parameter, so both give the same partial sums. Rejected: one launch for all
-tensors at the end, which nothing runs beside.
+A tensor can be squared as soon as it is ready, on the stream that made it, at the same time as other work, or by the
+kernel that makes it (`RowSum`). A tile never crosses a border of parameters, so both ways give the same partial sums.
+Rejected: one launch for all tensors at the end, when no other work runs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zeroshard.optim.kernels.tiles import GRADIENT_TILE, tile_table
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FINITE = 2**62
-"""Number of the first non-finite tile where there is none."""
+"""The number in place of the first non-finite tile, if all are finite."""
 Pieces = Sequence[tuple[int, int]]
-"""Elements [start, end) of a tensor, one after the other, each at a multiple of the layout's alignment."""
+"""Elements [start, end) of a tensor, in ascending order, each starting at a multiple of the layout's alignment."""
 
 
 class SquaredNorm:
     """The sum of squares of tensors.
 
     Args:
-        pieces: what of each tensor counts; float32, bfloat16 or float16.
+        pieces: the elements of each tensor that count.
 
     Attributes:
         first_bad: int64 scalar on the device: number of the first tile of the last sum that was not finite, or FINITE.
@@ -49,11 +49,11 @@ class SquaredNorm:
         return number, int(self._tiles[number][tile - self._starts[number], 0])
 
     def partial(self, number: int) -> torch.Tensor:
-        """Where the sums of squares of the tiles of tensor `number` go, for a kernel that makes them itself."""
+        """The float64 (tiles,) sums of squares of tensor `number`, to be written by a kernel that makes the tensor."""
         return self._partial[self._starts[number] : self._starts[number + 1]]
 
     def square(self, number: int, tensor: torch.Tensor) -> None:
-        """Square tensor `number` on the current stream."""
+        """Sum the squares of tensor `number`, float32, bfloat16 or float16 (n,), on the current stream."""
         partial, tiles = self.partial(number), self._tiles[number]
         if not partial.numel():
             return
@@ -64,7 +64,7 @@ class SquaredNorm:
             partial[place] = tensor[low:end].double().square().sum()
 
     def into(self, total: torch.Tensor) -> None:
-        """Write the sum of what was squared last into `total`, a float64 scalar; nothing waits for the device."""
+        """Write the sum of all tensors' squares into `total`, a float64 scalar; the host does not wait."""
         if not self._partial.numel():
             total.zero_()
             return

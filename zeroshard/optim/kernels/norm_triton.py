@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.norm`; imported only where Triton is."""
+"""The Triton kernel of `kernels.norm`; imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def tile_squares(values, partial, tiles, TILE: tl.constexpr):
 @triton.jit
 def store_squares(values, place):
     """Write the sum of squares of a tile to `place`."""
-    # Squares of 16-bit values are exact in float32; float32 ones lose 2**-24 of a term, then float64 sums them.
+    # Squares of 16-bit values are exact in float32, those of float32 values are rounded by 2**-24; both sum in float64.
     x = values.to(tl.float32)
     tl.store(place, tl.sum((x * x).to(tl.float64), axis=0))

@@ -1,11 +1,11 @@
-"""Sum of rows in one pass: what each rank sent of its gradients, into this rank's part of the gradient.
+"""Sum of rows in one pass: adds up the gradients that all ranks sent, for this rank's shard.
 
     rows (ranks, n) in wire dtype  --float32 sum-->  out (n), or added to it  --square-->  a partial sum for each tile
 
-This rank's own row may be where autograd left it, in one gradient per parameter, and its row in the inbox empty. Bytes
-per element: 2 per rank read with bf16 on the wire, 2 written (8 more where float32 is accumulated); the squares, made
-of what is written, cost no read. Rejected: few programs that walk all tiles to leave processors to the backward; they
-take far longer, and more processor time in all.
+This rank's own row may be read where autograd left it, from one gradient per parameter; its row in `rows` is not used
+then. Bytes per element: 2 per rank read with bf16 on the wire, 2 written (8 more if float32 is accumulated); the
+squares of the result need no further read. Rejected: few programs that loop over all tiles, to leave multiprocessors to
+the backward; they take far longer, and more processor time in total.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCES = 8
 
 @dataclass(frozen=True)
 class OwnPiece:
-    """Elements [low, high) of this rank's part: in its own gradients, those of number `source` from `first` on."""
+    """Elements [low, high) of this rank's shard; its own gradient `source` has them from element `first` on."""
 
     source: int
     first: int
@@ -34,9 +34,10 @@ class OwnPiece:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Tiles that one launch sums: int64 (tiles, 4): low, end, which of `sources`, first element there.
+    """What one launch sums.
 
     Attributes:
+        tiles: int64 (tiles, 4), of each tile: start, end, index into `sources`, first element in that gradient.
         first: number of the first of these tiles among all.
         sources: the numbers of the gradients.
     """
@@ -47,11 +48,11 @@ class _Launch:
 
 
 class RowSum:
-    """The sum of rows for fixed pieces of one rank's part.
+    """The sum of rows for fixed pieces of one rank's shard.
 
     Args:
         pieces: what is summed; elements outside of them are neither read nor written.
-        rank: which of the rows is this rank's own.
+        rank: the number of this rank's own row.
     """
 
     def __init__(self, pieces: Sequence[OwnPiece], rank: int, device: torch.device) -> None:
@@ -80,13 +81,13 @@ class RowSum:
         """Sum `rows` (ranks, n) in float32, in the order of the ranks, into the pieces of `out` (n).
 
         Args:
-            own: this rank's gradients, contiguous, in the dtype of `rows`; None: its row is in `rows` too.
-            add: add to what is in `out`.
-            squares: float64 (tiles,), which gets the sums of squares of what is written; see `SquaredNorm`.
+            own: this rank's gradients, contiguous, in the dtype of `rows`; None if its row is in `rows`, too.
+            add: add to the present values of `out`.
+            squares: float64 (tiles,), overwritten with the sums of squares of the new `out`; see `SquaredNorm`.
         """
         assert squares is None or len(squares) == self.tiles
         for launch in self._launches:
-            read = None if own is None else [_there(own[number]) for number in launch.sources]
+            read = None if own is None else [_required(own[number]) for number in launch.sources]
             count = len(launch.tiles)
             partial = None if squares is None else squares[launch.first : launch.first + count]
             if not rows.is_cuda:
@@ -120,7 +121,7 @@ def sum_rows_twin(
     add: bool,
     squares: torch.Tensor | None,
 ) -> None:
-    """The same in plain PyTorch: the kernel's oracle, and what runs on a CPU."""
+    """The same in plain PyTorch: used on a CPU, and the reference for tests of the kernel."""
     exact = torch.float64 if rows.dtype == torch.float64 else torch.float32
     for place, (low, high, source, first) in enumerate(tiles.tolist()):
         parts = [row[low:high] for row in rows]
@@ -134,7 +135,7 @@ def sum_rows_twin(
             squares[place] = out[low:high].double().square().sum()
 
 
-def _there(gradient: torch.Tensor | None) -> torch.Tensor:
+def _required(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return gradient
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.rows`; imported only where Triton is."""
+"""The Triton kernel of `kernels.rows`; imported only if Triton is installed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Tiles: the pieces in which a kernel walks a flat region, none of which crosses a segment.
+"""Tiles: the ranges into which a kernel divides a flat region, none of which crosses a border of segments.
 
-A row per tile: first element, one past the last, and the number of its segment, all relative to the region. Per-segment
-scalars (learning rate, decay, bias corrections, whether it is updated at all) are then one load per tile.
+A table has a row per tile: first element, end, and the number of its segment, all relative to the region. So scalars of
+a segment (learning rate, decay, bias corrections, whether it is updated at all) need one load per tile.
 
-Whole tiles begin at multiples of BORDER, so that a kernel may move 16 bytes at once. A piece that begins elsewhere, as
-one of streamed state may, gets a short tile first. Under a mask whose end is only known on the device a kernel moves
-element by element, at half the rate of the memory.
+Whole tiles begin at multiples of BORDER, so that a kernel can load 16 bytes at once. A piece that begins elsewhere, as
+streamed state may, gets a short tile first. With a mask that is known only on the device, a kernel loads element by
+element, at half the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TILE = 1024
 GRADIENT_TILE = 4096
 """Elements per tile of a sum or of squares of gradients; measured in decision 0011."""
 BORDER = 32
-"""Elements; where segments and shards begin is a multiple of it (256 bytes, whatever the dtype)."""
+"""Elements; segments and shards begin at multiples of it (of 256 bytes, whatever the dtype)."""
 
 
 def tile_table(pieces: Iterable[tuple[int, int, int]], device: torch.device, tile: int = TILE) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Loads and stores of a tile for Triton's kernels: 16 bytes at once where the tile is whole, masked where it is not."""
+"""Loads and stores of a tile for Triton kernels: 16 bytes at once for a whole tile, masked for a short one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from zeroshard.optim.kernels import tiles
 
 BORDER = tl.constexpr(tiles.BORDER)
-"""What whole tiles begin at multiples of; promised to the compiler for them alone."""
+"""Whole tiles begin at multiples of it, which kernels state to the compiler (multiple_of) for whole tiles only."""
 
 
 @triton.jit

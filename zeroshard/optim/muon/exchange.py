@@ -1,12 +1,12 @@
-"""Brings sharded matrices together at their owners, and takes the results back to where they belong.
+"""Sends the pieces of sharded matrices to the matrices' owners, and the results back.
 
     sent      [ for rank 0: my pieces of its matrices | for rank 1: ... ]
                             |  ^
                  all-to-all v  | all-to-all
     received  [ from rank 0: its pieces of my matrices | from rank 1: ... ]
 
-The same two buffers serve both ways. Who owns what is in the plan (`plan.matrices`), so every rank knows all sizes and
-nothing is negotiated. Bytes travel, not numbers: backends don't all know bfloat16.
+Both directions use the same two buffers. The plan says which rank owns which matrix (`plan.matrices`), so every rank
+knows all sizes. Buffers are sent as bytes, since not all backends support bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ WIRE = torch.bfloat16
 
 @dataclass(frozen=True)
 class _Place:
-    """One piece: which segment of which region, its elements within the segment, and where it lies in a buffer."""
+    """A piece of a matrix in a buffer.
+
+    Attributes:
+        number, index: the region, and the segment in its layout.
+        low, high: the piece's elements within the segment.
+        start: its first element in the buffer.
+    """
 
     number: int
     index: int
@@ -42,26 +48,26 @@ class MatrixExchange:
     """The exchange over one mesh axis.
 
     Args:
-        regions: this rank's regions by number, all divided over the axis and with owners.
-        unit: what the operation log calls it.
+        regions: this rank's regions with their numbers, all divided over the axis and with owners.
+        peers: the communicator of the axis.
     """
 
     def __init__(self, regions: Sequence[tuple[int, Region]], peers: Collectives, device: torch.device) -> None:
         self._regions = dict(regions)
         self._peers = peers
         self._device = device
-        sent = [self._between(peers.rank, owner) for owner in range(peers.size)]
-        received = [self._between(rank, peers.rank) for rank in range(peers.size)]
+        sent = [self._pieces_between(peers.rank, owner) for owner in range(peers.size)]
+        received = [self._pieces_between(rank, peers.rank) for rank in range(peers.size)]
         self._in_splits = [sum(high - low for *_, low, high in pieces) for pieces in sent]
         self._out_splits = [sum(high - low for *_, low, high in pieces) for pieces in received]
-        self._mine = _placed(sent)
-        self._theirs = _placed(received)
+        self._own_places = _placed(sent)
+        self._received_places = _placed(received)
         self._sent: torch.Tensor | None = None
         total = sum(segment.numel for _, region in regions for segment in region.layout.segments)
         self._nbytes = -(-total * WIRE.itemsize // peers.size)
 
-    def _between(self, rank: int, owner: int) -> list[tuple[int, int, int, int]]:
-        """What `rank` has of the matrices of `owner`: (region, segment, first and last element of the segment)."""
+    def _pieces_between(self, rank: int, owner: int) -> list[tuple[int, int, int, int]]:
+        """The pieces that `rank` has of the matrices of `owner`: (region, segment, start, end within the segment)."""
         found: list[tuple[int, int, int, int]] = []
         for number, region in self._regions.items():
             start, end = region.layout.shard_range(rank)
@@ -77,16 +83,16 @@ class MatrixExchange:
         return (sum(self._in_splits) + sum(self._out_splits)) * WIRE.itemsize
 
     def begin(self) -> None:
-        """Take the buffer for this rank's pieces."""
+        """Allocate the buffer for this rank's pieces."""
         self._sent = torch.empty(sum(self._in_splits), dtype=WIRE, device=self._device)
 
     def piece(self, number: int, index: int) -> torch.Tensor:
-        """Where this rank's piece of a matrix lies: to be filled before `run`, and made orthogonal after it."""
+        """This rank's piece of a matrix in the buffer, bfloat16: to be written before `run`, the result after it."""
         assert self._sent is not None
-        return self._sent[self._mine[number, index][0].cut]
+        return self._sent[self._own_places[number, index][0].cut]
 
     def run(self, work: Callable[[int, int, torch.Tensor], torch.Tensor]) -> None:
-        """Bring the matrices together, let `work` turn each that this rank owns, and take the results back.
+        """Send the pieces to the owners, call `work` for each matrix that this rank owns, and send the results back.
 
         Args:
             work: (region, segment, matrix as a flat bfloat16 tensor) to a tensor of as many elements.
@@ -94,8 +100,8 @@ class MatrixExchange:
         assert self._sent is not None
         received = torch.empty(sum(self._out_splits), dtype=WIRE, device=self._device)
         self._send(received, self._sent, self._out_splits, self._in_splits)
-        for (number, index), places in self._theirs.items():
-            # Pieces follow each other in the matrix as the ranks that hold them do.
+        for (number, index), places in self._received_places.items():
+            # Pieces are in the matrix in the order of the ranks that have them.
             whole = torch.cat([received[place.cut] for place in places])
             done = work(number, index, whole).reshape(-1)
             for place in places:
@@ -103,7 +109,7 @@ class MatrixExchange:
         self._send(self._sent, received, self._in_splits, self._out_splits)
 
     def end(self) -> None:
-        """Give the buffer back."""
+        """Free the buffer."""
         self._sent = None
 
     def _send(self, out: torch.Tensor, data: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
@@ -120,7 +126,7 @@ class MatrixExchange:
 
 
 def _placed(per_rank: Sequence[Sequence[tuple[int, int, int, int]]]) -> dict[tuple[int, int], list[_Place]]:
-    """Pieces one after the other in a buffer, by the matrix that they belong to."""
+    """Place the pieces of all ranks one after the other in a buffer; returns them by (region, segment)."""
     found: dict[tuple[int, int], list[_Place]] = {}
     start = 0
     for pieces in per_rank:

@@ -1,14 +1,14 @@
-"""Newton-Schulz: the nearest orthogonal matrix of a matrix, roughly, by matrix products alone.
+"""Newton-Schulz iteration: approximates the orthogonal matrix nearest to a matrix, with matrix products only.
 
-    X <- X / |X|,  then some times  X <- a X + b (X X') X + c (X X')^2 X
+    X <- X / |X|,  then `ns_steps` times  X <- a X + b (X X') X + c (X X')^2 X
 
-A quintic polynomial acts on the singular values and drives each towards 1; with the usual coefficients they end between
-0.7 and 1.2, which is good enough for an update (Jordan et al. 2024, "Muon: an optimizer for hidden layers").
+The iteration applies a quintic polynomial to the singular values, which moves each towards 1; with the usual
+coefficients they end between 0.7 and 1.2, which is accurate enough for an update (Jordan et al. 2024, "Muon: an
+optimizer for hidden layers").
 
-Two ways of computing the same. `standard` iterates on X in bfloat16, as torch.optim.Muon does, bit for bit. `gram`
-iterates on the small square X X' and multiplies X by the product of the polynomials only at the end, in float16: less
-work for matrices that are far from square. Squaring what has been rounded loses digits, so it begins anew from X after
-two steps.
+There are two methods. `standard` iterates on X in bfloat16, with the same bits as torch.optim.Muon. `gram` iterates on
+the small square X X' in float16, and multiplies X by the product of the polynomials at the end: less work for matrices
+that are far from square. Squares of rounded values lose digits, so it restarts from X after two steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def orthogonalize(matrices: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Ten
 
     Args:
         matrices: (rows, columns) or (batch, rows, columns), bfloat16; not changed.
-        hyper: `ns_method`, `ns_steps`, `ns_coefficients` and `eps`, the least norm that is divided by.
+        hyper: `ns_method`, `ns_steps`, `ns_coefficients` and `eps`, the minimum of the norm that is divided by.
     """
     if not matrices.numel():
         return matrices.clone()
@@ -42,7 +42,7 @@ def orthogonalize(matrices: torch.Tensor, hyper: Mapping[str, Any]) -> torch.Ten
 
 
 def check_method(hyper: Mapping[str, Any]) -> None:
-    """Raises PlanError for hyper-parameters without meaning."""
+    """Raises PlanError for hyper-parameters out of range."""
     if hyper["ns_method"] not in METHODS:
         raise PlanError(f"optimizer ns_method {hyper['ns_method']!r}: it is one of {', '.join(METHODS)}")
     if not 0 <= hyper["ns_steps"] < 100:
@@ -64,10 +64,10 @@ def _standard(wide: torch.Tensor, coefficients: tuple[float, float, float], step
 
 def _gram(wide: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
     if wide.size(-2) == wide.size(-1):
-        return _standard(wide, coefficients, steps, eps)  # nothing would be saved
+        return _standard(wide, coefficients, steps, eps)  # X X' is not smaller than X
     a, b, c = coefficients
     values = wide.float()
-    # Divided before it is narrowed: float16 holds nothing below 6e-8, and clipped gradients are smaller than that.
+    # Divided before the cast: float16 has no values below 6e-8, and clipped gradients may be smaller than that.
     x = (values / _norm(values).clamp(min=eps)).half()
     identity = torch.eye(x.size(-2), dtype=x.dtype, device=x.device)
     for first in range(0, steps, _RESTART):
@@ -87,5 +87,5 @@ def _gram(wide: torch.Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _norm(matrices: torch.Tensor) -> torch.Tensor:
-    """Frobenius norm of each matrix, to be divided by."""
+    """Frobenius norm of each matrix, in a shape by which `matrices` can be divided."""
     return matrices.norm() if matrices.dim() == 2 else matrices.norm(dim=(-2, -1), keepdim=True)

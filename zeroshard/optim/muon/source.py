@@ -1,4 +1,4 @@
-"""Muon as a source: which parameters are matrices, and the two updates that work side by side."""
+"""Muon as a source: which parameters are matrices, and the two updates, for matrices and for all other parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MATRIX_DEFAULTS: Mapping[str, Any] = {
     "eps": 1e-7,
     "adjust_lr_fn": None,
 }
-OTHER_DEFAULTS: Mapping[str, Any] = {
+ADAM_DEFAULTS: Mapping[str, Any] = {
     "lr": 3e-4,
     "betas": (0.9, 0.95),
     "eps": 1e-10,
@@ -40,7 +40,7 @@ OTHER_DEFAULTS: Mapping[str, Any] = {
     "decoupled": True,
 }
 NOT_HIDDEN = ("embed", "lm_head")
-"""Parts of names of matrices that are updated by Adam all the same, as DeepSpeed has it."""
+"""Matrices with one of these in their names are updated by Adam, as in DeepSpeed."""
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -55,11 +55,12 @@ def split_groups(
     matrix: Mapping[str, Any],
     other: Mapping[str, Any],
 ) -> ParamGroups:
-    """Each group as one of hidden matrices and one of the rest, those that are empty left out.
+    """Split each group into one of hidden matrices and one of other parameters, without empty groups.
 
     Args:
-        names: the parameters' names by id. A parameter's own attribute `use_muon` goes before its name and shape.
-        matrix, other: what is added to the groups of either kind.
+        names: the parameters' names by id. A parameter's attribute `use_muon`, if set, decides instead of its name and
+            shape.
+        matrix, other: options that are added to groups of hidden matrices, and to other groups.
     """
     found: ParamGroups = []
     for group in groups:
@@ -80,7 +81,7 @@ def muon_source(groups: ParamGroups, name: str, client: torch.optim.Optimizer | 
     """A source over groups that say by `use_muon` how they are updated.
 
     Raises:
-        PlanError: a group does not say it, holds vectors as matrices, or has hyper-parameters without meaning.
+        PlanError: a group does not say it, has vectors as matrices, or has hyper-parameters out of range.
     """
     matrices: set[int] = set()
     for number, group in enumerate(groups):
@@ -89,7 +90,7 @@ def muon_source(groups: ParamGroups, name: str, client: torch.optim.Optimizer | 
                 f"optimizer group {number} does not say whether it is of matrices: give each group 'use_muon': True or "
                 "False"
             )
-        fill_group(group, MATRIX_DEFAULTS if group["use_muon"] else OTHER_DEFAULTS)
+        fill_group(group, MATRIX_DEFAULTS if group["use_muon"] else ADAM_DEFAULTS)
         check_common(group)
         if group["use_muon"]:
             _check_matrices(number, group)
@@ -124,7 +125,7 @@ def _check_matrices(number: int, group: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """The context's regions of matrices and the others: the plan keeps them apart."""
+    """The context's regions, divided into those of matrices and others; numbers and flags are those of all regions."""
 
     matrices: list[int]
     others: list[int]
@@ -165,7 +166,7 @@ def _host_update(context: UpdateContext, groups: ParamGroups) -> UpdateMethod:
 
 
 def device_update(context: UpdateContext, groups: ParamGroups) -> DeviceUpdate:
-    """The update that needs no host: matrices, and Adam for the rest."""
+    """The update without host decisions: Muon for matrices, and Adam for other parameters."""
     kinds = _kinds(context, groups)
     matrices, others = (
         MatrixUpdate(kinds.matrix_context),

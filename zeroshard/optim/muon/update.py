@@ -1,11 +1,10 @@
-"""Muon on sharded state: the momentum of each whole matrix is made orthogonal, and that is its update.
+"""Muon on sharded state: the update of a matrix is its momentum, made orthogonal.
 
     divided:    momentum of my pieces --exchange--> matrices at their owners, Newton-Schulz --exchange--> my pieces
     undivided:  momentum --Newton-Schulz--> update, matrix by matrix, without a buffer
 
-Everything that is not a matrix (biases, norms) and what should not be treated as one (embeddings, the head) is updated
-by Adam with decoupled decay, from groups whose `use_muon` is False. Matrices are flat groups of their own in the plan,
-since they have one state tensor and not two.
+Parameters in groups whose `use_muon` is False (biases, norms, embeddings, the head) are updated by Adam with decoupled
+decay. In the plan matrices have flat groups of their own, since they have one state tensor and not two.
 
 Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for `adjust_lr_fn="match_rms_adamw"`.
 """
@@ -54,18 +53,18 @@ class MatrixUpdate(FlatState):
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._coefficient = torch.zeros((), dtype=torch.float64, device=context.device)
         self._on = self._flags.owned
-        self._left: set[int] = set()
+        self._not_applied: set[int] = set()
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes that a step takes on this rank to bring matrices together."""
+        """Bytes of the exchanges' buffers on this rank during a step."""
         return sum(exchange.buffer_nbytes for exchange in self._exchanges)
 
     def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
         """See DeviceUpdate. Divided matrices are exchanged and made orthogonal here."""
         self._groups, self._coefficient = groups, coefficient
         self._on = active & self._flags.owned
-        self._left = set(self._exchange_of)
+        self._not_applied = set(self._exchange_of)
         for exchange in self._exchanges:
             exchange.begin()
         for number, exchange in self._exchange_of.items():
@@ -83,13 +82,13 @@ class MatrixUpdate(FlatState):
             else:
                 update = self._orthogonal(number, piece.index, self._momentum(number, piece).to(WIRE)).reshape(-1)
             self._step(region, piece, update)
-        self._left.discard(number)
-        if not self._left:
+        self._not_applied.discard(number)
+        if not self._not_applied:
             for each in self._exchanges:
                 each.end()
 
     def _momentum(self, number: int, piece: Piece) -> torch.Tensor:
-        """Move the momentum where the parameter is active; what is to be made orthogonal."""
+        """Update the momentum of an active parameter; returns what is to be made orthogonal."""
         hyper, buffer = self._groups[piece.group], self._state[number][piece.cut]
         grad = self.regions[number].grad()[piece.cut].float() * self._coefficient
         momentum = hyper["momentum"]
@@ -99,7 +98,7 @@ class MatrixUpdate(FlatState):
     def _orthogonal(self, number: int, index: int, flat: torch.Tensor) -> torch.Tensor:
         region = self.regions[number]
         if region.hyper[index] < 0:
-            return flat  # not the optimizer's: nobody reads it
+            return flat  # the optimizer does not have this parameter, and the result is not used
         batch, rows, columns = matrix_shape(region.layout.segments[index].shape)
         shape = (rows, columns) if batch == 1 else (batch, rows, columns)
         return orthogonalize(flat.view(shape), self._groups[region.hyper[index]])
@@ -125,7 +124,7 @@ class MatrixUpdate(FlatState):
         ]
 
     def step_counts(self) -> None:
-        """See FlatState: no update depends on their number."""
+        """See FlatState: steps are not counted, since no update depends on their number."""
         return
 
     def set_step(self, region: int, index: int, count: float) -> None:
@@ -133,7 +132,7 @@ class MatrixUpdate(FlatState):
 
 
 def lr_scale(shape: Sequence[int], adjust: str | None) -> float:
-    """What the rate of a matrix is multiplied by: sqrt(max(1, rows/columns)), or to match Adam's updates."""
+    """The factor of a matrix's rate: sqrt(max(1, rows/columns)), or one that gives updates of the size of Adam's."""
     _, rows, columns = matrix_shape(shape)
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
+from zeroshard.optim.onebit.base import ActivePieces, Groups, OneBitUpdate
 
 DEFAULTS: Mapping[str, Any] = {
     "lr": 1e-3,
@@ -21,5 +21,5 @@ DEFAULTS: Mapping[str, Any] = {
 class OneBitAdamUpdate(OneBitUpdate):
     """The update of this rank's regions."""
 
-    def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
-        self._step_warm(due, groups)
+    def _step_frozen(self, updated: ActivePieces, groups: Groups, before: Sequence[torch.Tensor]) -> None:
+        self._step_warmup(updated, groups)

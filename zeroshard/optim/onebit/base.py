@@ -1,11 +1,11 @@
-"""What 1-bit Adam and 1-bit Lamb share: warm-up with averaged gradients, then the momentum averaged in one bit.
+"""What 1-bit Adam and 1-bit Lamb share: a warm-up with averaged gradients, then the momentum is averaged in one bit.
 
-    warm-up (freeze_step steps)   averaged gradients -> momentum and second moment of my part -> update
-    at its end                    momentum is gathered whole, once; the second moment is frozen
-    afterwards                    own gradients -> momentum, whole -> OneBitMean -> update of my part
+    warm-up (freeze_step steps)   averaged gradients -> momentum and second moment of my shard -> update
+    at its end                    the whole momentum is gathered once; the second moment is frozen
+    afterwards                    own gradients -> whole momentum -> OneBitMean -> update of my shard
 
-Each rank needs the whole momentum, since its own gradients move all of it; at stage 1 only master weights and second
-moments are divided. Tang et al. 2021 (arXiv:2102.02888, algorithm 1).
+Each rank needs the whole momentum, since its own gradients change all of it; at stage 1 only master weights and second
+moments are sharded. Tang et al. 2021 (arXiv:2102.02888, algorithm 1).
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Due:
-    """What a step updates: the flags of all parameters, and the pieces of those that are active, by region."""
+class ActivePieces:
+    """What a step updates.
+
+    Attributes:
+        active: of all trainable parameters, whether each is updated.
+        pieces: per region, the pieces of active parameters.
+    """
 
     active: Sequence[bool]
     pieces: Sequence[Sequence[Piece]]
@@ -48,8 +53,8 @@ class OneBitUpdate(FlatState):
         for region in context.regions:
             if region.axes != DATA or region.whole_grad is None:
                 raise PlanError(
-                    f"the plan divides the gradients of {region.label}, or within subgroups: 1-bit optimizers run at "
-                    "stages 0 and 1 over all ranks only"
+                    f"the plan shards the gradients of {region.label}, or shards within subgroups: 1-bit optimizers "
+                    "run at stages 0 and 1 over all ranks only"
                 )
         self.regions = context.regions
         self._context = context
@@ -67,57 +72,65 @@ class OneBitUpdate(FlatState):
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Groups) -> None:
         """See UpdateMethod; gradients are this rank's own while `compressing`."""
-        due = Due(active, [[p for p in pieces_of(region) if active[p.flag]] for region in self.regions])
+        updated = ActivePieces(active, [[p for p in pieces_of(region) if active[p.flag]] for region in self.regions])
         if self.compressing:
-            before = [self._own(number).clone() for number in range(len(self.regions))] if self._needs_before else []
-            self._average_momentum(coefficient, active, hyper)
-            self._step_frozen(due, hyper, before)
+            before = (
+                [self._own_momentum(number).clone() for number in range(len(self.regions))]
+                if self._needs_before
+                else []
+            )
+            self._update_and_average_momentum(coefficient, active, hyper)
+            self._step_frozen(updated, hyper, before)
         else:
-            self._move_moments(coefficient, due, hyper)
-            self._step_warm(due, hyper)
+            self._update_moments(coefficient, updated, hyper)
+            self._step_warmup(updated, hyper)
         self._steps += 1
         if self._steps == self._freeze_step:
-            self._end_warm_up()
+            self._end_warmup()
 
     _needs_before = False
-    """Whether `_step_frozen` is given the momentum as it was."""
+    """Whether `_step_frozen` needs the momentum from before the step."""
 
-    def _step_warm(self, due: Due, groups: Groups) -> None:
-        """Update parameters in the warm-up, as Adam does; moments have been moved."""
-        for number, pieces in enumerate(due.pieces):
+    def _step_warmup(self, updated: ActivePieces, groups: Groups) -> None:
+        """Update parameters in the warm-up, as Adam does, after the moments."""
+        for number, pieces in enumerate(updated.pieces):
             for piece in pieces:
                 hyper = groups[piece.group]
                 self._write(self.regions[number], piece, self._direction(number, piece, hyper), float(hyper["lr"]))
 
     @abstractmethod
-    def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
-        """Update parameters after the warm-up; momentum has been averaged."""
+    def _step_frozen(self, updated: ActivePieces, groups: Groups, before: Sequence[torch.Tensor]) -> None:
+        """Update parameters after the warm-up; the momentum has been averaged.
 
-    def _end_warm_up(self) -> None:
+        Args:
+            before: per region, the momentum of this rank's shard before the step; empty unless `_needs_before`.
+        """
+
+    def _end_warmup(self) -> None:
         self._gather_momentum()
 
     def _gather_momentum(self) -> None:
         for number, region in enumerate(self.regions):
             if region.divided:
                 control = self._context.control
-                control.wait(control.all_gather(self._momentum[number], self._own(number), "(momentum)"))
+                control.wait(control.all_gather(self._momentum[number], self._own_momentum(number), "(momentum)"))
 
-    def _own(self, number: int) -> torch.Tensor:
-        """The part of the momentum that belongs to this rank's region."""
+    def _own_momentum(self, number: int) -> torch.Tensor:
+        """This rank's shard of the momentum of a region, a view."""
         region = self.regions[number]
         return self._momentum[number][region.start : region.start + region.master.numel()]
 
-    def _move_moments(self, coefficient: float, due: Due, groups: Groups) -> None:
-        for number, pieces in enumerate(due.pieces):
-            grads, own, second = self.regions[number].grad(), self._own(number), self._second[number]
+    def _update_moments(self, coefficient: float, updated: ActivePieces, groups: Groups) -> None:
+        for number, pieces in enumerate(updated.pieces):
+            grads, own, second = self.regions[number].grad(), self._own_momentum(number), self._second[number]
             for piece in pieces:
                 beta1, beta2 = groups[piece.group]["betas"]
                 grad = grads[piece.cut].float() * coefficient
                 own[piece.cut].mul_(beta1).add_(grad, alpha=1 - beta1)
                 second[piece.cut].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
-    def _average_momentum(self, coefficient: float, active: Sequence[bool], groups: Groups) -> None:
-        """Move the whole momentum by this rank's own gradients, then take the ranks' mean of it."""
+    def _update_and_average_momentum(self, coefficient: float, active: Sequence[bool], groups: Groups) -> None:
+        """Update the whole momentum with this rank's own gradients, then average it over the ranks."""
         skip: list[list[bool]] = []
         for region, momentum in zip(self.regions, self._momentum, strict=True):
             assert region.whole_grad is not None
@@ -134,8 +147,8 @@ class OneBitUpdate(FlatState):
         self._mean.average(self._momentum, skip)
 
     def _direction(self, number: int, piece: Piece, hyper: Mapping[str, Any], *, decay: bool = True) -> torch.Tensor:
-        """Momentum over the root of the second moment, with the decay added. No bias correction: the papers drop it."""
-        found = self._own(number)[piece.cut] / self._root(self._second[number][piece.cut], hyper)
+        """Momentum over the root of the second moment, plus decay. Like the papers, it corrects no bias."""
+        found = self._own_momentum(number)[piece.cut] / self._root(self._second[number][piece.cut], hyper)
         if decay and hyper["weight_decay"]:
             found.add_(self.regions[number].master[piece.cut], alpha=hyper["weight_decay"])
         return found
@@ -163,7 +176,10 @@ class OneBitUpdate(FlatState):
     def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
         """See FlatState."""
         return [
-            (region, {"exp_avg": RowInPlace(self._own(number)), "exp_avg_sq": RowInPlace(self._second[number])})
+            (
+                region,
+                {"exp_avg": RowInPlace(self._own_momentum(number)), "exp_avg_sq": RowInPlace(self._second[number])},
+            )
             for number, region in enumerate(self.regions)
         ]
 
@@ -181,7 +197,7 @@ class OneBitUpdate(FlatState):
             tensor.zero_()
 
     def rank_tensors(self, *, saving: bool) -> dict[str, torch.Tensor]:
-        """What this rank's compression left over; a run on other ranks starts from none."""
+        """See SavedState: this rank's compression errors; a run at another number of ranks starts from 0."""
         return {name: tensor.reshape(-1) for name, tensor in self._named() if name.endswith("_error")}
 
     def counters(self) -> dict[str, Any]:

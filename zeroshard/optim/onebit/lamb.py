@@ -1,11 +1,11 @@
-"""1-bit Lamb (Li et al. 2021, arXiv:2104.06069, algorithm 2): Lamb, then one-bit momentum whose ratios move slowly.
+"""1-bit Lamb (Li et al. 2021, arXiv:2104.06069, algorithm 2): Lamb, then one-bit momentum whose ratios change slowly.
 
-    warm-up      ratio = |p| / |u| within bounds; its running mean is what is kept of it
-    afterwards   ratio = that mean * factor, and factor = max(sqrt(v frozen) / sqrt(v now)) within bounds, where v now
-                 is made from gradients that are read back from the averaged momentum
+    warm-up      ratio = |p| / |u| within bounds, and a running mean of it
+    afterwards   ratio = that mean * factor, and factor = max(sqrt(v frozen) / sqrt(v fresh)) within bounds, where v
+                 fresh is updated with gradients that are computed from the averaged momentum
 
-The factor moves by at most `factor_threshold` in each step. The paper also scales all momenta to one size before they
-are compressed together; here each piece of a parameter has a scale of its own, from which such a factor cancels.
+The factor changes by at most `factor_threshold` in each step. The paper also scales all momenta to one size before they
+are compressed together; here each piece of a parameter has its own scale, so that would change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
+from zeroshard.optim.onebit.base import ActivePieces, Groups, OneBitUpdate
 from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import Piece
 from zeroshard.optim.update_context import UpdateContext
@@ -50,56 +50,58 @@ class OneBitLambUpdate(OneBitUpdate):
         self._ratios = [0.0] * len(self._group_of)
         self._factors = [1.0] * len(self._group_of)
 
-    def _step_warm(self, due: Due, groups: Groups) -> None:
-        weights, updates = self._norms(due, lambda number, piece: self._weights_and_update(number, piece, groups))
+    def _step_warmup(self, updated: ActivePieces, groups: Groups) -> None:
+        weights, updates = self._norms(updated, lambda number, piece: self._weights_and_update(number, piece, groups))
         used = [1.0] * len(self._group_of)
-        for flag, hyper in self._active(due, groups):
+        for flag, hyper in self._active(updated, groups):
             if weights[flag] and updates[flag]:
                 used[flag] = min(max(weights[flag] / updates[flag], hyper["min_coeff"]), hyper["max_coeff"])
             beta = hyper["coeff_beta"]
             self._ratios[flag] = beta * self._ratios[flag] + (1 - beta) * used[flag]
-        self._write_all(due, groups, used)
+        self._write_all(updated, groups, used)
 
-    def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
+    def _step_frozen(self, updated: ActivePieces, groups: Groups, before: Sequence[torch.Tensor]) -> None:
         maxima = torch.zeros(len(self._group_of), dtype=torch.float64, device=self._context.device)
-        for number, pieces in enumerate(due.pieces):
+        for number, pieces in enumerate(updated.pieces):
             for piece in pieces:
-                self._renew(number, piece, groups[piece.group], before[number])
-                roots = [self._root(second[piece.cut], groups[piece.group]) for second in self._both(number)]
+                self._update_fresh_second(number, piece, groups[piece.group], before[number])
+                roots = [
+                    self._root(second[piece.cut], groups[piece.group]) for second in self._frozen_and_fresh(number)
+                ]
                 maxima[piece.flag] = (roots[0] / roots[1]).max()
         if self._context.divided:
             control = self._context.control
             control.wait(control.all_reduce(maxima, "(ratios)", op=dist.ReduceOp.MAX))
-        bare, decayed = self._norms(due, lambda number, piece: self._bare_and_decayed(number, piece, groups))
+        bare, decayed = self._norms(updated, lambda number, piece: self._bare_and_decayed(number, piece, groups))
         largest: list[float] = maxima.tolist()
         used = [1.0] * len(self._group_of)
-        for flag, hyper in self._active(due, groups):
+        for flag, hyper in self._active(updated, groups):
             share = min(1.0, bare[flag] / decayed[flag]) if hyper["weight_decay"] and decayed[flag] else 1.0
             factor = largest[flag] * share + (1.0 - share)
             factor = min(max(factor, hyper["factor_min"]), hyper["factor_max"])
             last, threshold = self._factors[flag], hyper["factor_threshold"]
             self._factors[flag] = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
             used[flag] = self._ratios[flag] * self._factors[flag]
-        self._write_all(due, groups, used)
+        self._write_all(updated, groups, used)
 
-    def _end_warm_up(self) -> None:
-        super()._end_warm_up()
+    def _end_warmup(self) -> None:
+        super()._end_warmup()
         for fresh, second in zip(self._fresh, self._second, strict=True):
             fresh.copy_(second)
 
-    def _active(self, due: Due, groups: Groups) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The parameters to update, wherever they are, with their hyper-parameters: equal on all ranks."""
+    def _active(self, updated: ActivePieces, groups: Groups) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """All parameters that the step updates, on any rank, with their hyper-parameters; equal on all ranks."""
         for flag, group in enumerate(self._group_of):
-            if group >= 0 and due.active[flag]:
+            if group >= 0 and updated.active[flag]:
                 yield flag, groups[group]
 
-    def _renew(self, number: int, piece: Piece, hyper: Mapping[str, Any], before: torch.Tensor) -> None:
-        """Move the second moment that goes on, by the gradient that the momentum has taken up."""
+    def _update_fresh_second(self, number: int, piece: Piece, hyper: Mapping[str, Any], before: torch.Tensor) -> None:
+        """Update the fresh second moment with the gradient that the change of the momentum gives."""
         beta1, beta2 = hyper["betas"]
-        grad = (self._own(number)[piece.cut] - before[piece.cut] * beta1) / (1 - beta1)
+        grad = (self._own_momentum(number)[piece.cut] - before[piece.cut] * beta1) / (1 - beta1)
         self._fresh[number][piece.cut].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
-    def _both(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _frozen_and_fresh(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._second[number], self._fresh[number]
 
     def _weights_and_update(self, number: int, piece: Piece, groups: Groups) -> Pair:
@@ -109,10 +111,10 @@ class OneBitLambUpdate(OneBitUpdate):
         hyper = groups[piece.group]
         return self._direction(number, piece, hyper, decay=False), self._direction(number, piece, hyper)
 
-    def _norms(self, due: Due, pair_of: Callable[[int, Piece], Pair]) -> tuple[list[float], list[float]]:
-        """Two norms of each parameter over all ranks."""
+    def _norms(self, updated: ActivePieces, pair_of: Callable[[int, Piece], Pair]) -> tuple[list[float], list[float]]:
+        """Two norms of each parameter over all ranks, by flag; `pair_of` returns the two tensors of a piece."""
         squares = torch.zeros(2, len(self._group_of), dtype=torch.float64, device=self._context.device)
-        for number, pieces in enumerate(due.pieces):
+        for number, pieces in enumerate(updated.pieces):
             for piece in pieces if self._context.counts(self.regions[number]) else ():
                 for row, values in enumerate(pair_of(number, piece)):
                     squares[row, piece.flag] = torch.linalg.vector_norm(values, dtype=torch.float64).square()
@@ -121,8 +123,8 @@ class OneBitLambUpdate(OneBitUpdate):
         first, second = squares.sqrt().tolist()
         return first, second
 
-    def _write_all(self, due: Due, groups: Groups, ratios: Sequence[float]) -> None:
-        for number, pieces in enumerate(due.pieces):
+    def _write_all(self, updated: ActivePieces, groups: Groups, ratios: Sequence[float]) -> None:
+        for number, pieces in enumerate(updated.pieces):
             for piece in pieces:
                 hyper = groups[piece.group]
                 rate = float(hyper["lr"]) * ratios[piece.flag]

@@ -5,9 +5,9 @@
     server   s = mean of those + error_s -> sign(s), scale -> error_s = s - scale * sign(s)    this rank's shard
              --all-gather--> the mean, equal on all ranks
 
-What a compression leaves out is added to the next value, so that nothing is lost for good (Tang et al. 2021,
-arXiv:2102.02888, section 4). The scale is the root mean square, so the norm is kept; there is one for each piece of a
-parameter in a shard, not one for all: parameters differ in size by orders of magnitude.
+The error of a compression is added to the next value, so that it is corrected later (Tang et al. 2021,
+arXiv:2102.02888, section 4). The scale is the root mean square, so the norm does not change. Each piece of a parameter
+in a shard has its own scale, since parameters differ by orders of magnitude.
 
     chunk   [ bits of the shard, 8 to a byte | float32 scale per piece ]      of all flat groups, one after the other
 """
@@ -40,7 +40,12 @@ def unpack(bits: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Errors:
-    """What the compressions of one flat group left out: of the whole on this rank, and of this rank's shard."""
+    """The errors of the compressions of one flat group, float32.
+
+    Attributes:
+        worker: (numel,), of this rank's whole values.
+        server: (shard numel,), of the mean of this rank's shard.
+    """
 
     worker: torch.Tensor
     server: torch.Tensor
@@ -69,18 +74,18 @@ class OneBitMean:
             for layout in layouts
         ]
 
-    def forget(self) -> None:
-        """Set all errors to 0: what is averaged from now on is another quantity."""
+    def reset_errors(self) -> None:
+        """Set all errors to 0, since another quantity is averaged from now on."""
         for error in self.errors:
             error.worker.zero_()
             error.server.zero_()
 
     def average(self, values: Sequence[torch.Tensor], skip: Sequence[Skip]) -> None:
-        """Replace each buffer by the compressed mean of it over the ranks.
+        """Replace each buffer by its compressed mean over the ranks.
 
         Args:
-            values: float32 (numel,) for each layout, this rank's own.
-            skip: per layout and segment, equal on all ranks, what is left as it is, errors included.
+            values: float32 (numel,) for each layout, this rank's values.
+            skip: per layout and segment, equal on all ranks, whether values and errors are left unchanged.
         """
         size, rank = self._peers.size, self._peers.rank
         sent = torch.zeros(size, self._chunk, dtype=torch.uint8, device=values[0].device)
@@ -114,7 +119,7 @@ class OneBitMean:
     def _compress(
         self, number: int, owner: int, value: torch.Tensor, error: torch.Tensor, chunk: torch.Tensor, skip: Skip
     ) -> None:
-        """Write the compressed form of `value + error`, a shard, into `chunk`, and what it leaves out into `error`."""
+        """Write the compressed form of `value + error`, a shard, into `chunk`, and its error into `error`."""
         layout = self._layouts[number]
         whole = value + error
         bits, scales = self._parts(number, chunk)
@@ -130,7 +135,7 @@ class OneBitMean:
             error[low:high] = piece - signs[low:high] * scale
 
     def _expand(self, number: int, owner: int, chunk: torch.Tensor) -> torch.Tensor:
-        """The shard of `owner` that a chunk stands for; padding is 0."""
+        """Decompress the shard of `owner` from a chunk; padding is 0."""
         layout = self._layouts[number]
         bits, scales = self._parts(number, chunk)
         signs = unpack(bits)

@@ -50,7 +50,7 @@ def onebit_source(
         freeze_step: steps of the warm-up, with averaged gradients.
 
     Raises:
-        PlanError: hyper-parameters without meaning.
+        PlanError: a hyper-parameter is out of range.
     """
     kind = _KINDS[name]
     _check_groups(groups, {**kind.defaults, **defaults})
@@ -76,7 +76,7 @@ def onebit_source(
 def zero_one_source(
     groups: ParamGroups, defaults: Mapping[str, Any], policy: Policy, client: torch.optim.Optimizer | None = None
 ) -> Source:
-    """A source of 0/1 Adam over `groups`. Raises PlanError for hyper-parameters without meaning."""
+    """A source of 0/1 Adam over `groups`. Raises PlanError for hyper-parameters out of range."""
     _check_groups(groups, {**adam.DEFAULTS, **defaults})
 
     def make(context: UpdateContext) -> OneBitUpdate:

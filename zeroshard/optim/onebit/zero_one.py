@@ -1,15 +1,15 @@
-"""0/1 Adam (Lu et al. 2022, arXiv:2202.06009, algorithm 1): fewer variance steps, then fewer steps that talk at all.
+"""0/1 Adam (Lu et al. 2022, arXiv:2202.06009, algorithm 1): ever fewer variance steps, then ever fewer exchanges.
 
     until var_freeze_step   in steps of T_v: averaged gradients -> momentum, second moment
                             in the others:   gradients averaged in one bit -> momentum
                             T_v: every step, after `var_update_scaler` of them every second, then every fourth, ...
-    afterwards              own gradients -> own momentum -> own parameters; u sums up what the momentum did
+    afterwards              own gradients -> own momentum -> own parameters; u is the sum of rate * momentum
                             in steps of T_u: u averaged in one bit -> momentum = u / rates, parameters = anchor - u/root
                             T_u: every step, after `local_step_scaler` steps every second, ... `local_step_clipper`th
 
-Between two steps of T_u the ranks' parameters differ; after one they are equal bit for bit, since they start from the
-anchor, a copy from the last such step. Rejected: to take u back out of the parameters, which rounds differently on each
-rank, so that they drift apart. Decay is decoupled, and at such a step it is that of the anchor.
+Between two steps of T_u the ranks' parameters differ. After such a step they are equal bit for bit, since they are
+computed from the anchor, a copy from the last such step. Rejected: to subtract u from the parameters, which rounds
+differently on each rank, so the ranks would diverge. Decay is decoupled, and at a step of T_u it decays the anchor.
 
 Local steps need all state on each rank. With `local_step_clipper` 1 there are none, and u and anchor are not kept.
 """
@@ -23,14 +23,18 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
-from zeroshard.optim.onebit.base import Due, Groups, OneBitUpdate
+from zeroshard.optim.onebit.base import ActivePieces, Groups, OneBitUpdate
 from zeroshard.optim.segments import pieces_of
 from zeroshard.optim.update_context import UpdateContext
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When variance is updated and when ranks talk; see the module. Names are DeepSpeed's."""
+    """In which steps the variance is updated and ranks average; see the module. The names are DeepSpeed's.
+
+    Raises:
+        PlanError: a number is below 1.
+    """
 
     var_freeze_step: int = 100_000
     var_update_scaler: int = 16
@@ -45,7 +49,7 @@ class Policy:
 
 @dataclass
 class Interval:
-    """Every how many steps something is done: doubled after each `scaler` counts, up to `most`."""
+    """Something is done every `every` steps; that number doubles after each `scaler` calls of `tick`, up to `most`."""
 
     scaler: int
     most: int | None = None
@@ -70,11 +74,11 @@ class ZeroOneAdamUpdate(OneBitUpdate):
         self._local = policy.local_step_clipper > 1
         if self._local and context.divided:
             raise PlanError(
-                "ZeroOneAdam takes local steps, for which each rank needs all of the state: use stage 0, or set "
+                "ZeroOneAdam takes local steps, for which each rank needs the whole state: use stage 0, or set "
                 "local_step_clipper to 1"
             )
         self._variance = Interval(policy.var_update_scaler)
-        self._talk = Interval(policy.local_step_scaler, most=policy.local_step_clipper)
+        self._averaging = Interval(policy.local_step_scaler, most=policy.local_step_clipper)
         kept = self.regions if self._local else ()
         self._sums = [torch.zeros_like(region.master) for region in kept]
         self._anchors = [torch.zeros_like(region.master) for region in kept]
@@ -91,66 +95,66 @@ class ZeroOneAdamUpdate(OneBitUpdate):
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Groups) -> None:
         """See UpdateMethod; gradients are this rank's own while `compressing`."""
-        due = Due(active, [[p for p in pieces_of(region) if active[p.flag]] for region in self.regions])
+        updated = ActivePieces(active, [[p for p in pieces_of(region) if active[p.flag]] for region in self.regions])
         step = self._steps + 1
         if self._frozen:
-            self._step_late(coefficient, due, hyper, talk=self._talk.due(step))
-            self._talk.tick()
+            self._step_after_freeze(coefficient, updated, hyper, averages=self._averaging.due(step))
+            self._averaging.tick()
         elif self.compressing:
-            self._move_by_bits(coefficient, due, hyper)
-            self._step_warm(due, hyper)
+            self._update_momentum_in_one_bit(coefficient, updated, hyper)
+            self._step_warmup(updated, hyper)
         else:
-            self._move_moments(coefficient, due, hyper)
-            self._step_warm(due, hyper)
+            self._update_moments(coefficient, updated, hyper)
+            self._step_warmup(updated, hyper)
             self._variance.tick()
         self._steps = step
         if step == self._freeze_step:
-            self._end_warm_up()
+            self._end_warmup()
 
-    def _end_warm_up(self) -> None:
-        super()._end_warm_up()
-        self._mean.forget()
+    def _end_warmup(self) -> None:
+        super()._end_warmup()
+        self._mean.reset_errors()
         for anchor, region in zip(self._anchors, self.regions if self._local else (), strict=True):
             anchor.copy_(region.master)
 
-    def _move_by_bits(self, coefficient: float, due: Due, groups: Groups) -> None:
-        """Move the momentum by gradients that are averaged in one bit; the second moment stays."""
+    def _update_momentum_in_one_bit(self, coefficient: float, updated: ActivePieces, groups: Groups) -> None:
+        """Update the momentum with gradients that are averaged in one bit; the second moment does not change."""
         grads = [self._scaled(number, coefficient) for number in range(len(self.regions))]
-        self._mean.average(grads, self._skips(due))
-        for number, pieces in enumerate(due.pieces):
-            region, own = self.regions[number], self._own(number)
+        self._mean.average(grads, self._left_out(updated))
+        for number, pieces in enumerate(updated.pieces):
+            region, own = self.regions[number], self._own_momentum(number)
             grad = grads[number][region.start : region.start + own.numel()]
             for piece in pieces:
                 beta1 = groups[piece.group]["betas"][0]
                 own[piece.cut].mul_(beta1).add_(grad[piece.cut], alpha=1 - beta1)
 
-    def _step_late(self, coefficient: float, due: Due, groups: Groups, *, talk: bool) -> None:
-        """Move momentum and parameters by this rank's own gradients; in steps of T_u start anew from the mean."""
+    def _step_after_freeze(self, coefficient: float, updated: ActivePieces, groups: Groups, *, averages: bool) -> None:
+        """Update momentum and parameters with this rank's own gradients; `averages` says that it is a step of T_u."""
         for number, region in enumerate(self.regions):
             grads = self._scaled(number, coefficient)
             for index, segment in enumerate(region.layout.segments):
                 flag, group = region.first_flag + index, region.hyper[index]
-                if group >= 0 and due.active[flag]:
+                if group >= 0 and updated.active[flag]:
                     beta1, cut = groups[group]["betas"][0], slice(segment.offset, segment.end)
                     self._momentum[number][cut].mul_(beta1).add_(grads[cut], alpha=1 - beta1)
                     self._rates[flag] += float(groups[group]["lr"])
         if not self._local:
-            self._mean.average(self._momentum, self._skips(due))
-            self._step_warm(due, groups)
+            self._mean.average(self._momentum, self._left_out(updated))
+            self._step_warmup(updated, groups)
             self._rates = [0.0] * len(self._rates)
             return
-        for number, pieces in enumerate(due.pieces):
+        for number, pieces in enumerate(updated.pieces):
             for piece in pieces:
                 rate = float(groups[piece.group]["lr"])
-                self._sums[number][piece.cut].add_(self._own(number)[piece.cut], alpha=rate)
+                self._sums[number][piece.cut].add_(self._own_momentum(number)[piece.cut], alpha=rate)
                 direction = self._direction(number, piece, groups[piece.group])
                 self._write(self.regions[number], piece, direction, rate)
-        if talk:
-            self._start_anew(groups)
+        if averages:
+            self._restart_from_mean(groups)
 
-    def _start_anew(self, groups: Groups) -> None:
-        """Average what the momenta did since the last time, and take the step from the anchor by that."""
-        # A parameter without a gradient since then has nothing to average; which ones is equal on all ranks.
+    def _restart_from_mean(self, groups: Groups) -> None:
+        """Average the sums of the local steps since the last step of T_u, and step from the anchor by the mean."""
+        # A parameter without a gradient since then has nothing to average; these are the same on all ranks.
         skip = [
             [self._rates[region.first_flag + index] == 0.0 for index in range(len(region.layout.segments))]
             for region in self.regions
@@ -162,7 +166,7 @@ class ZeroOneAdamUpdate(OneBitUpdate):
                 if total == 0.0:
                     continue
                 mean, anchor = self._sums[number][piece.cut], self._anchors[number][piece.cut]
-                self._own(number)[piece.cut].copy_(mean / total)
+                self._own_momentum(number)[piece.cut].copy_(mean / total)
                 moved = mean / self._root(self._second[number][piece.cut], hyper)
                 anchor.mul_(1 - hyper["weight_decay"] * total).sub_(moved)
                 region.master[piece.cut].copy_(anchor)
@@ -176,14 +180,14 @@ class ZeroOneAdamUpdate(OneBitUpdate):
         assert whole_grad is not None
         return whole_grad().float() * coefficient
 
-    def _skips(self, due: Due) -> list[list[bool]]:
+    def _left_out(self, updated: ActivePieces) -> list[list[bool]]:
         return [
-            [group < 0 or not due.active[region.first_flag + index] for index, group in enumerate(region.hyper)]
+            [group < 0 or not updated.active[region.first_flag + index] for index, group in enumerate(region.hyper)]
             for region in self.regions
         ]
 
-    def _step_frozen(self, due: Due, groups: Groups, before: Sequence[torch.Tensor]) -> None:
-        raise AssertionError("late steps are taken by _step_late")
+    def _step_frozen(self, updated: ActivePieces, groups: Groups, before: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("late steps are taken by _step_after_freeze")
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._named()
@@ -192,14 +196,14 @@ class ZeroOneAdamUpdate(OneBitUpdate):
             yield f"{number}.anchor", anchor
 
     @property
-    def _apart(self) -> bool:
-        """Whether ranks have taken local steps since they last talked: parameters and momenta are each rank's own."""
+    def _diverged(self) -> bool:
+        """Whether ranks have taken local steps since they last averaged, so that their parameters differ."""
         return self._local and any(self._rates)
 
     def rank_tensors(self, *, saving: bool) -> dict[str, torch.Tensor]:
-        """What compression left over and, while ranks are apart, all that a rank has of its own and the anchor."""
+        """See SavedState: compression errors and, while the ranks' parameters differ, all state of this rank."""
         found = super().rank_tensors(saving=saving)
-        if self._apart or not saving:
+        if self._diverged or not saving:
             for number, (total, anchor) in enumerate(zip(self._sums, self._anchors, strict=True)):
                 found[f"{number}.sum"], found[f"{number}.anchor"] = total, anchor
                 found[f"{number}.exp_avg"] = self._momentum[number]
@@ -217,33 +221,33 @@ class ZeroOneAdamUpdate(OneBitUpdate):
         if not same_ranks:
             return (
                 "it was saved between local steps of ZeroOneAdam, when each rank has parameters of its own: load it at "
-                "as many ranks, or one that was saved after a step in which the ranks talked"
+                "as many ranks, or one that was saved after a step in which the ranks averaged"
             )
         return None
 
     def reset_state(self) -> None:
         """See SavedState."""
         super().reset_state()
-        for interval in (self._variance, self._talk):
+        for interval in (self._variance, self._averaging):
             interval.every, interval.count = 1, 0
         self._rates = [0.0] * len(self._rates)
 
     def finish_load(self) -> None:
-        """See SavedState. Together, the ranks' parameters are the anchor; apart, each takes up its own again."""
+        """See SavedState. Equal parameters become the anchor; else each rank continues with its own."""
         super().finish_load()
         for region, anchor in zip(self.regions, self._anchors, strict=False):
-            if not self._apart:
+            if not self._diverged:
                 anchor.copy_(region.master)
             elif region.param is not None:
                 region.param.copy_(region.master)
 
     def counters(self) -> dict[str, Any]:
         """See SavedState."""
-        intervals = [[interval.every, interval.count] for interval in (self._variance, self._talk)]
+        intervals = [[interval.every, interval.count] for interval in (self._variance, self._averaging)]
         return {**super().counters(), "intervals": intervals, "rates": self._rates}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         super().load_counters(counters)
-        for interval, (every, count) in zip((self._variance, self._talk), counters["intervals"], strict=True):
+        for interval, (every, count) in zip((self._variance, self._averaging), counters["intervals"], strict=True):
             interval.every, interval.count = int(every), int(count)
         self._rates = [float(rate) for rate in counters["rates"]]

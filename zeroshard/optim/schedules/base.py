@@ -1,9 +1,9 @@
-"""What every schedule of ours is: a torch `LRScheduler` whose values are a pure function of the last batch's index.
+"""Base of zeroshard's schedules: a torch `LRScheduler` whose rates are a pure function of the last batch's index.
 
-Trainers test for torch's class, so it is one, with `i = last_epoch - 1` where `i` is -1 before the first batch and 0
-after the first optimizer step. The state is the index alone, as DeepSpeed saves it, so either side reads the other's.
-`LambdaLR` was rejected: it multiplies the initial rate of a group, while most of these go between two absolute rates,
-and its state would carry closures.
+Trainers check for torch's class. The index is `i = last_epoch - 1`: -1 before the first batch and 0 after the first
+optimizer step. The state is the index alone, as in DeepSpeed, so each can load the other's. Rejected: `LambdaLR`, which
+multiplies the initial rate of a group, while most of these schedules have two absolute rates, and whose state would
+contain closures.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class IndexedSchedule(LRScheduler, ABC):
 
     Args:
         optimizer: its groups' rates are set here and at each `step`.
-        last_batch_iteration: -1 for a new run; to go on after batch `n` pass `n`, or load a state.
+        last_batch_iteration: -1 for a new run; to continue after batch `n` pass `n`, or load a state.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1):
         for group in optimizer.param_groups:
             rate = group["lr"]
             group.setdefault("initial_lr", rate.clone() if isinstance(rate, torch.Tensor) else rate)
-        # torch takes one step at construction, which lands on index `last_batch_iteration`.
+        # torch takes one step in the constructor, which goes to index `last_batch_iteration`.
         super().__init__(optimizer, last_epoch=last_batch_iteration)
 
     @property
@@ -40,13 +40,13 @@ class IndexedSchedule(LRScheduler, ABC):
 
     @abstractmethod
     def rates_at(self, iteration: int) -> list[float]:
-        """The rate of each group once batch `iteration` is over; -1 is the start."""
+        """The rate of each group after batch `iteration`; -1 is the start."""
 
     def get_lr(self) -> list[float | torch.Tensor]:
         return [*self.rates_at(self.last_batch_iteration)]
 
     def step(self, epoch: int | None = None) -> None:
-        """Goes to the next batch, or to the batch index `epoch` (the argument keeps torch's name)."""
+        """Go to the next batch, or to the batch index `epoch` (the argument has torch's name)."""
         if epoch is not None:
             self.last_epoch = epoch  # the step below adds the one by which the two counts differ
         super().step()
@@ -55,7 +55,7 @@ class IndexedSchedule(LRScheduler, ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the index and sets the groups' rates from it, by the arguments of this object, not of the saved one.
+        """Load the index, and set the groups' rates from it, by the arguments of this object, not of the saved one.
 
         Raises:
             UsageError: there is no `last_batch_iteration` in the state.
@@ -94,7 +94,7 @@ def per_group(schedule: object, optimizer: Optimizer, name: str, value: float | 
 
 
 def whole_number(schedule: object, name: str, value: int, low: int = 1) -> int:
-    """The value. Raises UsageError unless it is an integer of at least `low`."""
+    """Return `value`. Raises UsageError unless it is an integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UsageError(f"{type(schedule).__name__}: {name} must be an integer of {low} or more, got {value!r}")
     return value

@@ -6,10 +6,10 @@ With `k = i + 1` batches done, OneCycle rises for `first` batches, falls for `se
     momentum   max --------> min --------> max --- max * (1 + decay_mom_rate * d) -->
                0            first     first + second             d = (k - first - second) / decay_step_size
 
-With stairs a half is climbed in that many equal steps, each taken when its height has been reached. Three things of
-DeepSpeed 0.19.8 are kept: before the first batch the momentum is cycle_min_mom (after it, near cycle_max_mom); beta2
-becomes 0.99; decay_step_size 0 means no decay at all, of rate or momentum. Positions are counted in whole batches;
-fractions of a float cycle would put some stairs a batch too late.
+With stairs, a rise or fall has that many equal steps; each is taken when the line would have reached its height. Three
+properties of DeepSpeed 0.19.8 are kept: before the first batch the momentum is cycle_min_mom (after it, near
+cycle_max_mom); beta2 becomes 0.99; decay_step_size 0 means no decay of rate or momentum. Positions are whole batches;
+fractions in floating point would take some steps a batch too late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BETA2 = 0.99
 
 
 class LRRangeTest(IndexedSchedule):
-    """Raises the rate from its minimum in a line for ever, to see where training breaks.
+    """Raises the rate linearly from its minimum, without end, to find the rate at which training diverges.
 
     After k batches the rate is `min * (1 + step_rate * k / step_size)`; a staircase rounds k / step_size down.
 
@@ -64,18 +64,18 @@ class LRRangeTest(IndexedSchedule):
 
 
 class OneCycle(IndexedSchedule):
-    """One rise and fall of the rate, the momentum the other way round, then a decay.
+    """One rise and fall of the rate, with the inverse for the momentum, then a decay.
 
     Args:
         cycle_min_lr, cycle_max_lr: one rate, or one for each group of the optimizer.
         decay_lr_rate: after the cycle the rate is min / (1 + decay_lr_rate * batches / decay_step_size).
         cycle_first_step_size: batches of the rise.
-        cycle_second_step_size: batches of the fall; None takes those of the rise, 0 falls at once.
-        cycle_first_stair_count: equal steps in which the rise is made; 0 is a line.
-        cycle_second_stair_count: the same for the fall; None takes that of the rise.
+        cycle_second_step_size: batches of the fall; None: as many as the rise, 0: no fall, the minimum follows at once.
+        cycle_first_stair_count: number of equal steps of the rise; 0 is a line.
+        cycle_second_stair_count: the same for the fall; None: as many as the rise.
         decay_step_size: batches per unit of decay; 0 is no decay.
-        cycle_momentum: move the first beta of each group (the second becomes 0.99), or its momentum.
-        cycle_min_mom, cycle_max_mom: its bounds, in [0, 1): one number, or one for each group of the optimizer.
+        cycle_momentum: cycle the first beta of each group (the second becomes 0.99), or its momentum.
+        cycle_min_mom, cycle_max_mom: bounds of the momentum, in [0, 1): one number, or one for each optimizer group.
         decay_mom_rate: after the cycle the momentum is max * (1 + decay_mom_rate * batches / decay_step_size).
 
     Raises:
@@ -120,24 +120,23 @@ class OneCycle(IndexedSchedule):
 
     @property
     def step_ratio(self) -> float:
-        """The part of the cycle that is the rise."""
+        """The share of the rise in the cycle's batches."""
         return self.first / (self.first + self.second)
 
     def rates_at(self, iteration: int) -> list[float]:
         height = self.height_at(iteration)
-        decay = 1.0 + self.decay_lr_rate * self._decayed(iteration)
+        decay = 1.0 + self.decay_lr_rate * self._decay_units(iteration)
         return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def momenta_at(self, iteration: int) -> list[float]:
-        """The momentum of each group (of Adam, the first beta) once batch `iteration` is over, by the cycle alone."""
-        height, decay = self.height_at(iteration), 1.0 + self.decay_mom_rate * self._decayed(iteration)
+        """The momentum of each group (of Adam, the first beta) after batch `iteration`, as the cycle has it."""
+        height, decay = self.height_at(iteration), 1.0 + self.decay_mom_rate * self._decay_units(iteration)
         return [high * decay - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float] | float | None] | None:
-        """What the cycle gives each group: betas, a momentum, or None where it has neither; None if none is cycled.
+        """The cycle's betas or momentum of each group, or None for a group with neither; None if none is cycled.
 
-        Before the first batch this is the end of the cycle at which it starts, as in DeepSpeed, while the groups have
-        cycle_min_mom.
+        Before the first batch this is cycle_max_mom, as in DeepSpeed, while the groups have cycle_min_mom.
         """
         return self._as_groups(self.momenta_at(self.last_batch_iteration)) if any(self._cycles) else None
 
@@ -148,25 +147,25 @@ class OneCycle(IndexedSchedule):
         ]
 
     def height_at(self, iteration: int) -> float:
-        """How far up the cycle is, 0 to 1."""
+        """The height of the cycle after batch `iteration`: 0 at the minimum rate, 1 at the maximum."""
         done = iteration + 1
         if done >= self.first + self.second:
             return 0.0
         if done <= self.first:
-            return _climbed(done, self.first, self.first_stairs)
-        return _climbed(self.first + self.second - done, self.second, self.second_stairs)
+            return _part_climbed(done, self.first, self.first_stairs)
+        return _part_climbed(self.first + self.second - done, self.second, self.second_stairs)
 
     def step(self, epoch: int | None = None) -> None:
-        """Goes to the next batch, or to the batch index `epoch`."""
+        """Go to the next batch, or to the batch index `epoch`."""
         super().step(epoch)
         self._set_momentum()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the index and sets the groups' rates and momentum from it, by the arguments of this object."""
+        """Load the index, and set the groups' rates and momentum from it, by the arguments of this object."""
         super().load_state_dict(state_dict)
         self._set_momentum()
 
-    def _decayed(self, iteration: int) -> float:
+    def _decay_units(self, iteration: int) -> float:
         after = iteration + 1 - self.first - self.second
         return after / self.decay_step_size if self.decay_step_size and after > 0 else 0.0
 
@@ -178,8 +177,8 @@ class OneCycle(IndexedSchedule):
         for value in momenta:
             if not 0.0 <= value < 1.0:
                 raise UsageError(
-                    f"OneCycle: decay_mom_rate {self.decay_mom_rate} has taken the momentum to {value:g} after "
-                    f"{at + 1} batches, where no optimizer works; set it to 0, or decay slower"
+                    f"OneCycle: decay_mom_rate {self.decay_mom_rate} has moved the momentum to {value:g} after "
+                    f"{at + 1} batches, but it must be below 1; set decay_mom_rate to 0, or a smaller number"
                 )
         for group, key, value in zip(self.optimizer.param_groups, self._cycles, self._as_groups(momenta), strict=True):
             if key is not None:
@@ -203,13 +202,13 @@ class OneCycle(IndexedSchedule):
             )
 
 
-def _climbed(done: int, size: int, stairs: int) -> float:
-    """The part of a half that is climbed after `done` of its `size` batches; with stairs, the last one reached."""
+def _part_climbed(done: int, size: int, stairs: int) -> float:
+    """The height after `done` of the `size` batches of a rise; with stairs, that of the last one reached."""
     return done * stairs // size / stairs if stairs else done / size
 
 
 def _momentum_keys(optimizer: Optimizer) -> list[str | None]:
-    """For each group the hyper-parameter that is its momentum, None where there is none to cycle."""
+    """For each group the key of its momentum, "betas" or "momentum"; None if there is none to cycle."""
     return [
         "betas" if "betas" in group else "momentum" if group.get("momentum") else None
         for group in optimizer.param_groups

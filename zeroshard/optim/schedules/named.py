@@ -1,4 +1,4 @@
-"""The schedules that a config may name, and how one is built: DeepSpeed's five, and those of torch by their names."""
+"""Builds the schedule that a config names: one of DeepSpeed's five, or one of torch's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES: Mapping[str, type[LRScheduler]] = {
     "OneCycle": OneCycle,
     "LRRangeTest": LRRangeTest,
 }
-"""The names that a config may use, `Cosine` an alias."""
+"""The names of DeepSpeed's schedules; `Cosine` is an alias of `WarmupCosineLR`."""
 
 TORCH_SCHEDULES = (
     "ConstantLR",
@@ -36,14 +36,15 @@ TORCH_SCHEDULES = (
     "PolynomialLR",
     "StepLR",
 )
-"""Those of torch whose arguments JSON can hold and whose `step` needs none (ReduceLROnPlateau wants a metric)."""
+"""Schedules of torch whose arguments are JSON values and whose `step` needs none (unlike ReduceLROnPlateau's)."""
 
 
 def build_scheduler(optimizer: Optimizer, type: str, params: Mapping[str, Any]) -> LRScheduler:
     """The scheduler that `scheduler.type` and `scheduler.params` of a config name, over `optimizer`.
 
     Raises:
-        ConfigError: an unknown name or argument (with the nearest known one), a missing one, or a value that can't be.
+        ConfigError: an unknown name or argument (with the most similar known one), a missing argument, or a value out
+            of range.
     """
     cls = _schedule_class(type)
     known = [name for name in inspect.signature(cls).parameters if name != "optimizer"]

@@ -1,7 +1,8 @@
 """Warm-up schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR.
 
-The values are those of DeepSpeed 0.19.8, oddities included, so that a run that moves here keeps its curve. With `i` the
-index of the last batch (-1 before the first, 0 after the first optimizer step) and `w = max(2, warmup_num_steps)`:
+The values are exactly those of DeepSpeed 0.19.8, so that a run that is continued with zeroshard has the same rates.
+With `i` the index of the last batch (-1 before the first, 0 after the first optimizer step) and
+`w = max(2, warmup_num_steps)`:
 
     i = -1        the rate at construction: warmup_min_lr, or 0 for WarmupCosineLR (whatever warmup_min_ratio says)
     0 <= i < w    gamma = log(i + 1) / log(w)  or  i / w  (so the first two optimizer steps run at the minimum)
@@ -23,24 +24,24 @@ WARMUP_TYPES = ("log", "linear")
 
 
 class _Warmup(IndexedSchedule):
-    """What the three warm-ups share: the length and shape of the rise."""
+    """Base of the three schedules: the length and form of the rise."""
 
     def __init__(self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
         whole_number(self, "warmup_num_steps", warmup_num_steps, 0)
         if warmup_type not in WARMUP_TYPES:
             warnings.warn(
-                f"{type(self).__name__}: warmup_type {warmup_type!r} is neither 'log' nor 'linear'; 'log' is taken",
+                f"{type(self).__name__}: warmup_type {warmup_type!r} is neither 'log' nor 'linear'; using 'log'",
                 ZeroShardWarning,
                 stacklevel=3,
             )
             warmup_type = "log"
-        # One step would divide by log(1); none at all (refused by DeepSpeed today) means full rate from the start.
+        # With one step the code would divide by log(1); with none (an error in DeepSpeed) the full rate holds at once.
         self.warmup_num_steps = max(2, warmup_num_steps) if warmup_num_steps else 0
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def _rise(self, iteration: int) -> float:
-        """The part of the rise that is behind, 0 to 1, for 0 <= iteration < warmup_num_steps."""
+        """The height of the rise, 0 to 1, for 0 <= iteration < warmup_num_steps."""
         if self.warmup_type == "log":
             return math.log(iteration + 1) / math.log(self.warmup_num_steps)
         return iteration / self.warmup_num_steps
@@ -60,7 +61,7 @@ class WarmupLR(_Warmup):
 
     Args:
         warmup_min_lr: one rate, or one for each group of the optimizer.
-        warmup_max_lr: the same; None takes the rate that each group has.
+        warmup_max_lr: the same; None: each group's own rate.
         warmup_num_steps: 1 counts as 2; 0 is no warm-up.
         warmup_type: "log" or "linear".
 
@@ -104,7 +105,7 @@ class WarmupDecayLR(WarmupLR):
 
     Args:
         total_num_steps: optimizer steps in the whole run.
-        warmup_max_lr: 0.001 unless given, as in DeepSpeed; None takes the rate that each group has.
+        warmup_max_lr: 0.001 by default, as in DeepSpeed; None: each group's own rate.
     """
 
     def __init__(
@@ -130,10 +131,10 @@ class WarmupCosineLR(_Warmup):
     """Each group's own rate times a ratio: up from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio.
 
     Args:
-        total_num_steps: optimizer steps in the whole run; cos_min_ratio is reached at the last and kept.
-        warmup_min_ratio: where the rise starts. The rate before the first batch is 0 all the same, as in DeepSpeed.
+        total_num_steps: optimizer steps in the whole run; cos_min_ratio is reached at the last step and kept.
+        warmup_min_ratio: the ratio at the start of the rise. Before the first batch the rate is 0, as in DeepSpeed.
         warmup_num_steps: 1 counts as 2; 0 is no warm-up.
-        cos_min_ratio: where the fall ends.
+        cos_min_ratio: the ratio at the end of the fall.
         warmup_type: "log" or "linear".
     """
 
@@ -158,17 +159,17 @@ class WarmupCosineLR(_Warmup):
         return [float(base) * ratio for base in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What multiplies each group's own rate at present."""
+        """The present factor of each group's own rate."""
         return self.ratio_at(self.last_batch_iteration)
 
     def ratio_at(self, iteration: int) -> float:
-        """What multiplies each group's own rate once batch `iteration` is over."""
+        """The factor of each group's own rate after batch `iteration`."""
         if self.warmup_num_steps > 0:
             if iteration < 0:
                 return 0.0
             if iteration < self.warmup_num_steps:
                 return self.warmup_min_ratio + self._rise(iteration) * (1.0 - self.warmup_min_ratio)
-        # The fall counts its first step as done, so it is over at index total - 1, with the last batch of the run.
+        # The first step of the fall counts as done, so the fall ends at index total - 1, the last batch of the run.
         done = (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps)
         fall = (1.0 + math.cos(math.pi * min(1.0, done))) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * fall)

@@ -96,7 +96,7 @@ def initialize(
         describe_optimizer(engine.optimizer, stepper_of(engine.module).scaler)
         if engine.zero_optimization_stage() == 0 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
             stand_for_client(engine.optimizer, torch_adam=_asks_torch_adam(raw))
-        engine.optimizer.hands_out_groups = True  # Lightning asks for it in every checkpoint, and drops it
+        engine.optimizer.returns_groups = True  # Lightning asks for it in every checkpoint, and drops it
         if adapters:
             engine.adopt_adapters(AdaptersBetweenSteps(engine.module, adapters))
     stage_3 = engine.zero_optimization_stage() == 3

@@ -13,7 +13,7 @@ from deepspeed._exports import lazy
 from deepspeed.ops.adam.subgroups import SubgroupSteps
 from zeroshard.errors import PlanError, ZeroShardWarning
 from zeroshard.optim.clients import torch_source
-from zeroshard.optim.named import SourcedOptimizer
+from zeroshard.optim.own_optimizers import UnshardedOptimizer
 from zeroshard.optim.sources import Source
 
 __getattr__, __dir__ = lazy(__name__, {})
@@ -68,7 +68,7 @@ class DeepSpeedCPUAdam(SubgroupSteps):
         return super().source()
 
 
-class FusedAdam(torch.optim.Adam, SourcedOptimizer):
+class FusedAdam(torch.optim.Adam, UnshardedOptimizer):
     """torch's Adam, or AdamW with `adam_w_mode`.
 
     Raises:

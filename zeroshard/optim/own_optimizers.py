@@ -1,10 +1,10 @@
-"""Our own optimizers that torch does not have, to be built like torch's and passed to `shard` or `initialize`.
+"""zeroshard's own optimizers, which are built like torch's and passed to `shard` or `initialize`.
 
     optimizer = zeroshard.Lamb(model.parameters(), lr=1e-3)
     model, optimizer = zeroshard.shard(model, optimizer, plan=3)
 
-They are real torch optimizers, so groups, schedulers and `add_param_group` work before the model is sharded. Until then
-they can't step.
+They are torch optimizers, so groups, schedulers and `add_param_group` work before the model is sharded. They can't step
+themselves; the optimizer that `shard` or `initialize` returns can.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
 from zeroshard.optim.lamb import lamb_source
-from zeroshard.optim.muon.source import MATRIX_DEFAULTS, OTHER_DEFAULTS, muon_source, split_groups
+from zeroshard.optim.muon.source import ADAM_DEFAULTS, MATRIX_DEFAULTS, muon_source, split_groups
 from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import LION, Rule
@@ -27,23 +27,23 @@ from zeroshard.optim.sources import Source, rule_source
 Parameters = Iterable[Any]
 
 
-class SourcedOptimizer(torch.optim.Optimizer):
-    """An optimizer of ours that waits to be sharded."""
+class UnshardedOptimizer(torch.optim.Optimizer):
+    """An optimizer of zeroshard before it is sharded."""
 
     def source(self) -> Source:
-        """What it becomes."""
+        """The optimizer as a source for sharding."""
         raise UsageError(f"{type(self).__name__} has no sharded form")
 
     def step(self, closure: Any = None) -> Any:
-        """Refused: it runs on sharded state only. Raises UsageError."""
+        """Raises UsageError: the optimizer runs on sharded state only."""
         raise UsageError(
             f"{type(self).__name__}.step(): this optimizer is still unsharded; pass it to zeroshard.shard() or "
             "initialize() and step the optimizer that comes back"
         )
 
 
-class _RuleOptimizer(SourcedOptimizer):
-    """One that is computed by an element-wise rule."""
+class _RuleOptimizer(UnshardedOptimizer):
+    """An optimizer with an element-wise rule."""
 
     rule: Rule
 
@@ -52,11 +52,11 @@ class _RuleOptimizer(SourcedOptimizer):
 
 
 class Lion(_RuleOptimizer):
-    """Lion (Chen et al. 2023, arXiv:2302.06675): the sign of a momentum; one state tensor.
+    """Lion (Chen et al. 2023, arXiv:2302.06675): the update is the sign of a momentum; it has one state tensor.
 
     Args:
         params: parameters or parameter groups.
-        lr: usually 3 to 10 times smaller than AdamW's, with a decay as many times larger.
+        lr: usually 3 to 10 times smaller than AdamW's; `weight_decay` is then larger by the same factor.
     """
 
     rule = LION
@@ -71,8 +71,8 @@ class Lion(_RuleOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
 
-class _LowBitAdam(SourcedOptimizer):
-    """Adam with moments in few bits, by torchao; see `zeroshard.optim.adam.low_bit`.
+class _LowBitAdam(UnshardedOptimizer):
+    """Adam with moments in few bits, in torchao's format; see `zeroshard.optim.adam.low_bit`.
 
     Args:
         params: parameters or parameter groups.
@@ -124,8 +124,8 @@ class AdamW4bit(_LowBitAdam):
     kind = "AdamW4bit"
 
 
-class Lamb(SourcedOptimizer):
-    """Lamb (You et al. 2020, arXiv:1904.00962) with the true ratio of each parameter, although it is sharded.
+class Lamb(UnshardedOptimizer):
+    """Lamb (You et al. 2020, arXiv:1904.00962); each parameter's ratio is that of the whole parameter.
 
     Args:
         params: parameters or parameter groups.
@@ -161,13 +161,13 @@ class Lamb(SourcedOptimizer):
         return lamb_source(self.param_groups, self.defaults, self)
 
 
-class MuonAdamW(SourcedOptimizer):
-    """Muon for hidden matrices, AdamW for the rest; for matrices alone torch.optim.Muon may be passed as well.
+class MuonAdamW(UnshardedOptimizer):
+    """Muon for hidden matrices, AdamW for other parameters; if all are matrices torch.optim.Muon can be used, too.
 
     Args:
-        params: `model.named_parameters()`, whose hidden matrices are found by shape and name; or groups that each say
+        params: `model.named_parameters()`, whose hidden matrices are found by shape and name; or groups that each have
             'use_muon': True or False.
-        lr: rate of the matrices; `adam_lr` that of the rest. A group may have its own.
+        lr: rate of the matrices; `adam_lr` is that of other parameters. A group may have its own.
         adjust_lr_fn: 'original' (None) multiplies the rate by sqrt(max(1, rows/columns)), 'match_rms_adamw' by
             0.2 sqrt(max(rows, columns)) (arXiv:2502.16982).
         ns_method: 'standard' or 'gram', see `zeroshard.optim.muon.newton_schulz`.
@@ -195,7 +195,7 @@ class MuonAdamW(SourcedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        other = {**OTHER_DEFAULTS, "lr": adam_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        other = {**ADAM_DEFAULTS, "lr": adam_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         need_kind(params, Iterable, "MuonAdamW", "an iterable of parameters, of groups, or of names with parameters,")
         items = list(params)
         if items and isinstance(items[0], tuple):
@@ -209,10 +209,10 @@ class MuonAdamW(SourcedOptimizer):
         return muon_source(self.param_groups, "MuonAdamW", self)
 
 
-class OneBitAdam(SourcedOptimizer):
+class OneBitAdam(UnshardedOptimizer):
     """1-bit Adam (arXiv:2102.02888): after `freeze_step` steps ranks average momentum in one bit, not gradients.
 
-    At stages 0 and 1, without clipping. Neither phase corrects bias.
+    Works at stages 0 and 1, without clipping. There is no bias correction.
 
     Args:
         params: parameters or parameter groups.
@@ -237,15 +237,16 @@ class OneBitAdam(SourcedOptimizer):
         return onebit_source("OneBitAdam", self.param_groups, self.defaults, self._freeze_step, self)
 
 
-class OneBitLamb(SourcedOptimizer):
-    """1-bit Lamb (arXiv:2104.06069): as OneBitAdam, with Lamb's ratios, which go on to follow the gradients slowly.
+class OneBitLamb(UnshardedOptimizer):
+    """1-bit Lamb (arXiv:2104.06069): as OneBitAdam, with Lamb's ratios, which still change slowly after the freeze.
 
     Args:
         params: parameters or parameter groups.
         freeze_step: steps of Lamb with averaged gradients; then the second moment is frozen.
-        max_coeff, min_coeff: bounds of the ratio in the warm-up; `coeff_beta` decays its mean.
-        factor_max, factor_min, factor_threshold: bounds of what that mean is multiplied by later, and how much it may
-            change in one step.
+        max_coeff, min_coeff: bounds of the ratio in the warm-up.
+        coeff_beta: decay of the running mean of that ratio.
+        factor_max, factor_min: bounds of the factor of that mean after the warm-up.
+        factor_threshold: how much the factor may change in one step, as a share of it.
     """
 
     def __init__(
@@ -274,17 +275,18 @@ class OneBitLamb(SourcedOptimizer):
         return onebit_source("OneBitLamb", self.param_groups, self.defaults, self._freeze_step, self)
 
 
-class ZeroOneAdam(SourcedOptimizer):
-    """0/1 Adam (arXiv:2202.06009): gradients in one bit but for ever fewer variance steps, then local steps.
+class ZeroOneAdam(UnshardedOptimizer):
+    """0/1 Adam (arXiv:2202.06009): averages gradients in one bit, but for variance steps, then takes local steps.
 
-    At stage 0; at stage 1 with `local_step_clipper` 1, which takes no local steps. Between two steps that talk the
-    ranks' parameters differ.
+    Works at stage 0, and at stage 1 with `local_step_clipper` 1, which means no local steps. After a local step the
+    ranks' parameters differ, until ranks average again.
 
     Args:
         params: parameters or parameter groups.
         var_freeze_step: steps until the second moment is frozen and local steps begin.
-        var_update_scaler: variance steps until they become half as frequent, each time.
-        local_step_scaler: steps until ranks talk half as often, each time, at least every `local_step_clipper` steps.
+        var_update_scaler: after so many variance steps, each time, these become half as frequent.
+        local_step_scaler: after so many steps, each time, ranks average half as often.
+        local_step_clipper: ranks average at least every so many steps.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What hyper-parameters of a group were when the model was sharded, and whether they still can be stepped with.
+"""Checks before each step that a group's hyper-parameters have the same form as when the model was sharded.
 
-Schedulers and scripts write to the groups between steps. A number may become another number, a tuple of numbers another
-of the same length; what is missing, or is something else, would fail in the midst of an update.
+Schedulers and scripts write to the groups between steps. A number may become another number, and a tuple of numbers
+another of the same length; a missing value, or one of another form, would fail in the middle of an update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroshard.errors import UsageError
 
 @dataclass(frozen=True)
 class _Numbers:
-    """How many numbers an option is, None where it is one and no tuple; and whether all are finite."""
+    """The form of an option: the length of a tuple, or None for a single number; and whether all are finite."""
 
     count: int | None
     finite: bool
@@ -33,7 +33,7 @@ class GroupOptions:
         self._known = {key: kind for key, kind in found.items() if kind is not None}
 
     def check(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raises UsageError naming group and option. Values on a GPU are not looked at: that would wait for it."""
+        """Raises UsageError that names group and option. Values on a GPU are not read: the host would wait for it."""
         for key, known in self._known.items():
             if key not in group:
                 raise UsageError(f"optimizer group {number} has no {key!r} any more: nothing was updated; put it back")

@@ -1,10 +1,10 @@
-"""float32 master weights as a bfloat16 and its 16-bit remainder: exact, 2 bytes a parameter less than beside a copy.
+"""float32 master weights as a bfloat16 parameter and a 16-bit remainder: exact, and 2 bytes less per parameter.
 
     float32 bits   [ sign | exponent | mantissa .................... ]
-                   [ bfloat16: rounded upper half ] + [ int16: what rounding took away or added ]
+                   [ bfloat16: rounded upper half ] + [ int16: the rounding error ]
 
-The upper half *is* the compute-dtype parameter, so only the remainder is extra. Halves are rounded away from zero: then
-the remainder of a tie always fits into 16 bits, which it does not under ties-to-even.
+The upper half is the compute-dtype parameter itself, so only the remainder takes extra memory. Ties are rounded away
+from zero: then the remainder of a tie always fits into 16 bits, which it does not with ties to even.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def join(upper: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 and int16 remainder of float32 `values`; `join` gives exactly `values` back."""
+    """bfloat16 and int16 remainder of float32 `values`; `join` returns exactly `values`."""
     bits = values.contiguous().view(torch.int32)
     upper = (bits + 0x8000) >> 16
     remainder = bits - (upper << 16)
