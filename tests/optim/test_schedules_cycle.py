@@ -169,7 +169,7 @@ def test_a_momentum_that_grows_to_1_is_announced_and_ends_in_an_error() -> None:
     with pytest.warns(ZeroShardWarning, match="grow to 1 after about 3 batches"):
         scheduler = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=1, decay_step_size=1, decay_mom_rate=0.1)
     run(scheduler, 3)
-    with pytest.raises(UsageError, match=r"decay_mom_rate 0\.1 has taken the momentum to 1\.08 after 4 batches"):
+    with pytest.raises(UsageError, match=r"decay_mom_rate 0\.1 has moved the momentum to 1\.08 after 4 batches"):
         run(scheduler, 1)
 
 
