@@ -24,11 +24,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zeroshard.checkpoint.any_checkpoint import open_checkpoint
 from zeroshard.checkpoint.foreign.deepspeed import find, open_deepspeed
 from zeroshard.checkpoint.foreign.inert import Inert
 from zeroshard.checkpoint.foreign.torchzip import load
 from zeroshard.checkpoint.foreign.unpickle import Limits, unpickle
-from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.errors import CheckpointError
 
 FIXTURE = Path(__file__).parent / "deepspeed" / "checkpoints" / "zero1" / "step3"

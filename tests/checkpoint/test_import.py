@@ -15,10 +15,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.checkpoint.test_deepspeed import CASES, CHECKPOINTS, opened, truth
+from zeroshard.checkpoint.any_checkpoint import open_checkpoint
 from zeroshard.checkpoint.foreign.contents import Contents
 from zeroshard.checkpoint.foreign_commands import register
 from zeroshard.checkpoint.native import write_native
-from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

@@ -14,8 +14,8 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from zeroshard.checkpoint.any_checkpoint import open_checkpoint
 from zeroshard.checkpoint.export.hf import export_hf
-from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.engine.outside_step.gathered import full_state_dict
 from zeroshard.errors import CheckpointError, UsageError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from zeroshard.checkpoint.draft import begin, write_manifest
+from zeroshard.checkpoint.encryption import new_encryption
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import TensorInfo, TensorKind
-from zeroshard.checkpoint.seal import new_seal
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 
 
@@ -37,7 +37,7 @@ def save_tensors(
 ) -> Path:
     """A checkpoint in which each tensor is divided evenly over `ranks`."""
     draft = begin(base, tag)
-    seal = None if service is None else new_seal(service)
+    encryption = None if service is None else new_encryption(service)
     for rank in range(ranks):
         pieces = []
         for name, tensor in tensors.items():
@@ -45,8 +45,8 @@ def save_tensors(
             start, stop = rank * numel // ranks, (rank + 1) * numel // ranks
             if start < stop or (rank == 0 and not numel):
                 pieces.append(Piece(info_of(name, tensor), start, stop, reads(tensor)))
-        write_pieces(draft.folder, rank, pieces, {"rank": rank}, seal)
-    write_manifest(draft, join_tables(draft.folder, ranks, aliases or {}, {"step": 7}, seal))
+        write_pieces(draft.folder, rank, pieces, {"rank": rank}, encryption)
+    write_manifest(draft, join_tables(draft.folder, ranks, aliases or {}, {"step": 7}, encryption))
     folder = draft.publish(latest=True)
     draft.close()
     return folder

@@ -1,14 +1,14 @@
-"""A log of who saved, loaded, exported and deleted the checkpoints of a directory, in which no line can be changed.
+"""A log of who saved, loaded, exported and deleted the checkpoints of a directory. Changes of its lines are detected.
 
     DIR/audit.jsonl   {"n": 3, "time", "who", "act": "save", "tag", "digest", "before": HASH, "hash": HASH}
-    DIR/audit.head    {"n": 3, "hash": HASH}       of the last line: lines that were cut off at the end are missed
-                      a line more than that, or a part of one, is what a kill leaves; the next act cleans it up
+    DIR/audit.head    {"n": 3, "hash": HASH}       of the last line, so that lines missing at the end are detected
+                      a kill may leave one more line, or a part of one; the next action removes it
 
-Each line has the SHA-256 of the line before it, so that one that was changed, taken out, put in or moved is found by
-whoever reads the log; and the digest of the checkpoint's table, so that a load finds a checkpoint that is not the one
-saved last under its tag. `config: checkpoint.audit` begins a log; once there is one, all acts go into it, also those of
-commands. Whoever may write to the directory may begin a new log: keep the hash of a line elsewhere, and give it to
-`zeroshard audit verify --head`. Rejected: a log per checkpoint, which goes with what was deleted.
+Each line has the SHA-256 of the line before it, so that a reader detects lines that were changed, removed, inserted or
+moved. It also has the digest of the checkpoint's table, so that a load detects a checkpoint that is not the one saved
+last under its tag. The config's `checkpoint.audit` starts a log; from then on all actions are logged, also those of
+commands. A user who may write to the directory can start a new log: keep the hash of a line elsewhere, and give it to
+`zeroshard audit verify --head`. Rejected: a log per checkpoint, which would be deleted with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.jsonfile import canonical, no_key_twice
+from zeroshard.checkpoint.jsonfile import canonical, no_duplicate_keys
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.temporary_files import final_name, new_id, sync_folder, temporary_path, write_synced
 from zeroshard.errors import CheckpointError
@@ -56,7 +56,7 @@ _WRITES = frozenset({Act.SAVE, Act.IMPORT, Act.REKEY})
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the log; `digest` is the SHA-256 of the checkpoint's table, "" where it is gone."""
+    """A line of the log; `digest` is the SHA-256 of the checkpoint's table, "" after its deletion."""
 
     n: int
     time: str
@@ -70,11 +70,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Log:
-    """What a log says, up to the first line that is not as it was written.
+    """The lines of a log, up to the first one that was changed.
 
     Attributes:
-        problem: what is wrong with it, in a sentence.
-        nbytes: of the lines.
+        problem: what was changed, in a sentence; None if nothing was.
+        nbytes: bytes of the lines.
     """
 
     entries: tuple[Entry, ...]
@@ -82,18 +82,18 @@ class Log:
     nbytes: int = 0
 
     def written(self, tag: str) -> Entry | None:
-        """The last line that says what a checkpoint is."""
+        """The last line of a tag that has the digest of its checkpoint."""
         mine = (entry for entry in reversed(self.entries) if entry.tag == tag and entry.act in _WRITES)
         return next(mine, None)
 
 
 def has_log(base: Path) -> bool:
-    """Whether the acts of a directory are logged."""
+    """Whether the actions in a directory are logged."""
     return os.path.lexists(base / LOG)
 
 
 def begin_log(base: Path) -> None:
-    """Log the acts of a directory from here on. Raises CheckpointError."""
+    """Log the actions in a directory from now on. Raises CheckpointError if the log can't be made."""
     if not has_log(base):
         try:
             base.mkdir(parents=True, exist_ok=True)
@@ -103,13 +103,13 @@ def begin_log(base: Path) -> None:
 
 
 def record(base: Path, act: Act, tag: str, digest: str | None = None) -> None:
-    """Add a line, where there is a log.
+    """Add a line to the log, if there is one.
 
     Args:
-        digest: of the checkpoint's table; None is that of the one that is there.
+        digest: digest of the checkpoint's table; None computes it.
 
     Raises:
-        CheckpointError: the log can't be written, or was changed: then no line is added.
+        CheckpointError: the log can't be written, or was changed; no line is added.
     """
     if not has_log(base):
         return
@@ -139,14 +139,14 @@ def record(base: Path, act: Act, tag: str, digest: str | None = None) -> None:
 
 
 def read_log(base: Path) -> Log:
-    """All lines of a directory's log, checked. Raises CheckpointError where there is none to read."""
+    """All lines of a directory's log, checked. Raises CheckpointError if it can't be read."""
     where = base / LOG
     try:
         lines = where.read_bytes().split(b"\n")
     except OSError as error:
         raise CheckpointError(f"{where} can't be read: {error.strerror}") from error
     entries: list[Entry] = []
-    lines.pop()  # what follows the last line: nothing, or a part of one
+    lines.pop()  # after the last newline: nothing, or a part of a line
     for number, line in enumerate(lines, 1):
         entry = _entry(line)
         before = entries[-1].hash if entries else _FIRST
@@ -160,13 +160,15 @@ def read_log(base: Path) -> Log:
 
 
 def check_load(base: Path, folder: Path) -> None:
-    """Where there is a log, a checkpoint must be the one that was saved last under its tag. Raises CheckpointError."""
+    """Raises CheckpointError if there is a log, and a checkpoint is not the one that was saved last under its tag."""
     if not has_log(base):
         return
     found = read_log(base)
     if found.problem is not None:
         raise CheckpointError(f"{found.problem}; nothing is loaded from here until somebody has looked into it")
-    entry = found.written(final_name(folder, "old") or folder.name)  # while a save replaces it it has another name
+    entry = found.written(
+        final_name(folder, "old") or folder.name
+    )  # a save that replaces the checkpoint has renamed it
     if entry is None:
         raise CheckpointError(f"{folder} is not in {base / LOG}: nobody saved it here since the log was begun")
     if entry.digest != digest_of(folder):
@@ -177,7 +179,7 @@ def check_load(base: Path, folder: Path) -> None:
 
 
 def digest_of(folder: Path) -> str:
-    """SHA-256 of a checkpoint's table, which has the checksums of all else. OSError."""
+    """SHA-256 of a checkpoint's table, which has the checksums of all other files. Raises OSError."""
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
 
 
@@ -192,9 +194,9 @@ def _locked(where: Path) -> Iterator[int]:
 
 
 def _entry(line: bytes) -> Entry | None:
-    """A line as it was written, byte for byte; None for any other."""
+    """The entry of a line; None if any byte of it was changed."""
     try:
-        value = json.loads(line, object_pairs_hook=no_key_twice)
+        value = json.loads(line, object_pairs_hook=no_duplicate_keys)
         if not isinstance(value, dict) or value.keys() != _FIELDS or canonical(value).encode() != line:
             return None
         content = {name: kept for name, kept in value.items() if name != "hash"}

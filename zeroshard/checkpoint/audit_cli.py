@@ -1,6 +1,6 @@
-"""`zeroshard audit`: what the log of a directory of checkpoints says, and whether it is as it was written.
+"""`zeroshard audit`: shows the log of a directory of checkpoints, and checks that it was not changed.
 
-Status 0 is fine, 1 is a log or a checkpoint that was changed, 2 a mistake of the call.
+The exit status is 0 if all is as it was written, 1 if a log or checkpoint was changed, 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN = 12
 
 @app.command(name="ls")
 def list_(path: _Path, as_json: _Json = False) -> None:
-    """List the acts, oldest first."""
+    """List the actions, oldest first."""
     found = read_log(path)
     if as_json:
         _print_json({"acts": [asdict(entry) for entry in found.entries], "problem": found.problem})
@@ -60,7 +60,7 @@ def verify(
     if head is not None and not any(head and entry.hash.startswith(head) for entry in found.entries):
         problems.append(f"{path / LOG} has no line with hash {head[:64]}: it was begun anew, or cut off before that")
     if not problems:
-        problems = [told for one in directory.whole(path) if (told := _problem(path, one.folder)) is not None]
+        problems = [text for one in directory.whole(path) if (text := _problem(path, one.folder)) is not None]
     last = found.entries[-1].hash if found.entries else None
     if as_json:
         _print_json({"lines": len(found.entries), "head": last, "whole": not problems, "problems": problems})

@@ -1,7 +1,7 @@
-"""`zeroshard checkpoint`: what is in a checkpoint, whether it is whole, and which ones are kept.
+"""`zeroshard checkpoint`: lists, verifies, prunes, holds and encrypts checkpoints anew, and converts them.
 
-Each command prints a table, or with --json one JSON document on standard output and nothing else. Status 0 is fine, 1
-is damage that was found, 2 a mistake of the call.
+Each command prints a table or, with --json, one JSON document on standard output and nothing else. The exit status is 0
+for success, 1 for damage that was found, 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rich.text import Text
 from zeroshard.checkpoint import directory, foreign_commands
 from zeroshard.checkpoint.audit import Act, record
 from zeroshard.checkpoint.dtypes import name_of
-from zeroshard.checkpoint.hold import lay_hold, release_hold
+from zeroshard.checkpoint.hold import place_hold, release_hold
 from zeroshard.checkpoint.keys import key_from, key_in_environment, new_key_file
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.rekey import is_sealed, rekey
+from zeroshard.checkpoint.rekey import is_encrypted, rekey
 from zeroshard.errors import CheckpointError
 
 app = typer.Typer(
     name="checkpoint",
-    help="Look into checkpoints, verify and prune them; export them and import those of others.",
+    help="List, verify and prune checkpoints; export them, and import those of other systems.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 foreign_commands.register(app)
-_LOOKED_INTO = 1000  # entries of a folder that holds no checkpoint
+_LOOKED_INTO = 1000  # folders within a folder that holds no checkpoint
 _NAMED = 5
 _Path = Annotated[Path, typer.Argument(help="A directory of checkpoints, or one checkpoint.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -47,14 +47,14 @@ def list_(
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of the newest one.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """List the checkpoints of a directory, or what is in one."""
+    """List the checkpoints of a directory, or the tensors of one checkpoint."""
     if tensors or (path / MANIFEST).is_file():
         _list_tensors(_folder(path), as_json)
         return
-    rows = [_summary(found) for found in _there(path)]
+    rows = [_summary(found) for found in _checkpoints_in(path)]
     newest = directory.newest(path)
-    if newest.passed_over is not None:
-        print(f"warning: {newest.passed_over}; a load takes {newest.tag}", file=sys.stderr)
+    if newest.problem is not None:
+        print(f"warning: {newest.problem}; a load takes {newest.tag}", file=sys.stderr)
     if as_json:
         _print_json(rows)
         return
@@ -96,10 +96,10 @@ def prune(
     path: _Path,
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.", show_default=False)],
     as_json: _Json = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove all but the newest checkpoints of a directory. What `latest` names stays."""
-    _there(path)
+    """Remove all but the newest checkpoints of a directory. The one that `latest` names is kept."""
+    _checkpoints_in(path)
     tags = directory.prunable(path, keep)
     for number, found in enumerate(tags):
         if not dry_run:
@@ -115,15 +115,15 @@ def prune(
 
 @app.command(name="new-key")
 def new_key(
-    file: Annotated[Path, typer.Argument(help="A file that is not there yet.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help="A new file.", show_default=False)],
     as_json: _Json = False,
 ) -> None:
-    """Draw a key for encrypted checkpoints, in a file that its owner alone can read."""
+    """Make a random key for encrypted checkpoints, in a file that only its owner can read."""
     key = new_key_file(file)
     if as_json:
         _print_json({"file": str(file), "key": key.id})
     else:
-        print(f"key {key.id} is in {file}; whoever loses it loses what is encrypted with it")
+        print(f"key {key.id} is in {file}; without it, checkpoints that it encrypts can't be read")
 
 
 @app.command(name="rekey")
@@ -131,17 +131,18 @@ def rekey_(
     path: _Path,
     new: Annotated[str, typer.Option("--new-key", help="file:PATH, env:NAME or command:PROGRAM.", show_default=False)],
     old: Annotated[
-        str | None, typer.Option("--key", help="The key until now; else that of the environment.", show_default=False)
+        str | None,
+        typer.Option("--key", help="The current key. [default: the one of the environment]", show_default=False),
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Let another key open encrypted checkpoints, all of a directory or one. Their tensors are not written again."""
+    """Change the key of encrypted checkpoints, of all in a directory or of one. Tensors are not written again."""
     before, after = key_in_environment() if old is None else key_from(old), key_from(new)
     if before is None:
         raise CheckpointError("rekey: give the key that the checkpoints have now, as --key file:PATH")
-    folders = [path] if (path / MANIFEST).is_file() else [found.folder for found in _there(path)]
+    folders = [path] if (path / MANIFEST).is_file() else [found.folder for found in _checkpoints_in(path)]
     done: list[str] = []
-    plain = [folder for folder in folders if not is_sealed(folder)]
+    plain = [folder for folder in folders if not is_encrypted(folder)]
     for number, folder in enumerate(one for one in folders if one not in plain):
         changed = rekey(folder, before, after)
         if changed:
@@ -159,10 +160,10 @@ def rekey_(
 @app.command()
 def hold(
     path: Annotated[Path, typer.Argument(help="One checkpoint, DIRECTORY/TAG.", show_default=False)],
-    why: Annotated[str, typer.Option(help="The reason, for whoever wants to remove it.", show_default=False)],
+    why: Annotated[str, typer.Option(help="The reason, which others can read.", show_default=False)],
 ) -> None:
-    """Keep a checkpoint, whatever is pruned or saved."""
-    lay_hold(_one(path), why)
+    """Protect a checkpoint from being pruned, or replaced by a save."""
+    place_hold(_one(path), why)
     print(f"{path} is held")
 
 
@@ -170,7 +171,7 @@ def hold(
 def release(
     path: Annotated[Path, typer.Argument(help="One checkpoint, DIRECTORY/TAG.", show_default=False)],
 ) -> None:
-    """Let a checkpoint that was held be removed again."""
+    """End the protection of a checkpoint that was held."""
     release_hold(_one(path))
     print(f"{path} is no longer held")
 
@@ -199,7 +200,7 @@ def _verify(reader: CheckpointReader, *, quiet: bool) -> list[str]:
 
 
 def _folder(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest in it."""
+    """The folder of a checkpoint: the path itself, or the newest checkpoint in it."""
     if (path / MANIFEST).is_file():
         return path
     try:
@@ -208,8 +209,8 @@ def _folder(path: Path) -> Path:
         raise CheckpointError(f"{error}{_below(path)}") from error
 
 
-def _there(path: Path) -> list[directory.Found]:
-    """The checkpoints of a directory, oldest first. Raises CheckpointError where there are none."""
+def _checkpoints_in(path: Path) -> list[directory.Found]:
+    """The checkpoints of a directory, oldest first. Raises CheckpointError if there are none."""
     found = directory.whole(path)
     if not found:
         raise CheckpointError(f"{path} holds no finished checkpoint{_below(path)}")
@@ -217,7 +218,7 @@ def _there(path: Path) -> list[directory.Found]:
 
 
 def _below(path: Path) -> str:
-    """What a message adds: that the path is no folder, one checkpoint, or one of several runs, each with some."""
+    """What an error adds if a path is no folder, is a checkpoint itself, or has directories of checkpoints in it."""
     if (path / MANIFEST).is_file():
         return f": it is one checkpoint itself; give the directory that it is in, {path.resolve().parent}"
     if not path.is_dir():

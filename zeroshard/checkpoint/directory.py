@@ -1,12 +1,13 @@
-"""A directory of checkpoints: which there are, which is the newest, and which ones are removed.
+"""Finds the checkpoints of a directory, the newest of them, and those to remove.
 
-    DIR/TAG                  a checkpoint that is whole: it got its name when all of it was on the disk
-    DIR/latest               the tag of the newest one, for people and for other tools
+    DIR/TAG                  a whole checkpoint: it got its name when all of it was on the disk
+    DIR/latest               the tag of the newest one, for people and other tools
     DIR/.TAG.OWNER.partial   one that is being written, or was when its writer was killed; the next save removes it
-    DIR/.TAG.OTHER.old       what TAG replaces, until TAG is there; found under TAG if the writer was killed just then
+    DIR/.TAG.OTHER.old       the checkpoint that TAG replaces, until TAG is there; if the writer is killed before that,
+                             it is found under TAG
 
-How one is written is in `draft`. Their order is recorded in each: file times are those of a clock that may be set back,
-or of a copy. Links are followed to read, never to remove.
+How a checkpoint is written is described in `draft`. Each checkpoint records its place in their order; the times of
+files change with clocks and copies. Links are followed for reads, never for removals.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HOLD = "hold.json"
 """In the folder of a checkpoint that must be kept (see `hold`)."""
 _ORDER = re.compile(rb'"order": ([0-9]{1,19}),')
 _HEAD_NBYTES = 512
-_LOOKS = 50
+_ATTEMPTS = 50
 _LONGEST_TAG = 201
 _TAG = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST_TAG - 1}}}")
 
@@ -46,7 +47,7 @@ class Found:
 
 
 def check_tag(tag: str) -> None:
-    """A tag becomes a folder's name, so it must be a plain one. Raises CheckpointError."""
+    """Raises CheckpointError for a tag that can't be the name of a folder."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         shown = repr(tag) if len(str(tag)) <= _LONGEST_TAG else f"{str(tag)[:40]!r}... of {len(str(tag))} characters"
         raise CheckpointError(
@@ -56,13 +57,13 @@ def check_tag(tag: str) -> None:
 
 
 def check_place(folder: Path) -> None:
-    """Raises CheckpointError where a new checkpoint would take the place of something that is none of ours."""
+    """Raises CheckpointError if a new checkpoint would replace a held one, or something that is no checkpoint."""
     if is_held(folder):
         raise CheckpointError(
             f"checkpoint {folder} is held ({folder / HOLD}) and stays; save under another tag, or release it with "
             f"`zeroshard checkpoint release {folder}`"
         )
-    for _ in range(_LOOKS):  # another job may be replacing it just then
+    for _ in range(_ATTEMPTS):  # another job may be replacing it at the same time
         if not os.path.lexists(folder) or _is_ours(folder):
             return
     raise CheckpointError(
@@ -72,7 +73,7 @@ def check_place(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, damaged or not, or what a kill has left of one."""
+    """Whether a folder is a checkpoint, damaged or not, or what a killed process has left of one."""
     try:
         head = _head(folder)
     except FileNotFoundError:
@@ -88,32 +89,32 @@ def _is_ours(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a checkpoint must be kept."""
+    """Whether a checkpoint is held."""
     return os.path.lexists(folder / HOLD)
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of which everything was written."""
+    """Whether a folder is a checkpoint that was written to its end."""
     return (folder / MANIFEST).is_file()
 
 
 def find(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """The folder of a checkpoint: that of `tag`, or the newest. Raises CheckpointError when there is none.
+    """The folder of the checkpoint `tag`, or of the newest one. Raises CheckpointError if there is none.
 
-    Without `latest` (a save with save_latest=False) the newest is the last one saved; a `latest` that names nothing is
-    passed over with a ZeroShardWarning.
+    The newest is the one that `latest` names. If there is no `latest` (after saves with save_latest=False), or, with a
+    ZeroShardWarning, if it names no checkpoint, the newest is the one saved last.
     """
     base = Path(directory)
     if tag is None:
         named = newest(base)
-        if named.passed_over is not None:
-            warnings.warn(f"{named.passed_over}; {named.tag} is taken", ZeroShardWarning, stacklevel=2)
+        if named.problem is not None:
+            warnings.warn(f"{named.problem}; {named.tag} is taken", ZeroShardWarning, stacklevel=2)
         tag = named.tag
     check_tag(tag)
     if is_whole(base / tag):
         return base / tag
     there = whole(base)
-    for found in there:  # while TAG is replaced it has another name
+    for found in there:  # a save that replaces it has renamed it
         if found.tag == tag:
             return found.folder
     known = ", ".join(found.tag for found in there) or "none"
@@ -124,21 +125,21 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Newest:
-    """Which checkpoint is the newest; `passed_over` says what is wrong with `latest` where that does not name it."""
+    """The tag of the newest checkpoint; `problem` says why `latest` does not name it, if that is wrong."""
 
     tag: str
-    passed_over: str | None = None
+    problem: str | None = None
 
 
 def newest(base: Path) -> Newest:
-    """What `latest` names, or where there is no `latest` the last one saved. CheckpointError when there is none."""
-    text, problem = _said(base)
+    """The checkpoint that `latest` names, else the one saved last. Raises CheckpointError if there is none."""
+    text, problem = _read_latest(base)
     there = whole(base)
-    for _ in range(_LOOKS):  # another job may save and prune just then
+    for _ in range(_ATTEMPTS):  # another job may save and prune at the same time
         if text in {found.tag for found in there}:
             return Newest(text)
         before = text
-        text, problem = _said(base)
+        text, problem = _read_latest(base)
         if text == before:
             break
         there = whole(base)
@@ -147,8 +148,8 @@ def newest(base: Path) -> Newest:
     return Newest(there[-1].tag, problem)
 
 
-def _said(base: Path) -> tuple[str, str | None]:
-    """What `latest` says, and what is wrong with it if that is no checkpoint's tag."""
+def _read_latest(base: Path) -> tuple[str, str | None]:
+    """The content of `latest`, and what is wrong with it if no checkpoint has that tag."""
     pointer = base / LATEST
     try:
         text = _begin_of(pointer, 1024).decode(errors="replace").strip()
@@ -164,13 +165,13 @@ def whole(directory: str | os.PathLike[str]) -> list[Found]:
     base = Path(directory)
     found: dict[str, Found] = {}
     there: list[Found] = []
-    for _ in range(_LOOKS):
+    for _ in range(_ATTEMPTS):
         names = _names(base)
         there = list(_whole(base, names))
-        if names == _names(base):  # a listing may miss what is renamed meanwhile
+        if names == _names(base):  # a listing may miss folders that are renamed meanwhile
             break
     for one in sorted(there, key=lambda one: (one.folder.name == one.tag, one.order)):
-        found[one.tag] = one  # the last counts: TAG itself, else the newest of what TAG was to take the place of
+        found[one.tag] = one  # the last one counts: TAG itself, else the newest of those that it was to replace
     return sorted(found.values(), key=lambda one: (one.order, one.tag))
 
 
@@ -192,14 +193,14 @@ def _whole(base: Path, names: set[str]) -> Iterator[Found]:
 
 
 def _order(folder: Path) -> int:
-    """The recorded place in the order of saves, which is a time; that of the file where none is recorded."""
+    """The recorded place in the order of saves, a time in ns; the time of the file if none is recorded."""
     match = _ORDER.search(_head(folder))
     order = int(match[1]) if match else 0
     return order if 0 < order < MAX_ORDER else os.stat(folder / MANIFEST).st_mtime_ns
 
 
 def _head(folder: Path) -> bytes:
-    """How `checkpoint.json` begins. OSError where it is missing or no plain file."""
+    """The first bytes of `checkpoint.json`. Raises OSError if it is missing or no plain file."""
     return _begin_of(folder / MANIFEST, _HEAD_NBYTES)
 
 
@@ -214,12 +215,12 @@ def _begin_of(file: Path, nbytes: int) -> bytes:
 
 
 def next_order(base: Path) -> int:
-    """The place of a new checkpoint in the order of saves: the time in ns, or later if the clock was set back."""
+    """The place of a new checkpoint in the order of saves: the time in ns, or more if the clock was set back."""
     return max(time.time_ns(), *(found.order + 1 for found in whole(base)), 1)
 
 
 def prunable(base: Path, keep: int, *, protect: str | None = None) -> list[Found]:
-    """All but the newest `keep` checkpoints, oldest first, without `protect`, what `latest` names and what is held."""
+    """All but the newest `keep` checkpoints, oldest first, but `protect`, what `latest` names, and held ones."""
     there = whole(base)
     if not there:
         return []
@@ -228,7 +229,7 @@ def prunable(base: Path, keep: int, *, protect: str | None = None) -> list[Found
 
 
 def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:
-    """Remove the `prunable` checkpoints; returns their tags. OSError where one can't be removed."""
+    """Remove the `prunable` checkpoints; returns their tags. Raises OSError if one can't be removed."""
     removed = prunable(base, keep, protect=protect)
     for found in removed:
         remove(found)
@@ -236,16 +237,16 @@ def prune(base: Path, keep: int, *, protect: str | None = None) -> list[str]:
 
 
 def remove(found: Found) -> None:
-    """Remove a checkpoint, of a link the link alone; from the first moment on it is no checkpoint any more. OSError.
+    """Remove a checkpoint, or a link to one, by a rename first, so that no part of it is found. Raises OSError.
 
-    One that another job has saved under its tag since stays.
+    A checkpoint that another job has saved under its tag meanwhile is kept.
     """
     base = found.folder.parent
     going = temporary_path(base, found.tag, new_id(), "removed")
     try:
         found.folder.rename(going)
         if _order(going) != found.order:
-            with suppress(OSError):  # where a third one is there by now this one would be replaced
+            with suppress(OSError):  # fails if a third job's is there by now
                 going.rename(found.folder)
                 return
     except FileNotFoundError:  # another process removes it too

@@ -1,11 +1,11 @@
-"""A checkpoint that is being written: in a folder of its own, which gets the checkpoint's name when all of it is there.
+"""A checkpoint that is being written, in a folder that gets the checkpoint's name when all of it is there.
 
-    begin     DIR/.TAG.OWNER.partial, empty; OWNER is told to the other ranks
+    begin     DIR/.TAG.OWNER.partial, empty; the other ranks learn OWNER
     publish   TAG (if there is one) -> .TAG.OTHER.old; .TAG.OWNER.partial -> TAG; .latest.OWNER.partial -> latest
     close     what a failure has left is removed
 
-Each step is one rename, and each is preceded by an fsync of what it names, so a crash of the machine is a kill too. Of
-two jobs that save under one tag both publish a whole checkpoint, and the later one stays.
+Each step is one rename after an fsync of what is renamed, so a crash of the machine does no more harm than a killed
+process. If two jobs save under one tag, both publish a whole checkpoint, and the later one stays.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ATTEMPTS = 20
 
 
 def draft_folder(base: Path, tag: str, owner: str) -> Path:
-    """Where `owner` writes a checkpoint before it gets its name."""
+    """The folder in which `owner` writes a checkpoint before it gets its name."""
     return temporary_path(base, tag, owner, "partial")
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that this process has begun; one process does, the others write into the same `folder`."""
+    """A checkpoint that this process has begun; other processes write into the same `folder`."""
 
     base: Path
     tag: str
@@ -43,15 +43,15 @@ class Draft:
         return self.owner.path(self.tag)
 
     def publish(self, *, latest: bool) -> Path:
-        """Give it its name; `latest` makes it the newest.
+        """Rename it to its tag, and write the tag to `latest` if wanted; returns its folder.
 
         Raises:
             CheckpointError: something that is no checkpoint has the name by now.
-            OSError: the disk refuses.
+            OSError: a write or rename failed.
         """
         sync_folder(self.folder)
         pointer = self.owner.path(LATEST)
-        if latest:  # first, as it may fail for want of space
+        if latest:  # before the renames, since the disk may be full
             write_synced(pointer, self.tag.encode())
         final = self.base / self.tag
         replaced = self._take_name(final)
@@ -64,7 +64,7 @@ class Draft:
         return final
 
     def _take_name(self, final: Path) -> list[Path]:
-        """Rename to `final`; returns where the checkpoints are that had the name."""
+        """Rename to `final`; returns the new paths of checkpoints that had the name."""
         replaced: list[Path] = []
         for attempt in range(_ATTEMPTS):
             check_place(final)
@@ -78,13 +78,13 @@ class Draft:
             try:
                 self.folder.rename(final)
                 break
-            except OSError as error:  # another job's is there since
+            except OSError as error:  # another job's checkpoint is there by now
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _ATTEMPTS - 1:
                     raise
         return replaced
 
     def close(self) -> None:
-        """Remove what is not published; others may take this writer's things for left over from here on."""
+        """Remove what was not published, and end the owner's lock: its files count as left over from now on."""
         for path in (self.folder, self.owner.path(LATEST)):
             if os.path.lexists(path):
                 delete(path)
@@ -95,7 +95,7 @@ def begin(base: Path, tag: str, *, latest: bool = True) -> Draft:
     """Begin a checkpoint in an empty folder; `close` it in the end.
 
     Raises:
-        CheckpointError: `tag` is no plain name, or it or `latest` would take the place of something that is not ours.
+        CheckpointError: `tag` is no valid name, or it or `latest` would replace something that is no checkpoint.
         OSError: the folder can't be made.
     """
     check_tag(tag)
@@ -119,5 +119,5 @@ def begin(base: Path, tag: str, *, latest: bool = True) -> Draft:
 
 
 def write_manifest(draft: Draft, manifest: Manifest) -> None:
-    """Write the table of a draft whose files are all there, as the last one saved of its directory. OSError."""
+    """Write the table of a draft whose files are all there, as the last one of its directory. Raises OSError."""
     write_synced(draft.folder / MANIFEST, replace(manifest, order=next_order(draft.base)).encode())

@@ -32,5 +32,5 @@ def name_of(dtype: torch.dtype, what: str) -> str:
 
 
 def dtype_of(name: object) -> torch.dtype | None:
-    """The dtype of a name, None for what is no such name."""
+    """The dtype of a name; None for other values."""
     return _DTYPES.get(name) if isinstance(name, str) else None

@@ -1,9 +1,9 @@
-"""Ranks that do a part of a save or load each, and go on only if all of them could.
+"""Barriers at which ranks, each with a part of a save or load, learn whether all of them succeeded.
 
-CollectiveBarrier   one all-reduce per step, in the main thread: it is in the operation log like all others, so a
+CollectiveBarrier   one all-reduce per step, in the main thread. It is in the operation log like all collectives, so a
                     rank that saves while another trains ends in a DivergenceError within seconds
-StoreBarrier        through the process group's store, for a thread that writes while the main thread trains: a
-                    collective of its own would need a communicator, and mix with the training's on a device
+StoreBarrier        counters in the process group's store, for a thread that writes while the main thread trains. A
+                    collective would need a communicator of its own, and would run beside the training's on a device
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from zeroshard.errors import CheckpointError, ZeroShardError
 
 T = TypeVar("T")
 LABEL = "(checkpoint: all ranks save and load together)"
-"""What the log calls collectives of saves and loads; it is in the error when one rank issues them alone."""
-_TOLD_NBYTES = 2000
+"""The label of collectives of saves and loads in the operation log and in errors."""
+_TEXT_NBYTES = 2000
 _POLL_S = 0.02
 _ALONE_S = 60.0
-"""How long a thread waits for its peers after its own main thread has ended."""
+"""Seconds that a thread waits for its peers after its own main thread has ended."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank, as it says."""
+    """The problem of a rank, in its own words."""
 
     rank: int
     problem: str
 
 
 class ErrorBarrier(Protocol):
-    """A barrier at which ranks learn whether the others could do their part."""
+    """A barrier at which ranks learn whether the others succeeded."""
 
     rank: int
     size: int
 
     def first_failure(self, problem: str | None) -> Failure | None:
-        """Called by all ranks with what went wrong; the failure of the lowest rank, None where nothing did."""
+        """Called by all ranks, each with its problem or None; the failure of the lowest rank, None if there is none."""
         ...
 
 
 class CollectiveBarrier:
-    """All ranks' main threads, by an all-reduce."""
+    """A barrier of all ranks' main threads, by an all-reduce."""
 
     def __init__(self, control: Collectives, device: torch.device) -> None:
         self.rank, self.size = control.rank, control.size
@@ -66,14 +66,14 @@ class CollectiveBarrier:
         return None if rank == self.size else Failure(rank, self.broadcast_text(problem or "", rank))
 
     def broadcast_text(self, text: str, source: int) -> str:
-        """Called by all ranks; the text of rank `source`, of which 2000 bytes are told."""
-        content = text.encode(errors="replace")[:_TOLD_NBYTES] if self.rank == source else b""
-        told = torch.frombuffer(bytearray(content.ljust(_TOLD_NBYTES, b"\0")), dtype=torch.uint8).to(self._device)
-        self._control.wait(self._control.broadcast(told, source, LABEL))
-        return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
+        """Called by all ranks; the first 2000 bytes of the text of rank `source`."""
+        content = text.encode(errors="replace")[:_TEXT_NBYTES] if self.rank == source else b""
+        sent = torch.frombuffer(bytearray(content.ljust(_TEXT_NBYTES, b"\0")), dtype=torch.uint8).to(self._device)
+        self._control.wait(self._control.broadcast(sent, source, LABEL))
+        return bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def all_equal(self, text: str) -> bool:
-        """Called by all ranks; whether all gave the same text."""
+        """Called by all ranks; whether all have the same text."""
         value = zlib.crc32(text.encode())
         bounds = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
         self._control.wait(self._control.all_reduce(bounds, LABEL, op=dist.ReduceOp.MAX))
@@ -81,24 +81,29 @@ class CollectiveBarrier:
 
 
 class StoreBarrier:
-    """All ranks' threads, by counters in the store. `name` is equal on all ranks and used once."""
+    """A barrier of threads of all ranks, by counters in the store.
+
+    Args:
+        store: None for a single rank.
+        name: a name that is equal on all ranks and used once.
+    """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, name: str, watchdog: Watchdog) -> None:
         self.rank, self.size = rank, size
         self._store: dist.Store | None = None
-        if store is not None:  # a client serves one call at a time, so the thread gets its own
+        if store is not None:  # a client serves one call at a time, so the thread needs its own
             self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
         self._name, self._watchdog = name, watchdog
         self._phase = 0
 
     def first_failure(self, problem: str | None) -> Failure | None:
-        """See ErrorBarrier. Raises ZeroShardError where the other ranks are gone."""
+        """See ErrorBarrier. Raises CheckpointError if the other ranks have ended."""
         if self._store is None:
             return None if problem is None else Failure(0, problem)
         key = f"zeroshard/checkpoint/{self._name}/{self._phase}"
         self._phase += 1
         if problem is not None:
-            self._store.set(f"{key}/failed/{self.rank}", problem[:_TOLD_NBYTES])
+            self._store.set(f"{key}/failed/{self.rank}", problem[:_TEXT_NBYTES])
         self._store.add(f"{key}/came", 1)
         left_alone: float | None = None
         while self._store.add(f"{key}/came", 0) < self.size:
@@ -115,19 +120,19 @@ class StoreBarrier:
         return None
 
 
-class _Part:
-    """A rank's part of what ranks do together: whatever goes wrong in it is kept, for the others wait for this rank.
+class _KeptErrors:
+    """A context that keeps an error instead of raising it, since other ranks wait for this rank at the barrier.
 
-    A context manager, as it takes every error and not those that somebody thought of; what ends the process
-    (KeyboardInterrupt, SystemExit) passes.
+    It keeps every Exception; KeyboardInterrupt and SystemExit pass. `problem` is the error, `text` what the others
+    learn.
     """
 
     def __init__(self, where: object) -> None:
         self._where = where
         self.problem: Exception | None = None
-        self.told: str | None = None
+        self.text: str | None = None
 
-    def __enter__(self) -> _Part:
+    def __enter__(self) -> _KeptErrors:
         return self
 
     def __exit__(
@@ -135,41 +140,42 @@ class _Part:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.told = str(error)
+        self.text = str(error)
         if isinstance(error, (ZeroShardError, Warning)):  # warnings that are to be errors
             self.problem = error
             return True
         if isinstance(error, OSError) and error.filename:
-            self.told = f"{error.filename}: {error.strerror}"
+            self.text = f"{error.filename}: {error.strerror}"
         elif not isinstance(error, OSError):
-            self.told = f"{type(error).__name__}: {error}"
-        self.problem = CheckpointError(f"checkpoint {self._where}: {self.told}")
+            self.text = f"{type(error).__name__}: {error}"
+        self.problem = CheckpointError(f"checkpoint {self._where}: {self.text}")
         self.problem.__cause__ = error
         return True
 
 
 def on_all_ranks(barrier: ErrorBarrier, work: Callable[[], T], where: object, consequence: str = "") -> T:
-    """Run `work` on all ranks; returns what it gave here if it succeeded everywhere, so it is a barrier too.
+    """Run `work` on all ranks, as a barrier; returns its result here if it succeeded on all ranks.
 
     Args:
-        consequence: what a failure elsewhere means here, for the message.
+        where: the checkpoint, for messages.
+        consequence: what a failure on another rank means, for the message.
 
     Raises:
-        CheckpointError: it failed on another rank, which is named with its cause, or here for a reason that is no
-            error of zeroshard.
-        ZeroShardError: it failed here.
+        CheckpointError: it failed on another rank, which is named with its cause, or here with an error that is not
+            zeroshard's.
+        ZeroShardError: it failed here with such an error.
     """
     done: list[T] = []
-    with _Part(where) as part:
+    with _KeptErrors(where) as kept:
         done.append(work())
     try:
-        failed = barrier.first_failure(part.told)
+        failed = barrier.first_failure(kept.text)
     except (ZeroShardError, RuntimeError):
-        if part.problem is not None:
-            raise part.problem from part.problem.__cause__
+        if kept.problem is not None:
+            raise kept.problem from kept.problem.__cause__
         raise
-    if part.problem is not None:
-        raise part.problem
+    if kept.problem is not None:
+        raise kept.problem
     if failed is not None:
         raise CheckpointError(f"checkpoint {where}: rank {failed.rank} failed: {failed.problem}{consequence}")
     return done[0]

@@ -1,6 +1,6 @@
-"""`zeroshard checkpoint export` and `import`: between our checkpoints and those of others.
+"""`zeroshard checkpoint export` and `import`: convert between zeroshard's checkpoints and those of other systems.
 
-Progress goes to stderr, the result to stdout: a line for people, or with --json an object for programs.
+Progress goes to stderr, the result to stdout: a line of text or, with --json, a JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")
 
 
 class Format(str, Enum):
-    """What to write."""
+    """Formats of exports."""
 
     HF = "hf"
     DCP = "dcp"
@@ -37,7 +37,7 @@ class Format(str, Enum):
 
 
 class Dtype(str, Enum):
-    """Of exported parameters."""
+    """Dtypes of exported parameters."""
 
     AUTO = "auto"
     BF16 = "bf16"
@@ -72,9 +72,9 @@ def export(
     frozen: Annotated[bool, typer.Option(help="hf: with parameters that were not trained.")] = True,
     as_json: _JSON = False,
 ) -> None:
-    """Write a checkpoint for other programs; needs memory for about two of its largest tensors."""
+    """Convert a checkpoint for other programs; takes memory for about two of its largest tensors."""
+    from zeroshard.checkpoint.any_checkpoint import open_checkpoint
     from zeroshard.checkpoint.export.hf import DTYPES
-    from zeroshard.checkpoint.opened import open_checkpoint
 
     contents = open_checkpoint(directory, tag)
     if format is Format.HF:
@@ -92,7 +92,7 @@ def export(
 
 
 def _record_export(directory: Path, tag: str | None) -> None:
-    """Into the log of a directory of ours, if it has one."""
+    """Add a line to the audit log of a directory of zeroshard's checkpoints, if it has one."""
     from zeroshard.checkpoint.audit import Act, record
     from zeroshard.checkpoint.native import find_native
 
@@ -109,11 +109,11 @@ def import_(
     name: Annotated[str | None, typer.Option("--as", help="Tag to write. [default: global_stepN]")] = None,
     as_json: _JSON = False,
 ) -> None:
-    """Make a checkpoint of another system one of ours, with optimizer state and counters; runs nothing from it."""
+    """Convert a checkpoint of another system, with optimizer state and counters; no code in it is run."""
+    from zeroshard.checkpoint.any_checkpoint import open_checkpoint
     from zeroshard.checkpoint.audit import Act, record
     from zeroshard.checkpoint.export.hf import total_bytes
     from zeroshard.checkpoint.native import write_native
-    from zeroshard.checkpoint.opened import open_checkpoint
 
     contents = open_checkpoint(source, tag)
     tensors = {name: tensor for name, _, tensor in contents.tensors()}
@@ -184,7 +184,7 @@ def _export_dcp(contents: Contents, out: Path, format: Format) -> dict[str, Any]
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -1,7 +1,7 @@
-"""The states of the random number generators that training draws from: torch's on CPU and GPU, Python's and NumPy's.
+"""Saves and restores the states of random number generators: torch's on CPU and GPU, Python's and NumPy's.
 
-Each rank keeps its own. At another number of ranks there is no state that would continue the old one, and the
-generators are left as they are.
+Each rank saves its own. At another number of ranks no state would continue the old ones, and the generators are left as
+they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroshard.errors import CheckpointError
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states as JSON has them."""
+    """The states of all generators as JSON values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, second = random.getstate()
     states: dict[str, Any] = {
@@ -32,12 +32,12 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def check_generators(states: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where they are none that `set_generators` can go on from on a CPU."""
+    """Raises CheckpointError for states that `set_generators` could not restore on a CPU."""
     _set(states, random.Random(), np.random.RandomState(), torch.Generator())
 
 
 def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from saved states. Raises CheckpointError where they are none."""
+    """Restore saved states. Raises CheckpointError for values that are no states."""
     _set(states, random, np.random, torch.default_generator)
     if device.type == "cuda" and "cuda" in states:
         try:

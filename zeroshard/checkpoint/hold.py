@@ -1,9 +1,9 @@
-"""Checkpoints that must be kept, whatever is pruned or saved: a hold, laid on by a person and taken off by one.
+"""Holds, by which users protect checkpoints from being pruned or replaced until they release them.
 
     DIR/TAG/hold.json    {"why": ..., "who": ..., "time": ...}
 
-`prune`, `keep` and a save under the same tag leave such a checkpoint alone. It says nothing of who removes folders by
-hand. Rejected: permissions of the file system, which the job that saves has itself.
+`prune`, `keep` and a save under the same tag leave such a checkpoint as it is. A user can still remove the folder.
+Rejected: permissions of the file system, since the job that saves has them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zeroshard.checkpoint.temporary_files import sync_folder, write_synced
 from zeroshard.errors import CheckpointError
 
 
-def lay_hold(folder: Path, why: str) -> None:
-    """Keep a checkpoint. Raises CheckpointError where that can't be written down, or was before."""
+def place_hold(folder: Path, why: str) -> None:
+    """Hold a checkpoint. Raises CheckpointError if it is held already, or the hold can't be written."""
     text = {"why": why, "who": user_here(), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     try:
         write_synced(folder / HOLD, json.dumps(text).encode())
@@ -32,7 +32,7 @@ def lay_hold(folder: Path, why: str) -> None:
 
 
 def release_hold(folder: Path) -> None:
-    """Let a checkpoint be removed again. Raises CheckpointError where it is not held."""
+    """Release a checkpoint. Raises CheckpointError if it is not held."""
     record(folder.parent, Act.RELEASE, folder.name)
     try:
         (folder / HOLD).unlink()

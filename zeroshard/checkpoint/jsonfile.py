@@ -1,8 +1,8 @@
-"""JSON files with a checksum, read strictly: one object, no key twice, no NaN, of bounded size.
+"""JSON files with a checksum, which are read strictly: one object, no duplicate keys, no NaN, of bounded size.
 
-    {"checksum": CRC-32 of all the rest in canonical form, ...}
+    {"checksum": CRC-32 of all other values in canonical form, ...}
 
-The checksum is of the values, not of the bytes, so a file that was only formatted anew is still whole.
+The checksum is of the values, not of the bytes, so a file that was only reformatted is accepted.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _CHECKSUM = "checksum"
 
 
 def canonical(value: Any) -> str:
-    """The one text of a value. ValueError or TypeError for what JSON can't hold."""
+    """A value as its only canonical text. Raises ValueError or TypeError for values that JSON lacks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def as_read(value: Any) -> Any:
-    """The value as it will be read: lists for tuples, text for keys. ValueError or TypeError as `canonical`."""
+    """The value as a reader of the file gets it: lists for tuples, text for keys. Raises as `canonical`."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 
 def encode(content: Mapping[str, Any]) -> bytes:
-    """The bytes of a file with this content, which must be as `as_read` gives it."""
+    """The bytes of a file with this content, which must be a result of `as_read`."""
     checksum = zlib.crc32(canonical(content).encode())
     return json.dumps({_CHECKSUM: checksum, **content}, indent=1, allow_nan=False).encode()
 
 
 def decode(data: bytes, where: Path) -> dict[str, Any]:
-    """The content of a file. Raises CheckpointError naming the file."""
+    """The content of a file. Raises CheckpointError, naming the file, if it is damaged."""
     try:
         value = json.loads(
-            data, object_pairs_hook=no_key_twice, parse_constant=_no_constant, parse_float=_finite_number
+            data, object_pairs_hook=no_duplicate_keys, parse_constant=_no_constant, parse_float=_finite_number
         )
         checksum = value.pop(_CHECKSUM, None) if isinstance(value, dict) else None
         text = canonical(value)
@@ -56,7 +56,7 @@ def decode(data: bytes, where: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, limit: int = MAX_BYTES) -> bytes:
-    """All bytes of a plain file. Raises CheckpointError where there is none, or one above `limit` bytes."""
+    """All bytes of a plain file. Raises CheckpointError if it is missing, or has more than `limit` bytes."""
     size = plain_size(file)
     if size > limit:
         raise CheckpointError(f"{file} has {size} bytes; more than {limit} are refused")
@@ -67,7 +67,7 @@ def read_bytes(file: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def plain_size(file: Path) -> int:
-    """Bytes of a plain file. Raises CheckpointError where it is missing or something else, such as a pipe."""
+    """The size of a plain file. Raises CheckpointError if it is missing, or something else, such as a pipe."""
     try:
         status = os.stat(file)
     except OSError as error:
@@ -77,8 +77,8 @@ def plain_size(file: Path) -> int:
     return status.st_size
 
 
-def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as the hook of a parser. ValueError where a key is there twice."""
+def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as a hook of the parser. Raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
@@ -86,7 +86,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite_number(text: str) -> float:
-    """Python reads 1e999 as infinity, which is no number of JSON either."""
+    """Refuse 1e999, which Python reads as infinity, and JSON lacks."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is no number that fits in 64 bits")

@@ -1,13 +1,13 @@
-"""Keys that protect checkpoints: where they come from, and what they are used for.
+"""Keys that encrypt checkpoints, and where they come from.
 
-    file:/run/secrets/checkpoint.key     32 bytes, or as 64 hexadecimal digits or base64; of its owner alone (chmod 600)
+    file:/run/secrets/checkpoint.key     32 bytes, or as 64 hexadecimal digits or base64; only for its owner (chmod 600)
     env:CHECKPOINT_KEY                   the same as text
     command:kms-decrypt --name training  what the program prints; no shell reads the line
 
-Each checkpoint is encrypted with a key of its own, drawn at random (see `seal`). A key from here wraps that one, so
-that another key takes its place (`zeroshard checkpoint rekey`) without a byte of tensors written again. A key service
-that never gives its key away is a `KeyService` of the user's. Rejected: pass phrases, which call for a slow derivation
-and invite short ones.
+Each checkpoint is encrypted with a random key of its own (see `encryption`). A key from here wraps (encrypts) that key,
+so it can be replaced (`zeroshard checkpoint rekey`) without writing tensors again. For a key management service that
+does not give its keys away, users implement `KeyService`. Rejected: pass phrases, which need a slow derivation and tend
+to be short.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zeroshard.errors import CheckpointError
 
 KEY_NBYTES = 32
 ENVIRONMENT = "ZEROSHARD_CHECKPOINT_KEY"
-"""Names the key (as `file:...`, say) where no config does: commands and exports read encrypted checkpoints with it."""
+"""The variable with a key's reference (such as `file:...`) for commands and exports that read encrypted checkpoints."""
 _NONCE_NBYTES = 12
 _COMMAND_S = 60.0
 _LONGEST = 4096
@@ -42,8 +42,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{64}")
 class KeyService(Protocol):
     """Wraps the keys of checkpoints, as a key management service does.
 
-    `id` tells keys apart in messages and is written beside what was wrapped; it must give nothing of the key away.
-    Both methods raise ValueError or OSError where they can't, `unwrap` also where another key wrapped it.
+    `id` tells keys apart in messages, and is written with a wrapped key; it must reveal nothing of the key. Both
+    methods raise ValueError or OSError if they fail, `unwrap` also for what another key wrapped.
     """
 
     @property
@@ -56,7 +56,7 @@ class KeyService(Protocol):
 
 @dataclass(frozen=True)
 class LocalKey:
-    """A KeyService whose key is here: AES-256 in Galois/Counter mode.
+    """A KeyService whose key this process has: AES-256 in Galois/Counter mode.
 
     Args:
         secret: 32 bytes.
@@ -66,14 +66,14 @@ class LocalKey:
 
     @property
     def id(self) -> str:
-        """The begin of a digest of the key."""
+        """The first 16 digits of a digest of the key."""
         return hashlib.sha256(_PURPOSE + self.secret).hexdigest()[:16]
 
     def wrap(self, key: bytes) -> bytes:
         """See KeyService."""
         nonce = secrets.token_bytes(_NONCE_NBYTES)
-        sealed: bytes = gcm(self.secret).encrypt(nonce, key, _PURPOSE)
-        return nonce + sealed
+        encrypted: bytes = gcm(self.secret).encrypt(nonce, key, _PURPOSE)
+        return nonce + encrypted
 
     def unwrap(self, wrapped: bytes) -> bytes:
         """See KeyService."""
@@ -82,9 +82,10 @@ class LocalKey:
 
 
 def gcm(key: bytes) -> Any:
-    """AES-GCM of the package `cryptography`, whose InvalidTag is a ValueError here. Raises CheckpointError without it.
+    """AES-GCM of the package `cryptography`. Raises CheckpointError without that package.
 
-    Its `decrypt` and `decrypt_into` raise ValueError for what was changed, or encrypted with another key.
+    Its `decrypt` and `decrypt_into` raise ValueError (in place of InvalidTag) for data that was changed, or encrypted
+    with another key.
     """
     try:
         aead: Any = import_module("cryptography.hazmat.primitives.ciphers.aead")
@@ -122,10 +123,10 @@ class _Gcm:
 
 
 def key_from(reference: str, environment: Mapping[str, str] = os.environ) -> LocalKey:
-    """The key that a reference names; see the head of this file.
+    """The key that a reference names; see the docstring of this module.
 
     Raises:
-        CheckpointError: it can't be had, or is no key. No message shows any of it.
+        CheckpointError: it can't be read, or is no key. No message shows any of it.
     """
     kind, _, rest = reference.partition(":")
     readers = {"file": _from_file, "env": lambda name: _from_environment(name, environment), "command": _from_command}
@@ -144,18 +145,18 @@ def key_from(reference: str, environment: Mapping[str, str] = os.environ) -> Loc
 
 
 def service_of(key: str | KeyService | None) -> KeyService | None:
-    """What a caller gave: a key service, or a reference to a key. Raises CheckpointError as `key_from`."""
+    """A key service as it is, or the key that a reference names. Raises CheckpointError as `key_from`."""
     return key_from(key) if isinstance(key, str) else key
 
 
 def key_in_environment() -> LocalKey | None:
-    """The key that the environment names. Raises CheckpointError as `key_from`."""
+    """The key that the environment names; None if it names none. Raises CheckpointError as `key_from`."""
     reference = os.environ.get(ENVIRONMENT)
     return None if not reference else key_from(reference)
 
 
 def new_key_file(file: Path) -> LocalKey:
-    """Draw a key and write it, for its owner alone. Raises CheckpointError where there is something of that name."""
+    """Write a random key to a new file that only its owner can read. Raises CheckpointError if the file exists."""
     secret = secrets.token_bytes(KEY_NBYTES)
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -169,7 +170,7 @@ def new_key_file(file: Path) -> LocalKey:
 
 
 def _shown(reference: str) -> str:
-    """A reference that may be a key by mistake."""
+    """A wrong reference in words; it is not shown, since it may be a key by mistake."""
     return "is empty" if not reference else f"of {len(reference)} characters names no place"
 
 

@@ -1,12 +1,12 @@
-"""Loads: what one rank takes from a checkpoint, checked on all ranks before any of them changes anything.
+"""Loads a rank's part of a checkpoint, after all ranks have checked theirs.
 
-    1  open and compare      every name, shape and counter; the first list of what does not fit is one error
-    2  read all targets      each byte against its checksum, and forget it again
-    3  agree                 any rank's failure is everybody's, and nothing has been changed
+    1  open and compare      every name, shape and counter; all differences are one error
+    2  read all targets      each byte is compared with its checksum
+    3  agree                 if any rank failed, all ranks fail, and nothing has been changed
     4  read again and write  a few MiB at a time
 
-Reading twice is the price of a load that takes no memory and changes all or nothing; the second time the pages are
-mostly in the cache. Rejected: to hold what was read, which is the size of the rank's state once more.
+So a load changes everything or nothing, and takes no memory. Reading twice costs little, since the pages are mostly in
+the cache. Rejected: keeping what was read, which takes the size of the rank's state once more.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class Target:
-    """Flat elements [start, stop) of a tensor that this rank takes over.
+    """Flat elements [start, stop) of a tensor that this rank loads.
 
     Attributes:
-        name: in the checkpoint.
-        shape: of the whole tensor; must be that in the checkpoint.
-        write: given the first element and the values from there on: 1-D, on the CPU, in the checkpoint's dtype. Their
-            memory is used again afterwards.
+        name: the tensor's name in the checkpoint.
+        shape: shape of the whole tensor; must be that in the checkpoint.
+        write: is called with the number of the first element and the values from there on: 1-D, on the CPU, in the
+            checkpoint's dtype. Their memory is reused afterwards.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Target:
 
 
 def check(reader: StateReader, targets: Sequence[Target], more: Iterable[str] = ()) -> None:
-    """Raises one CheckpointError for all targets that are missing or of another shape, and for the problems `more`."""
+    """Raises one CheckpointError for all targets that are missing or have another shape, and the problems `more`."""
     problems = list(more)
     for target in targets:
         if not has(reader, target.name):
@@ -61,33 +61,33 @@ def check(reader: StateReader, targets: Sequence[Target], more: Iterable[str] = 
 
 
 def has(reader: StateReader, name: str) -> bool:
-    """Whether a checkpoint has a tensor, under its name or another name of it."""
+    """Whether a checkpoint has a tensor, under its name or an alias."""
     return name in reader.manifest.tensors or name in reader.aliases
 
 
 def verify(reader: StateReader, targets: Sequence[Target]) -> None:
-    """Read all targets. Raises CheckpointError naming file and tensor of what is damaged."""
-    room = _room()
+    """Read all targets. Raises CheckpointError, naming file and tensor, for damage."""
+    buffer = _new_buffer()
     for target in targets:
-        for _ in _chunks(reader, target, room):
+        for _ in _chunks(reader, target, buffer):
             pass
 
 
 def apply(reader: StateReader, targets: Sequence[Target]) -> None:
-    """Read all targets and write them where they belong."""
-    room = _room()
+    """Read all targets, and call their `write`."""
+    buffer = _new_buffer()
     for target in targets:
-        for low, values in _chunks(reader, target, room):
+        for low, values in _chunks(reader, target, buffer):
             target.write(low, values)
 
 
-def _room() -> torch.Tensor:
-    """Memory for all chunks, not from malloc: what is allocated in between would keep it from being given back."""
+def _new_buffer() -> torch.Tensor:
+    """Memory for chunks. It is not from malloc, where later allocations would keep it from being freed."""
     return torch.frombuffer(mmap.mmap(-1, _CHUNK_NBYTES), dtype=torch.uint8)
 
 
-def _chunks(reader: StateReader, target: Target, room: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+def _chunks(reader: StateReader, target: Target, buffer: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
     saved = reader.tensor(target.name)
     step = _CHUNK_NBYTES // saved.dtype.itemsize
     for low in range(target.start, target.stop, step):
-        yield low, saved.read_flat(low, min(low + step, target.stop), room)
+        yield low, saved.read_flat(low, min(low + step, target.stop), buffer)

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: `checkpoint.json`, which names every tensor, where its bytes lie, and their sums.
+"""The table of a checkpoint, `checkpoint.json`: all tensors, the places of their bytes, and checksums.
 
     DIR/latest                             name of the newest complete checkpoint
-    DIR/TAG/checkpoint.json                this table, and all state that is no tensor
+    DIR/TAG/checkpoint.json                this table, with all state that is no tensor
     DIR/TAG/model-00003-0.safetensors      rank 3's parts of parameters and buffers
     DIR/TAG/optimizer-00003-0.safetensors  rank 3's parts of the optimizer's state
                           |- a tensor is at most once in a file, so the second rectangle of a part is in ...-1
@@ -15,11 +15,11 @@
 
 Names: a parameter or buffer has its name in the model; `state.NAME.KEY` is optimizer state KEY of parameter NAME, as
 torch's flattened optimizer state dicts have it; `rank.R.NAME` is a buffer whose value on rank R was not that of rank 0.
-A parameter is stored as its float32 master where it has one. The files are safetensors with the sharding information of
-torch.distributed.checkpoint in their metadata, so its HuggingFaceStorageReader reads them without this table.
+A parameter that has a float32 master weight is stored as that. The files are safetensors with the sharding information
+of torch.distributed.checkpoint in their metadata, so its HuggingFaceStorageReader reads them without this table.
 
-Everything in here may come from a stranger: names, sizes and places are checked before anything is opened or allocated.
-Rejected: checksums inside of the safetensors files, which would have to be known before the data is written.
+A checkpoint may come from an untrusted source, so names, sizes and places are checked before anything is opened or
+allocated. Rejected: checksums inside of the safetensors files, which would have to be known before the data is written.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ import torch
 
 from zeroshard.checkpoint import jsonfile
 from zeroshard.checkpoint.dtypes import dtype_of, name_of
+from zeroshard.checkpoint.encryption import Encryption, open_encryption
 from zeroshard.checkpoint.keys import KeyService
-from zeroshard.checkpoint.seal import Seal, open_seal
 from zeroshard.checkpoint.slices import flat_start, rectangles
 from zeroshard.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
-SEALED_VERSION = 2
-"""Of a table that is encrypted; see `seal`."""
+ENCRYPTED_VERSION = 2
+"""The version of encrypted checkpoints; see `encryption`."""
 BLOCK = 4 << 20
-"""Bytes that have a checksum of their own, counted from the begin of each part; the last block may be shorter."""
+"""Bytes with one checksum, counted from the beginning of each part; the last block may be shorter."""
 MAX_NAME = 1024
 _MAX_SIZE = 1 << 62
 MAX_ORDER = _MAX_SIZE
 _FILE = re.compile(r"(model|optimizer)-[0-9]{5,9}-[0-9]{1,3}\.safetensors")
 OWN_FILE = re.compile(rf"{_FILE.pattern}|rank-[0-9]{{5,9}}\.json")
-"""Names of what is in a checkpoint's folder beside the table; a rank's own table is there while it is written."""
+"""Names of the files in a checkpoint's folder besides the table; rank tables are there only during a save."""
 
 
 class TensorKind(str, Enum):
-    """What a tensor is."""
+    """Kinds of tensors in a checkpoint."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     RANK_BUFFER = "rank_buffer"
-    """A buffer as one rank alone had it."""
+    """A buffer's value on one rank, if it was not that of rank 0."""
     OPTIMIZER = "optimizer"
     """Optimizer state with an element for each of the parameter's."""
     OPTIMIZER_SCALAR = "optimizer_scalar"
     """Optimizer state with one value for the whole parameter."""
     OPTIMIZER_NUMBER = "optimizer_number"
-    """The same, where the optimizer keeps a number of Python's in place of a tensor: bool, int64 or float64."""
+    """The same for an optimizer that keeps a Python number instead of a tensor: bool, int64 or float64."""
     RANK_OPTIMIZER = "rank_optimizer"
-    """Optimizer state that only the same rank of as many ranks can use."""
+    """Optimizer state that can be loaded by the same rank of equally many ranks only."""
 
     @property
     def of_optimizer(self) -> bool:
@@ -82,9 +82,9 @@ class TensorInfo:
     """A tensor's description.
 
     Attributes:
-        dtype: in which it is stored.
-        compute: for parameters, the dtype in which forward used it.
-        trainable: for parameters, whether an optimizer could train it.
+        dtype: the dtype in which it is stored.
+        compute: for parameters, the dtype that the forward used.
+        trainable: for parameters, whether they require gradients.
         of, key: for optimizer state, the parameter and the state's name.
     """
 
@@ -108,10 +108,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Part:
-    """Flat elements [start, stop) of a tensor, which are one rectangle of it, as they lie in a file.
+    """Flat elements [start, stop) of a tensor, which are one rectangle of it, in a file.
 
     Attributes:
-        begin: byte of the file at which they begin.
+        begin: the first byte of them in the file.
+        offsets, sizes: the rectangle, by dim.
         checksums: CRC-32 of each BLOCK bytes.
     """
 
@@ -134,11 +135,11 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of `checkpoint.json`; see the head of this file. `parts` of a tensor are in the order of their elements.
+    """The content of `checkpoint.json`; see the module's docstring. `parts` of a tensor are in the order of elements.
 
     Attributes:
-        order: grows with each save into a directory; 0 where it is not known.
-        seal: with which table and files are encrypted; None where they are not.
+        order: grows with each save into a directory; 0 if it is not known.
+        encryption: the encryption of table and files; None if they are not encrypted.
     """
 
     world_size: int
@@ -149,7 +150,7 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[Mapping[str, Any], ...] = ()
     order: int = 0
-    seal: Seal | None = None
+    encryption: Encryption | None = None
 
     @property
     def nbytes(self) -> int:
@@ -174,27 +175,31 @@ class Manifest:
             "state": self.state,
             "ranks": list(self.ranks),
         }
-        if self.seal is not None:
-            return encode_sealed(self.order, self.seal, self.seal.close_table(MANIFEST, content))
+        if self.encryption is not None:
+            return encode_encrypted(self.order, self.encryption, self.encryption.encrypt_table(MANIFEST, content))
         return jsonfile.encode({"format": FORMAT, "version": VERSION, **content})
 
 
-def encode_sealed(order: int, seal: Seal, table: str) -> bytes:
+def encode_encrypted(order: int, encryption: Encryption, table: str) -> bytes:
     """The bytes of `checkpoint.json` whose table is encrypted."""
-    head = {"format": FORMAT, "version": SEALED_VERSION, "order": order}  # first, where `directory` looks for it
-    return jsonfile.encode({**head, "encryption": seal.header(), "sealed": table})
+    head = {
+        "format": FORMAT,
+        "version": ENCRYPTED_VERSION,
+        "order": order,
+    }  # `directory` reads the order from the first bytes
+    return jsonfile.encode({**head, "encryption": encryption.header(), "sealed": table})
 
 
 def read_content(folder: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says, encrypted or not. Raises CheckpointError where it is none of ours."""
+    """The content of a `checkpoint.json`, encrypted or not. Raises CheckpointError if it is not zeroshard's."""
     where = folder / MANIFEST
     content = jsonfile.decode(jsonfile.read_bytes(where), where)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{where} is not the table of a zeroshard checkpoint")
-    if content.get("version") not in (VERSION, SEALED_VERSION):
+    if content.get("version") not in (VERSION, ENCRYPTED_VERSION):
         raise CheckpointError(
             f"{where} has version {content.get('version')} of the format; this zeroshard reads {VERSION} and "
-            f"{SEALED_VERSION}"
+            f"{ENCRYPTED_VERSION}"
         )
     return content
 
@@ -203,27 +208,27 @@ def read_manifest(folder: Path, service: KeyService | None = None) -> Manifest:
     """The manifest of a checkpoint.
 
     Args:
-        service: has the key of one that is encrypted.
+        service: has the key of an encrypted checkpoint.
 
     Raises:
-        CheckpointError: naming file and tensor, for whatever is not as it must be.
+        CheckpointError: the table is missing or invalid; the message names file and tensor.
     """
-    where, seal = folder / MANIFEST, None
+    where, encryption = folder / MANIFEST, None
     content = read_content(folder)
-    if content["version"] == SEALED_VERSION:
-        seal = open_seal(content.get("encryption"), service, where)
-        order, content = content.get("order"), seal.open_table(MANIFEST, content.get("sealed"), where)
+    if content["version"] == ENCRYPTED_VERSION:
+        encryption = open_encryption(content.get("encryption"), service, where)
+        order, content = content.get("order"), encryption.decrypt_table(MANIFEST, content.get("sealed"), where)
         if content.get("order") != order:
             raise CheckpointError(f"{where} was changed: its place in the order of saves is not the encrypted one")
     try:
-        return _decode(content, seal)
+        return _decode(content, encryption)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged: {type(error).__name__} {error}") from error
 
 
-def _decode(content: Mapping[str, Any], seal: Seal | None) -> Manifest:
+def _decode(content: Mapping[str, Any], encryption: Encryption | None) -> Manifest:
     files = {
         _file_name(name): FileInfo(_count(item["bytes"]), _count(item["header_crc32"]))
         for name, item in content["files"].items()
@@ -245,11 +250,11 @@ def _decode(content: Mapping[str, Any], seal: Seal | None) -> Manifest:
     if not isinstance(state, dict) or not kept:
         raise CheckpointError("'state' and 'ranks' are not what they must be")
     order = _count(content.get("order", 0))
-    return Manifest(world_size, files, tensors, parts, aliases, state, tuple(ranks), order, seal)
+    return Manifest(world_size, files, tensors, parts, aliases, state, tuple(ranks), order, encryption)
 
 
 def check_name(name: object) -> str:
-    """A tensor's name: printable text that can't lead out of a folder. Raises CheckpointError."""
+    """The name, if it is printable and no path that leaves a folder. Raises CheckpointError for any other."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise CheckpointError(f"a tensor is named {str(name)[:80]!r}, which is no name; refused")
     if "/" in name or "\\" in name or name.startswith("."):
@@ -335,9 +340,9 @@ def part_out(part: Part) -> dict[str, Any]:
 
 
 def check_parts(info: TensorInfo, parts: tuple[Part, ...], files: Mapping[str, FileInfo]) -> None:
-    """Raises CheckpointError unless the parts, in order, are all elements of the tensor and lie inside of their files.
+    """Raises CheckpointError unless the parts have all elements of the tensor, in order, and lie inside of their files.
 
-    So no tensor is larger than the files are, whatever its shape says.
+    So no tensor can be larger than the files.
     """
     position = 0
     for part in parts:

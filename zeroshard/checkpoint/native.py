@@ -1,6 +1,6 @@
-"""Our own checkpoints as `Contents`, and `Contents` as our own checkpoints.
+"""Reads zeroshard's checkpoints as `Contents`, for exports, and writes `Contents` as such checkpoints, for imports.
 
-The first is what `export` reads, the second what `import` writes: one rank's files, which any number of ranks loads.
+An imported checkpoint has the files of one rank, which any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from zeroshard.checkpoint import directory, jsonfile
 from zeroshard.checkpoint.draft import Draft, begin, write_manifest
 from zeroshard.checkpoint.foreign.contents import Contents, Group, Parameter, Scaler
-from zeroshard.checkpoint.foreign.stored import Held, InMemory, Lazy, StoredTensor, numel
+from zeroshard.checkpoint.foreign.stored import InMemory, Lazy, ReadWhole, StoredTensor, numel
 from zeroshard.checkpoint.manifest import MANIFEST, TensorInfo, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.values import pack, unpack
@@ -31,10 +31,10 @@ _UNLESS_SET = frozenset(("amsgrad", "maximize"))
 
 
 def find_native(base: Path, tag: str | None) -> Path | None:
-    """The folder of one of our checkpoints: `base` itself or in it; None if there is none.
+    """The folder of a zeroshard checkpoint: `base` itself or one in it; None if there is none.
 
     Raises:
-        CheckpointError: `tag` is no plain name.
+        CheckpointError: `tag` is no valid tag.
     """
     if tag is None and (base / MANIFEST).is_file():
         return base
@@ -45,7 +45,7 @@ def find_native(base: Path, tag: str | None) -> Path | None:
 
 
 def open_native(folder: Path) -> Contents:
-    """The contents of one of our checkpoints. Raises CheckpointError."""
+    """The contents of a zeroshard checkpoint. Raises CheckpointError if it is damaged."""
     try:
         return _contents(CheckpointReader(folder))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -98,13 +98,13 @@ def _contents(reader: CheckpointReader) -> Contents:
 
 def _left_out(ranks: int, state: Mapping[str, Mapping[str, Lazy]]) -> Iterator[str]:
     if ranks:
-        yield f"buffers that {ranks} ranks had other values of; rank 0's are taken"
+        yield f"buffers whose values differ on {ranks} ranks; rank 0's are taken"
     if any(key.endswith("_codes") for kept in state.values() for key in kept):
         yield "moments in 8 or 4 bits, which only the same optimizer of zeroshard reads; weights are taken"
 
 
 def _is_moment(value: Lazy) -> bool:
-    """Whether a state has a number for each element; codes of 8-bit moments have the shape of one that has."""
+    """Whether a state has a number per element; codes of 8-bit moments have the same shape, but are no moment."""
     return value.dtype.is_floating_point
 
 
@@ -119,10 +119,13 @@ def _listed(value: Any) -> Any:
 def write_native(
     contents: Contents, base: str | os.PathLike[str], tag: str, progress: Progress = lambda n: None
 ) -> Path:
-    """Write a checkpoint that `load_checkpoint` reads, at any world size; returns its folder.
+    """Write a checkpoint that `load_checkpoint` reads at any number of ranks; returns its folder.
+
+    Args:
+        progress: is called with the number of bytes read since its last call.
 
     Raises:
-        CheckpointError: something can't be read or written; a checkpoint of that name is still what it was.
+        CheckpointError: something can't be read or written; a checkpoint of that name is unchanged.
     """
     where = Path(base)
     draft: Draft | None = None
@@ -140,7 +143,7 @@ def write_native(
 
 
 def state_of(contents: Contents) -> dict[str, Any]:
-    """What our checkpoints keep beside tensors. A type that nothing says is None, which a load takes for its own."""
+    """The state of a checkpoint besides tensors. A type that is not known is None, which matches any at a load."""
     groups = [
         {"names": list(group.names), "options": pack(_options(group.options), "optimizer options")}
         for group in contents.groups
@@ -164,7 +167,7 @@ def state_of(contents: Contents) -> dict[str, Any]:
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters without what only says how torch computes; pairs such as betas are tuples."""
+    """Hyper-parameters without options of torch's implementation; pairs such as betas are tuples."""
     return {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in options.items()
@@ -173,7 +176,7 @@ def _options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scaler_state(scaler: Scaler) -> dict[str, float | int]:
-    """As our loss scaler keeps itself."""
+    """The state of zeroshard's loss scaler."""
     return {
         "scale": scaler.scale,
         "good_steps": scaler.since_overflow or 0,
@@ -206,7 +209,7 @@ def _pieces(contents: Contents, progress: Progress) -> Iterator[Piece]:
 
 def _piece(info: TensorInfo, tensor: Lazy, progress: Progress) -> Piece:
     if isinstance(tensor, StoredTensor) and not tensor.contiguous:
-        tensor = Held(tensor)
+        tensor = ReadWhole(tensor)
 
     def read(start: int, stop: int) -> torch.Tensor:
         values = tensor.read_flat(start, stop)

@@ -1,11 +1,11 @@
-"""A pretrained model, sharded as it is read: each rank reads its own slices of the safetensors files and nothing else.
+"""Shards a pretrained model as it is read: each rank reads its own slices of the safetensors files only.
 
     file      | tensor ............................ |
     rank 0    [ read  )
     rank 1             [ read  )                          no rank has the whole tensor, and nothing is sent
 
-What the files don't have, a new head say, is made as the constructor says, one tensor at a time. Rejected: one rank
-that reads and broadcasts (what transformers does under ZeRO-3), which reads and sends everything on one path.
+Tensors that the files lack, such as those of a new head, are made by the constructor, one at a time. Rejected: one rank
+that reads everything and broadcasts it, as transformers does under ZeRO-3.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What `from_pretrained` gives.
+    """The result of `from_pretrained`.
 
     Attributes:
         model: its parameters are sharded over the default process group and empty, for `shard` and `initialize` or
             `GatheredParameters`; buffers are whole.
-        made: names that the files don't have; their values are the constructor's.
-        unused: names in the files that the model does not have.
+        made: names that the files lack; their values are the constructor's.
+        unused: names in the files that the model lacks.
     """
 
     model: nn.Module
@@ -54,19 +54,19 @@ def from_pretrained(
 ) -> Pretrained:
     """Build a model without memory and fill it from a folder of safetensors files, slice by slice.
 
-    Called by all ranks with the same arguments, after the process group is there; without one the model is whole on
-    its only rank. Host memory at any time: this rank's share and one slice, or one tensor that the files don't have.
+    Called by all ranks with the same arguments, after the process group was initialized; without one the model is
+    whole. It takes host memory for this rank's shards and one slice, or one tensor that the files lack.
 
     Args:
-        build: makes the model, as `lambda: AutoModelForCausalLM.from_config(config)` does.
-        dtype: of floating parameters; None leaves them those of the constructor. Where the files have float32 the
-            shards keep it, so that master weights are exact.
+        build: makes the model, as `lambda: AutoModelForCausalLM.from_config(config)` does. dtype: of floating
+        parameters; None keeps those of the constructor. Shards of tensors that are float32 in the files
+            stay float32, so that master weights are exact.
         device: where shards rest. Default: the current accelerator, else the CPU.
-        rename: from a name in the model to the name in the files.
-        new: beginnings of names that the files need not have.
+        rename: maps a name in the model to the name in the files.
+        new: prefixes of names that the files may lack.
 
     Raises:
-        UsageError: `build` gives no model, or dtype is no floating-point dtype.
+        UsageError: `build` returns no model, or dtype is no floating-point dtype.
         CheckpointError: the files lack a parameter or persistent buffer that is not `new`, a shape differs, or they
             have another kind of number than the model: integers, complex ones or 8-bit floats for ordinary floats.
     """
@@ -127,7 +127,7 @@ def _check(
     new: tuple[str, ...],
     files: SafetensorsFolder,
 ) -> tuple[str, ...]:
-    """The names that are to be made; raises CheckpointError for those that should have been there."""
+    """The names that the constructor makes. Raises CheckpointError for other missing names, shapes or dtypes."""
     for name, weight in stored.items():
         shape = tuple(members[name].shape)
         if weight is not None and weight.shape != shape:
@@ -150,7 +150,7 @@ def _check(
 
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether numbers of one dtype mean the same in another: ordinary floats do, and integers, among themselves."""
+    """Whether a dtype is converted to another: ordinary floats to each other, and integers to each other."""
     return stored == wanted or any(stored in kind and wanted in kind for kind in (_FLOATS, _INTEGERS))
 
 
@@ -162,7 +162,7 @@ def _fill(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """A parameter becomes empty and gets this rank's slice; a buffer gets all of its values."""
+    """Give a parameter this rank's slice as its shard, or a buffer all of its values."""
     if not isinstance(tensor, nn.Parameter):
         value = files.read(weight.name, 0, weight.numel).view(weight.shape)
         fill_in_place(name, tensor, value.to(device, tensor.dtype))

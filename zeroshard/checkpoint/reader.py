@@ -1,4 +1,4 @@
-"""Read any part of any tensor of a checkpoint, and no more than that, each byte against its checksum.
+"""Reads any part of any tensor of a checkpoint, without reading the rest, and compares each block with its checksum.
 
     with CheckpointReader(find("checkpoints")) as reader:
         for name in reader.names(TensorKind.PARAMETER):
@@ -6,10 +6,10 @@
             tensor.read_flat(1000, 2000)                  # 1-D
             tensor.read_rectangle((0, 8), (4, 8))         # rows 0 to 3, columns 8 to 15
 
-At opening, all that can be seen without reading tensors is checked: that every file is there with its size and header,
-and that the parts of each tensor are all of it. A tensor's checksums are checked when it is read. Bytes are read into
-memory of the result's own; a map of the file was rejected, because it keeps a file that was cut off meanwhile as a
-SIGBUS, and what it reads counts as this process's memory.
+Opening checks all that can be checked without reading tensors: that every file has its size, and that the parts of each
+tensor make up all of it. Headers and checksums are checked by reads. Bytes are read into the memory of the result.
+Rejected: mapping the file, which ends in a SIGBUS if the file is truncated meanwhile, and counts as the process's
+memory.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.encrypted_file import Readable, nbytes_on_disk, open_file
 from zeroshard.checkpoint.jsonfile import plain_size
 from zeroshard.checkpoint.keys import KeyService, key_in_environment
 from zeroshard.checkpoint.manifest import BLOCK, FileInfo, Manifest, Part, TensorInfo, TensorKind, read_manifest
-from zeroshard.checkpoint.safefile import read_header
-from zeroshard.checkpoint.sealed_file import Readable, nbytes_on_disk, open_file
+from zeroshard.checkpoint.safetensors_header import read_header
 from zeroshard.errors import CheckpointError, UsageError
 
 _ROWS_NBYTES = 16 << 20
 
 
 class StateReader(ABC):
-    """What a load goes on from: a checkpoint, or what nodes hold in memory."""
+    """What a load reads from: a checkpoint, or images in the memory of nodes."""
 
     folder: Path
     manifest: Manifest
 
     def names(self, kind: TensorKind | None = None) -> list[str]:
-        """Names of all tensors, or of those of one kind. Other names of tied parameters are in `aliases`."""
+        """Names of all tensors, or of those of one kind, without `aliases`."""
         return [name for name, info in self.manifest.tensors.items() if kind is None or info.kind is kind]
 
     @property
@@ -57,7 +57,7 @@ class StateReader(ABC):
         return self.manifest.state
 
     def tensor(self, name: str) -> SavedTensor:
-        """A tensor by its name or another name of it. Raises CheckpointError where there is none."""
+        """A tensor by its name or an alias. Raises CheckpointError if there is none."""
         name = self.manifest.aliases.get(name, name)
         info = self.manifest.tensors.get(name)
         if info is None:
@@ -70,19 +70,18 @@ class StateReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what reading has opened."""
+        """Close what reading has opened."""
 
 
 class CheckpointReader(StateReader):
     """A checkpoint of zeroshard, open for reading.
 
     Args:
-        folder: of one checkpoint, with `checkpoint.json` in it; `directory.find` gives it.
-        service: has the key of one that is encrypted; None is the key that the environment names (see `keys`).
+        folder: the folder of one checkpoint, with `checkpoint.json`; `directory.find` returns it.
+        service: has the key of an encrypted checkpoint; None for the key that the environment names (see `keys`).
 
     Raises:
-        CheckpointError: a file is missing, of another size, or not what the table says. Nothing is opened or allocated
-            on the word of the table alone.
+        CheckpointError: a file is missing, has another size, or does not match the table, or the table is invalid.
     """
 
     def __init__(self, folder: str | os.PathLike[str], service: KeyService | None = None) -> None:
@@ -100,7 +99,7 @@ class CheckpointReader(StateReader):
             size = plain_size(self.folder / name)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {holds}") from error
-        expected = nbytes_on_disk(nbytes, self.manifest.seal)
+        expected = nbytes_on_disk(nbytes, self.manifest.encryption)
         if size != expected:
             raise CheckpointError(
                 f"{self.folder / name} has {size} bytes instead of {expected}: it was cut off or replaced; {holds}"
@@ -115,13 +114,13 @@ class CheckpointReader(StateReader):
         self.close()
 
     def close(self) -> None:
-        """Close the files; reading again opens them again."""
+        """Close the files; later reads open them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
-        """Read everything; one line for each thing that is wrong. `progress` is given the bytes read since last."""
+        """Read everything; returns a line per problem. `progress` is called with the bytes read since its last call."""
         problems: list[str] = []
         for name in self.manifest.files:
             try:
@@ -153,9 +152,9 @@ class CheckpointReader(StateReader):
         return min((block + 1) * BLOCK, (part.stop - part.start) * info.dtype.itemsize)
 
     def _block(self, info: TensorInfo, part: Part, block: int, out: memoryview | None = None) -> memoryview:
-        """One block of a part, as it should be; without `out` in memory that the next call uses again."""
+        """One verified block of a part, in `out` or else in memory that the next call reuses."""
         length = self._block_end(info, part, block) - block * BLOCK
-        view = self._room(length) if out is None else out
+        view = self._buffer(length) if out is None else out
         file, place = self.folder / part.file, part.begin + block * BLOCK
         opened = self._open(part.file)
         done = 0
@@ -176,7 +175,7 @@ class CheckpointReader(StateReader):
             )
         return view
 
-    def _room(self, length: int) -> memoryview:
+    def _buffer(self, length: int) -> memoryview:
         if self._spare is None:
             self._spare = memoryview(mmap.mmap(-1, BLOCK))
         return self._spare[:length]
@@ -185,7 +184,7 @@ class CheckpointReader(StateReader):
         info, file = self.manifest.files[name], self.folder / name
         if name not in self._files:
             try:
-                self._files[name] = open_file(file, info.nbytes, self.manifest.seal)
+                self._files[name] = open_file(file, info.nbytes, self.manifest.encryption)
             except OSError as error:
                 raise CheckpointError(f"{file} can't be read: {error.strerror}") from error
         opened = self._files[name]
@@ -211,7 +210,7 @@ class CheckpointReader(StateReader):
 
 
 class SavedTensor:
-    """A tensor of a checkpoint whose content is read on request. `info` has its name, kind and more."""
+    """A tensor of a checkpoint whose values are read on request. `info` has its name, kind and more."""
 
     def __init__(self, reader: StateReader, info: TensorInfo, parts: Sequence[Part]) -> None:
         self._reader = reader
@@ -227,20 +226,20 @@ class SavedTensor:
         return self.info.dtype
 
     def read(self) -> torch.Tensor:
-        """The whole tensor. Raises CheckpointError, as all reads do, naming file and tensor."""
+        """The whole tensor, on the CPU. Like all reads, raises CheckpointError, naming file and tensor, for damage."""
         return self.read_flat(0, self.info.numel).reshape(self.shape)
 
-    def read_flat(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements [start, stop) in row-major order, 1-D, on the CPU. At most a block more at each end is read.
+    def read_flat(self, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements [start, stop) in row-major order, 1-D, on the CPU. At most one more block at each end is read.
 
         Args:
-            room: uint8 memory that is large enough, of which the result becomes a view.
+            buffer: uint8 memory that is large enough; the result is a view of it.
         """
         if not 0 <= start <= stop <= self.info.numel:
             raise UsageError(f"[{start}, {stop}) is no range of {self.info.name!r}, which has {self.info.numel}")
         itemsize = self.dtype.itemsize
         nbytes = (stop - start) * itemsize
-        raw = torch.empty(nbytes, dtype=torch.uint8) if room is None else room[:nbytes]
+        raw = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         out = raw.numpy().data
         for part in self._parts:
             low, high = max(start, part.start), min(stop, part.stop)
@@ -255,8 +254,10 @@ class SavedTensor:
         return raw.view(self.dtype) if start < stop else torch.empty(0, dtype=self.dtype)
 
     def read_rectangle(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Elements [offset, offset + size) in each dim. Of a rectangle that is no flat range whole rows are read, some
-        MiB at a time."""
+        """Elements [offset, offset + size) in each dim, on the CPU.
+
+        If they are no flat range, whole rows are read, some MiB at a time.
+        """
         shape = self.shape
         fits = len(offsets) == len(sizes) == len(shape) and all(
             offset >= 0 and size >= 0 and offset + size <= whole

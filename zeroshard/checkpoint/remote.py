@@ -1,12 +1,12 @@
-"""A second home of checkpoints in a store of objects (S3 and the like), through fsspec: copied there, fetched again.
+"""Copies checkpoints to an object store (such as S3), through fsspec, and fetches the newest one from there.
 
     URL/TAG/model-00003-0.safetensors   each rank copies the files that it has written
-    URL/TAG/checkpoint.json             rank 0, last: a checkpoint is there when its table is
-    URL/latest                          its tag
+    URL/TAG/checkpoint.json             rank 0 copies it last; with it the checkpoint is complete
+    URL/latest                          the tag of the newest one
 
-A store of objects has no rename, so what makes a checkpoint whole is the table, which is written when all else is
-there and removed before anything else is. Rejected: to write there directly, which loses a checkpoint with every
-failure of the network, and is as slow as that while the ranks' memory waits.
+An object store has no rename, so a checkpoint is complete if its table is there: the table is written after all other
+files, and removed before them. Rejected: saving to the store directly, which loses a checkpoint with every failure of
+the network, and lets training wait for the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ORDER = "order"
 
 @dataclass(frozen=True)
 class Remote:
-    """The folder `url` of a store. Raises UsageError where fsspec, or what it needs for the store, is not installed."""
+    """The folder `url` of a store. Raises UsageError if fsspec, or its package for the store, is not installed."""
 
     url: str
 
@@ -37,17 +37,17 @@ class Remote:
         self._opened()
 
     def put_files(self, folder: Path, rank: int) -> None:
-        """Copy what a rank has written of a checkpoint. Raises CheckpointError."""
+        """Copy the files of a checkpoint that a rank has written. Raises CheckpointError if that fails."""
         store, base = self._opened()
-        with self._named(folder.name):
+        with self._naming_errors(folder.name):
             for path in sorted(folder.glob(f"*-{rank:05d}-*.safetensors")):
                 store.makedirs(f"{base}/{folder.name}", exist_ok=True)
                 store.put_file(str(path), f"{base}/{folder.name}/{path.name}")
 
     def finish(self, folder: Path, *, latest: bool, keep: int | None) -> None:
-        """Make it a checkpoint there, the newest one, and remove all but the newest `keep`. Raises CheckpointError."""
+        """Copy the table, write `latest` if wanted, and remove all but the newest `keep`. Raises CheckpointError."""
         store, base = self._opened()
-        with self._named(folder.name):
+        with self._naming_errors(folder.name):
             for name in (HOLD, MANIFEST):
                 if (folder / name).is_file():
                     store.put_file(str(folder / name), f"{base}/{folder.name}/{name}")
@@ -57,9 +57,9 @@ class Remote:
                 self._prune(keep, folder.name)
 
     def tags(self) -> list[str]:
-        """The checkpoints there, oldest first. Raises CheckpointError."""
+        """Tags of the checkpoints in the store, oldest first. Raises CheckpointError if it can't be read."""
         store, base = self._opened()
-        with self._named("the list"):
+        with self._naming_errors("the list"):
             if not store.exists(base):
                 return []
             found = [str(path).rstrip("/").rpartition("/")[2] for path in store.ls(base, detail=False)]
@@ -67,17 +67,17 @@ class Remote:
             return sorted(whole, key=lambda tag: (self._order(tag), tag))
 
     def fetch_newest(self, directory: Path) -> str | None:
-        """Copy the newest checkpoint into a directory that has none; its tag, None where there is none.
+        """Copy the newest checkpoint into a directory that has none; returns its tag, None if there is none.
 
         Raises:
-            CheckpointError: it can't be read or written; the directory is as it was.
+            CheckpointError: it can't be read or written; the directory is unchanged.
         """
         tags = self.tags()
         if not tags:
             return None
         store, base = self._opened()
         tag = tags[-1]
-        with self._named(tag):
+        with self._naming_errors(tag):
             if store.exists(f"{base}/{LATEST}"):
                 named = store.cat_file(f"{base}/{LATEST}").decode().strip()
                 tag = named if named in tags else tag
@@ -124,7 +124,7 @@ class Remote:
         return store, path.rstrip("/")
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _naming_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:

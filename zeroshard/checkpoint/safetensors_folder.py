@@ -1,11 +1,11 @@
-"""A folder of safetensors files as the hub has them, read in flat ranges: whoever wants a slice reads no more than it.
+"""Reads slices of tensors from a folder of safetensors files in the layout of Hugging Face's hub.
 
-    model.safetensors.index.json   {"weight_map": {name: file}}, which decides where a tensor is that two files hold;
-                                   or one file alone, or all *.safetensors of the folder
+    model.safetensors.index.json   {"weight_map": {name: file}}, which decides for tensors that are in two files;
+                                   without it one file alone, or all *.safetensors of the folder
     FILE                           | 8 bytes: length of the header | header: JSON | tensor | tensor | ...
 
-Reads go through `pread` into memory of the caller's. Mapping the file was rejected: its pages count as the process's
-memory, and a network file system serves them one by one.
+Reads use `pread`. Rejected: mapping the files, whose pages count as the process's memory, and which a network file
+system serves one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import torch
 
 from zeroshard.checkpoint.dtypes import dtype_of
-from zeroshard.checkpoint.jsonfile import no_key_twice
+from zeroshard.checkpoint.jsonfile import no_duplicate_keys
 from zeroshard.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Where a tensor lies: `start` is its first byte in `file`."""
+    """The place of a tensor: `start` is its first byte in `file`."""
 
     name: str
     file: Path
@@ -54,7 +54,7 @@ class SafetensorsFolder:
     """The tensors of a folder by name. A context manager; files are opened when they are first read.
 
     Raises:
-        CheckpointError: no safetensors there, or a file is not what its header or the index says.
+        CheckpointError: there is no safetensors file, or a file does not match its header or the index.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -75,18 +75,18 @@ class SafetensorsFolder:
         self._descriptors.clear()
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of the flattened tensor, in its dtype, in host memory of their own."""
+        """Elements [start, stop) of the flattened tensor, 1-D, in its dtype, in new host memory."""
         weight = self.weights[name]
         values = torch.empty(stop - start, dtype=weight.dtype)
         if stop == start:
             return values
-        room = values.view(torch.uint8).numpy().data.cast("B")
+        buffer = values.view(torch.uint8).numpy().data.cast("B")
         at = weight.start + start * weight.dtype.itemsize
-        while room:
-            count = os.preadv(self._descriptor(weight.file), [room], at)
+        while buffer:
+            count = os.preadv(self._descriptor(weight.file), [buffer], at)
             if count == 0:
                 raise CheckpointError(f"{weight.file}: ends within tensor {name!r}; copy the file again")
-            room, at = room[count:], at + count
+            buffer, at = buffer[count:], at + count
         return values
 
     def _descriptor(self, file: Path) -> int:
@@ -108,7 +108,7 @@ class SafetensorsFolder:
 
 
 def _chosen(files: list[Path], placed: dict[str, str], index: Path) -> dict[str, StoredWeight]:
-    """Each tensor where the index has it; one that the index leaves out where it is, if that is one place."""
+    """The place of each tensor: the index's, or for tensors that the index lacks the only file that has them."""
     found: dict[str, StoredWeight] = {}
     for weight in (weight for file in files for weight in _header(file)):
         place = placed.get(weight.name, weight.file.name)
@@ -145,7 +145,7 @@ def _header(file: Path) -> list[StoredWeight]:
 
 
 def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> StoredWeight:
-    """One entry of a header that ends at `begin`, in a file of `size` bytes; nothing that it says is taken on trust."""
+    """One entry of a header that ends at `begin`, in a file of `size` bytes, after all of it was checked."""
     table = entry if _is_table(entry) else {}
     kind, shape, offsets = (table.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(kind, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
@@ -160,7 +160,7 @@ def _stored(file: Path, name: str, entry: Any, begin: int, size: int) -> StoredW
 
 
 def _placed_by(index: Path) -> dict[str, str]:
-    """The file of each tensor as an index has it: plain names in its own folder, since they become paths."""
+    """The file of each tensor by an index. Names that are no plain file names are refused, since they become paths."""
     table = _parsed(index.read_bytes(), f"{index}: can't be used (the index").get("weight_map")
     if not _is_table(table) or not table:
         raise CheckpointError(f"{index}: has no table 'weight_map' from tensors to files; copy the file again")
@@ -173,7 +173,7 @@ def _placed_by(index: Path) -> dict[str, str]:
 
 def _parsed(text: bytes, what: str) -> dict[str, Any]:
     try:
-        table = json.loads(text, object_pairs_hook=no_key_twice)
+        table = json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is no JSON: {error}); copy the file again") from None
     if not _is_table(table):

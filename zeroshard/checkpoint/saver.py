@@ -1,10 +1,10 @@
-"""Saves: the steps by which ranks make one checkpoint, at once or in a thread while training goes on.
+"""Saves a checkpoint by all ranks, in the main thread or in another thread while training goes on.
 
-    main thread   rank 0 begins a draft and tells its folder -> [copy into staging memory]
+    main thread   rank 0 begins a draft and broadcasts its folder -> [copy into staging memory]
     either        every rank writes its files -> rank 0 joins the tables, publishes the draft, prunes
 
-At every moment the newest checkpoint that `directory.find` gives is whole. A failure anywhere fails on all ranks and
-leaves what was there.
+The newest checkpoint that `directory.find` returns is whole at every moment. If one rank fails, all ranks raise, and
+earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zeroshard.checkpoint import directory, jsonfile
 from zeroshard.checkpoint.audit import Act, begin_log, record
 from zeroshard.checkpoint.draft import Draft, begin, draft_folder, write_manifest
 from zeroshard.checkpoint.dtypes import name_of
+from zeroshard.checkpoint.encryption import Encryption, new_encryption, open_encryption
 from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, StoreBarrier, on_all_ranks
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import check_name
 from zeroshard.checkpoint.remote import Remote
-from zeroshard.checkpoint.seal import Seal, new_seal, open_seal
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.comm.collectives import Collectives
@@ -38,7 +38,7 @@ from zeroshard.errors import CheckpointError, ZeroShardError
 
 _LOGGER = logging.getLogger("zeroshard")
 SAVING_THREAD = "checkpoint "
-"""How the name of a thread begins that writes one: the launcher waits for it, also when the rank has failed."""
+"""Prefix of the names of threads that write checkpoints; the launcher waits for these, even if a rank has failed."""
 _MAX_STATE_NBYTES = jsonfile.MAX_BYTES // 4
 _UNCHANGED = "; the checkpoints that were there are unchanged"
 _NOT_COPIED = "; it is whole on disk"
@@ -49,13 +49,14 @@ class Request:
     """One checkpoint to be saved, as one rank sees it.
 
     Attributes:
-        pieces: what this rank writes; all ranks' together are all of each tensor, once.
-        aliases, state: equal on all ranks (rank 0's are written); `rank_state` is this rank's. As JSON has them.
+        pieces: what this rank writes; those of all ranks have each tensor's elements exactly once.
+        aliases, state: JSON values, equal on all ranks (rank 0's are written).
+        rank_state: JSON values of this rank.
         latest: whether it becomes the newest.
-        keep: how many checkpoints are left in the directory, None for all.
-        service: has the key with which it is encrypted; None for a checkpoint in the clear.
-        audit: whether the acts of the directory are logged from here on (see `audit`); a log that is there is kept up.
-        remote: where it is copied when it is whole; None for nowhere.
+        keep: how many checkpoints stay in the directory; None for all.
+        service: has the key that encrypts it; None for no encryption.
+        audit: start the log of the directory (see `audit`); an existing log is continued anyway.
+        remote: the store that it is copied to when it is whole; None for none.
     """
 
     base: Path
@@ -75,7 +76,7 @@ class Request:
         return self.base / self.tag
 
     def check(self) -> None:
-        """Raises CheckpointError for what could be written but not read again."""
+        """Raises CheckpointError for content that could be written but not read again."""
         for piece in self.pieces:
             check_name(piece.info.name)
             name_of(piece.info.dtype, piece.info.name)
@@ -97,9 +98,9 @@ class Saver:
     """Saves the checkpoints of one run, one after the other. All methods are called by all ranks.
 
     Args:
-        control: communicator of all ranks that save.
-        store: their store, None for a single rank.
-        device: on which the state lives.
+        control: the communicator of all ranks that save.
+        store: their store; None for a single rank.
+        device: the device that has the state.
     """
 
     def __init__(
@@ -114,15 +115,15 @@ class Saver:
 
     @property
     def staging_nbytes(self) -> int:
-        """Host bytes that asynchronous saves have taken for their copy."""
+        """Host bytes of the copy that asynchronous saves make."""
         return self._staging.nbytes
 
     def barrier(self) -> CollectiveBarrier:
-        """The main threads of all ranks, for a load."""
+        """The barrier of the main threads of all ranks, for loads."""
         return self._barrier
 
     def save(self, request: Request, *, background: bool) -> None:
-        """Save now, or copy now and write in a thread. The save before has ended: `wait` was called.
+        """Save now, or copy now and write in a thread. Call `wait` for the previous save before.
 
         Raises:
             CheckpointError: it failed, here or on another rank.
@@ -144,7 +145,7 @@ class Saver:
             folder = draft_folder(
                 base, tag, self._barrier.broadcast_text(draft.owner.id if draft is not None else "", 0)
             )
-            writing = _Writing(request, folder, draft, self._agreed_seal(request))
+            writing = _Writing(request, folder, draft, self._agreed_encryption(request))
             if not background:
                 writing.run(self._barrier)
                 return
@@ -161,25 +162,28 @@ class Saver:
             self._running = thread
             undo.pop_all()
 
-    def _agreed_seal(self, request: Request) -> Seal | None:
-        """Rank 0's, of which the others are told what is written in the clear: a key is never sent."""
+    def _agreed_encryption(self, request: Request) -> Encryption | None:
+        """The encryption that rank 0 makes; other ranks open its header by their key service."""
         service, first = request.service, self._barrier.rank == 0
         if service is None:
             return None
-        own = on_all_ranks(self._barrier, lambda: new_seal(service) if first else None, request.final, _UNCHANGED)
-        told = self._barrier.broadcast_text("" if own is None else json.dumps(own.header()), 0)
+        own = on_all_ranks(self._barrier, lambda: new_encryption(service) if first else None, request.final, _UNCHANGED)
+        header = self._barrier.broadcast_text("" if own is None else json.dumps(own.header()), 0)
         return on_all_ranks(
-            self._barrier, lambda: own or open_seal(json.loads(told), service, request.final), request.final, _UNCHANGED
+            self._barrier,
+            lambda: own or open_encryption(json.loads(header), service, request.final),
+            request.final,
+            _UNCHANGED,
         )
 
     def _staged(self, writing: _Writing) -> tuple[_Writing, StoreBarrier]:
-        """With a copy of the state, and where the threads of all ranks meet."""
+        """The same with a copy of the state, and the barrier of the threads of all ranks."""
         request = writing.request
         barrier = StoreBarrier(self._store, self._barrier.rank, self._barrier.size, str(self._count), self._watchdog)
         return replace(writing, request=replace(request, pieces=self._staging.copy(request.pieces))), barrier
 
     def wait(self) -> None:
-        """Wait for the save that is being written. Raises CheckpointError where it, or one before, failed."""
+        """Wait for an asynchronous save to end. Raises CheckpointError if it or an earlier one failed."""
         if self._running is not None:
             self._running.join()
             self._running = None
@@ -188,7 +192,7 @@ class Saver:
             raise CheckpointError(f"an asynchronous save failed: {problem}") from problem
 
     def close(self) -> None:
-        """Wait, log a failure that nobody has asked for, and give the staging memory back."""
+        """Wait for an asynchronous save, log its failure if there is one, and free the staging memory."""
         try:
             self.wait()
         except CheckpointError as error:
@@ -208,19 +212,19 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Writing:
-    """A checkpoint that is being written into `folder`; rank 0 has its draft."""
+    """A checkpoint that all ranks write into `folder`; `draft` is None except on rank 0."""
 
     request: Request
     folder: Path
     draft: Draft | None
-    seal: Seal | None
+    encryption: Encryption | None
 
     def run(self, barrier: ErrorBarrier) -> None:
-        """Write, all ranks; rank 0 makes it a checkpoint."""
+        """Write this rank's part; rank 0 publishes the checkpoint. Called by all ranks."""
         request = self.request
         on_all_ranks(
             barrier,
-            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.rank_state, self.seal),
+            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.rank_state, self.encryption),
             request.final,
             _UNCHANGED,
         )
@@ -237,7 +241,7 @@ class _Writing:
         request, draft = self.request, self.draft
         if draft is None:
             return
-        write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state, self.seal))
+        write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state, self.encryption))
         if request.audit:
             begin_log(request.base)
         draft.publish(latest=request.latest)

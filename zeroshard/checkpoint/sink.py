@@ -1,10 +1,10 @@
-"""A file that is written once from begin to end and is on the disk when `finish` returns.
+"""Writes a file from beginning to end, so that it is on the disk when `finish` returns.
 
     small   write, fsync
-    large   two aligned buffers; one is filled while a thread writes the other past the page cache (O_DIRECT)
+    large   two aligned buffers; one is filled while a thread writes the other with direct I/O (O_DIRECT)
 
-A large state written through the page cache first fills memory that the training needs, and then is slower than the
-disk by a copy. Where the file system has no direct I/O (tmpfs, some network file systems) plain writes take its place.
+Writes of a large state through the page cache fill memory that training needs, and cost another copy. On file systems
+without direct I/O (tmpfs, some network file systems) large files are written like small ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 DIRECT_FROM = 64 << 20
-"""Bytes from which on a file is written past the page cache."""
+"""Bytes from which on a file is written with direct I/O."""
 _BUFFER = 16 << 20
 _ALIGNMENT = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -38,19 +38,19 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, data: memoryview) -> None:
-        """Append bytes; `data` may be reused afterwards. OSError where they, or some before, can't be written."""
+        """Append bytes; `data` may be reused afterwards. Raises OSError if these or earlier bytes can't be written."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until all is on the disk. OSError as `write`."""
+        """Wait until all bytes are on the disk. Raises OSError as `write`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the file, whatever is left to be written."""
+        """Close the file, also if not all was written."""
 
 
 class PlainSink(Sink):
-    """Writes as the bytes come."""
+    """Writes the bytes as they come."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -67,7 +67,7 @@ class PlainSink(Sink):
 
 
 class DirectSink(Sink):
-    """Writes aligned buffers past the page cache, in a thread of its own."""
+    """Writes aligned buffers with direct I/O, in a thread of its own."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -103,7 +103,7 @@ class DirectSink(Sink):
         aligned = self._filled - self._filled % _ALIGNMENT
         rest = memoryview(self._buffers[0])
         _write_all(self._descriptor, rest[:aligned])
-        # The end of the file is not a multiple of a disk's block: that goes the usual way.
+        # The end of the file is no multiple of a disk's block, so it is written without direct I/O.
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~_DIRECT)
         _write_all(self._descriptor, rest[aligned : self._filled])
         os.fsync(self._descriptor)
@@ -115,12 +115,12 @@ class DirectSink(Sink):
 
 
 def open_sink(file: Path, nbytes: int) -> Sink:
-    """A new file that will get `nbytes` bytes."""
+    """A new file for `nbytes` bytes. Raises OSError if it can't be made."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if nbytes >= DIRECT_FROM and _DIRECT:
         try:
             return DirectSink(os.open(file, flags | _DIRECT, 0o666))
-        except OSError:  # no direct I/O here: whatever else is wrong, the plain way says it too
+        except OSError:  # no direct I/O here; any other problem shows below, too
             file.unlink(missing_ok=True)
     return PlainSink(os.open(file, flags, 0o666))
 

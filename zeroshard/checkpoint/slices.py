@@ -1,15 +1,15 @@
-"""Flat ranges of a tensor as rectangles, which is what torch.distributed.checkpoint knows.
+"""Divides flat ranges of a tensor into rectangles, the only parts of tensors that torch.distributed.checkpoint has.
 
     a matrix, and elements [start, stop) of it in row-major order:
 
     . . . . 1 1 1      at most three rectangles: the end of a row,
     2 2 2 2 2 2 2                                whole rows,
     2 2 2 2 2 2 2
-    3 3 3 . . . .                                the begin of a row
+    3 3 3 . . . .                                the beginning of a row
 
-Each rectangle is again one contiguous flat range, so it is written and read without gathering strided memory. n dims
-give at most 2n-1 rectangles. Rejected: one entry per row, which needs an entry per row; and shards that follow the
-first dim, which a flat layout doesn't have.
+Each rectangle is itself a contiguous flat range, so it is written and read without strides. A range of a tensor of n
+dims has at most 2n-1 rectangles. Rejected: one rectangle per row, which are too many; and shards along the first dim,
+which a flat layout does not have.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Rectangle:
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
-    """The fewest rectangles that make up flat elements [start, stop) of a tensor, in order.
+    """The fewest rectangles that are flat elements [start, stop) of a tensor, in order.
 
-    A tensor without elements is one rectangle without elements.
+    A tensor without elements has one rectangle without elements. Raises ValueError for a wrong range.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"[{start}, {stop}) is no range of a tensor of shape {list(shape)}")
@@ -42,7 +42,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
 
 
 def _cut(shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...], base: int) -> Iterator[Rectangle]:
-    """`outer` are the indices of the dims before `shape`, and `base` the flat element at which that part begins."""
+    """As `rectangles`; `outer` are indices in dims before `shape`, `base` the flat number of its first element."""
     if start == stop:
         return
     if not shape:

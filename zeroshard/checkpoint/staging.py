@@ -1,8 +1,8 @@
-"""The copy that an asynchronous save takes of this rank's state, so that training may go on while it is written.
+"""Copies this rank's state for an asynchronous save, so that training goes on while it is written.
 
-One host buffer for all pieces, page-locked on a machine with a GPU, taken at the first such save and kept for the next.
-Training stalls for the copies into it and no longer. Rejected: memory from torch's pinned allocator, which rounds a
-large buffer up to a power of two.
+One host buffer, pinned on a machine with a GPU, has all pieces. It is allocated by the first such save and kept for the
+next. Training waits for the copies only. Rejected: memory from torch's pinned allocator, which rounds a large buffer up
+to a power of two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 def place_pieces(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece begins in memory for all of them, and at the end how large that is."""
+    """The first byte of each piece in one buffer for all pieces, and last the size of that buffer."""
     places = [0]
     for piece in pieces:
         places.append(-(-(places[-1] + piece.nbytes) // _ALIGNMENT) * _ALIGNMENT)
@@ -37,11 +37,11 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Size of the buffer."""
         return self._buffer.numel()
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces as they are now. They are valid until the next `copy` or `close`."""
+        """Pieces with the current values, in the buffer. They are valid until the next `copy` or `close`."""
         places = place_pieces(pieces)
         self._reserve(places[-1])
         staged: list[Piece] = []
@@ -74,7 +74,7 @@ class Staging:
                 )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the buffer."""
         if self._locked:
             runtime = torch.cuda.cudart()
             assert runtime is not None

@@ -1,14 +1,14 @@
-"""Files and folders that are being written, each by one process, under names that no other process uses.
+"""Names for files and folders that one process writes, which no other process uses.
 
-    DIR/.OWNER.lock           locked by who writes; the kernel lets go of the lock when its process dies
-    DIR/.NAME.OWNER.partial   what will be NAME once it is whole
-    DIR/.NAME.OWNER.old       what NAME takes the place of, until NAME is there
-    DIR/.NAME.OWNER.removed   what is being deleted
+    DIR/.OWNER.lock           locked by the writer; the kernel releases the lock when its process dies
+    DIR/.NAME.OWNER.partial   will be NAME when it is whole
+    DIR/.NAME.OWNER.old       what NAME replaces, until NAME is there
+    DIR/.NAME.OWNER.removed   is being deleted
 
-OWNER is drawn at random, so what two jobs write into one directory is never mixed. An owner whose lock nobody holds is
-dead, and what is left of it is removed by the next writer. On a file system without locks every other owner is taken
-for dead: a job that is cleaned away by another one gets an error, no mixture. Rejected: a lock for the directory, which
-a process that hangs on another host would keep from all later ones.
+OWNER is random, so the files of two jobs in one directory are never mixed. An owner whose lock is not held is dead, and
+the next writer removes its files. On a file system without locks every other owner counts as dead; a job whose files
+another job removes gets an error, but no mixed files. Rejected: one lock for the directory, which a process that hangs
+on another host would keep forever.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def new_id() -> str:
-    """An owner that nobody else is."""
+    """A random id of an owner, 16 hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 def temporary_path(base: Path, name: str, owner: str, what: str) -> Path:
-    """Where `owner` has its "partial", "old" or "removed" of `name`."""
+    """The path of `name` that `owner` has as "partial", "old" or "removed"."""
     return base / f".{name}.{owner}.{what}"
 
 
 def final_name(path: Path, what: str) -> str | None:
-    """The name of which `path` is somebody's "partial", "old" or "removed"; None for other paths."""
+    """The name of which `path` is an owner's "partial", "old" or "removed"; None for other paths."""
     match = _TEMPORARY.fullmatch(path.name)
     return match["name"] if match and match["what"] == what else None
 
 
 class Owner:
-    """A writer in a directory, alive for others until it is closed.
+    """A writer in a directory, whose lock is held until it is closed.
 
     Raises:
         OSError: the directory can't be made or written to.
@@ -65,7 +65,7 @@ class Owner:
             self._descriptor = self._locked()
 
     def _locked(self) -> int:
-        """The open lock; negative where another writer took it for a dead one's before it was locked."""
+        """The descriptor of the lock; negative if another writer removed the file before it was locked."""
         descriptor = os.open(self._lock, os.O_RDWR | _CREATE, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,11 +84,11 @@ class Owner:
         return _lock_of(self._base, self.id)
 
     def path(self, name: str, what: str = "partial") -> Path:
-        """A path for this owner alone."""
+        """A path that only this owner uses."""
         return temporary_path(self._base, name, self.id, what)
 
     def close(self) -> None:
-        """Nothing of this owner is there any more. What it has left under its name is garbage."""
+        """Release the lock. Files of this owner that are left are removed by the next writer."""
         if self._descriptor >= 0:
             with suppress(OSError):
                 self._lock.unlink(missing_ok=True)
@@ -97,13 +97,13 @@ class Owner:
 
 
 def clear(base: Path, superseded: Callable[[Path, str], bool] = lambda old, name: True) -> list[str]:
-    """Remove what dead owners have left in a directory; returns the names that others are writing just then.
+    """Remove the files of dead owners in a directory; returns the names that other owners are writing.
 
     Args:
-        superseded: whether an "old" (its path, its name) is needed no more.
+        superseded: whether an "old" (its path, its name) is no longer needed.
     """
     left: dict[str, list[Path]] = {}
-    for path in sorted(base.iterdir()):  # before `superseded` is asked: what becomes old afterwards is not in here
+    for path in sorted(base.iterdir()):  # before calls of `superseded`, so that later "old" paths are not in the list
         match = _TEMPORARY.fullmatch(path.name) or _LOCK.fullmatch(path.name)
         if match:
             left.setdefault(match["owner"], []).append(path)
@@ -129,12 +129,12 @@ def _lock_of(base: Path, owner: str) -> Path:
 
 
 def _take(lock: Path) -> int | None:
-    """The lock of an owner who is dead, held until it is closed (-1: there is none to hold); None of one who lives."""
+    """The descriptor of a dead owner's lock, which is now held (-1: there is no file); None for a living owner."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return -1
-    except OSError:  # somebody else's, or no lock of ours
+    except OSError:  # another user's file, or no lock file
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ def _take(lock: Path) -> int | None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or folder, of a link the link alone. What can't be deleted is logged and stays."""
+    """Delete a file, a folder or a link. What can't be deleted is logged."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -163,7 +163,7 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Errors of writes to an open file name it: the system's don't."""
+    """A context whose OSErrors name the file, which those of writes to an open file do not."""
     try:
         yield
     except OSError as error:
@@ -173,7 +173,7 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def write_synced(file: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk. OSError, also where there is something of that name."""
+    """Write a new file and wait until it is on the disk. Raises OSError, also if the name exists."""
     with naming(file), open(os.open(file, os.O_WRONLY | _CREATE, 0o666), "wb") as stream:
         stream.write(data)
         stream.flush()

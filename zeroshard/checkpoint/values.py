@@ -1,13 +1,13 @@
-"""Plain Python values as JSON and back without loss.
+"""Converts plain Python values to JSON and back without loss.
 
-JSON has no tuples, no keys but text, and no infinity, which schedulers and client states do have:
+JSON has no tuples, no keys but text, and no infinity, which schedulers and client states have:
 
     (1, 2)          {"$tuple": [1, 2]}
-    {3: "a"}        {"$dict": [[3, "a"]]}        also where a key begins with "$"
+    {3: "a"}        {"$dict": [[3, "a"]]}        also for a key that begins with "$"
     float("inf")    {"$float": "inf"}
 
-Nothing else is invented: an object, a set or a tensor is refused with the place where it is. Rejected: pickle, which
-would take them all, and run them at the load.
+Other values, such as objects, sets and tensors, are refused with their place. Rejected: pickle, which stores them all,
+and runs code at a load.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zeroshard.errors import CheckpointError
 _MARK = "$"
 _MAX_DEPTH = 100
 _MAX_BITS = 10_000
-"""Python refuses to turn numbers of some 14,000 bits into text."""
+"""Python refuses to convert numbers of more than about 14,000 bits to text."""
 
 
 def pack(value: Any, where: str, depth: int = 0) -> Any:
-    """A value for JSON. Raises CheckpointError naming the place of what can't be kept."""
+    """A value for JSON. Raises CheckpointError, naming the place, for a value that can't be stored."""
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{where[:80]}... is nested more than {_MAX_DEPTH} deep (or holds itself)")
     if value is None or type(value) in (bool, int, str):
@@ -54,7 +54,7 @@ def pack(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The value that `pack` was given. Raises CheckpointError for what `pack` never makes."""
+    """The value that `pack` was given. Raises CheckpointError for other input."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if not isinstance(value, dict):
@@ -76,7 +76,7 @@ def unpack(value: Any) -> Any:
 
 
 def as_numbers(value: Any) -> Any:
-    """Tensors of one element and NumPy's scalars, also in lists, tuples and dicts, as numbers; all else as it is."""
+    """The value with tensors of one element and NumPy's scalars, also in containers, replaced by numbers."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -87,22 +87,22 @@ def as_numbers(value: Any) -> Any:
     return value
 
 
-def in_kind(saved: Any, own: Any) -> Any:
-    """A saved value as what it takes the place of: a tensor is filled, NumPy's scalars and numbers in tuples follow."""
+def converted_like(saved: Any, own: Any) -> Any:
+    """A saved value, converted to the kind of the one it replaces: a tensor (which is filled), a scalar of NumPy."""
     if isinstance(own, torch.Tensor):
         with torch.no_grad():
             return own.fill_(saved)
     if isinstance(own, np.generic):
         return type(own)(saved)
     if isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)) and len(own) == len(saved):
-        return type(saved)(in_kind(one, other) for one, other in zip(saved, own, strict=True))
+        return type(saved)(converted_like(one, other) for one, other in zip(saved, own, strict=True))
     return saved
 
 
-def other_kinds(saved: Any, own: Any, where: str, *, same_length: bool = True) -> Iterator[str]:
-    """Where a saved value is of another kind than the one that it is to take the place of.
+def kind_differences(saved: Any, own: Any, where: str, *, same_length: bool = True) -> Iterator[str]:
+    """Sentences for the places at which a saved value is of another kind than the value of this run.
 
-    None and true or false stand for each other, as do true or false and 1 or 0; where this run has None anything may.
+    True and false may replace 1 and 0, None may replace anything but a number, and anything may replace None.
     """
     one, other = _kind(saved), _kind(own)
     if own is None or (saved is None and other != "a number"):
@@ -111,12 +111,12 @@ def other_kinds(saved: Any, own: Any, where: str, *, same_length: bool = True) -
         yield f"{where} is {saved!r:.40} there, which is {one}, and {other} in this run"
     elif isinstance(saved, (list, tuple)) and len(saved) == len(own):
         for number, (item, theirs) in enumerate(zip(saved, own, strict=True)):
-            yield from other_kinds(item, theirs, f"{where}[{number}]", same_length=same_length)
+            yield from kind_differences(item, theirs, f"{where}[{number}]", same_length=same_length)
     elif isinstance(saved, (list, tuple)) and same_length:
         yield f"{where} has {len(saved)} values there, {len(own)} in this run"
     elif isinstance(saved, dict):
         for key in sorted(saved.keys() & own.keys(), key=str):
-            yield from other_kinds(saved[key], own[key], f"{where}.{key}", same_length=same_length)
+            yield from kind_differences(saved[key], own[key], f"{where}.{key}", same_length=same_length)
 
 
 def _is_bit(value: object) -> bool:

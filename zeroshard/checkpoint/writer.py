@@ -1,7 +1,7 @@
-"""One rank's files: pieces of tensors in, safetensors files and a table of them out.
+"""Writes one rank's pieces of tensors as safetensors files, with a table of them.
 
-A `Piece` is what the rank has of a tensor: a flat range of it, read some MiB at a time. Its rectangles go to files
-0, 1, 2, ... of the rank, since a safetensors file holds a name only once. No tensor is put together for it.
+A `Piece` is a flat range of a tensor that the rank has, read some MiB at a time. Its rectangles go to files 0, 1, 2,
+... of the rank, since a safetensors file has each name only once. No whole tensor is made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import jsonfile
+from zeroshard.checkpoint.encrypted_file import new_file
+from zeroshard.checkpoint.encryption import Encryption
 from zeroshard.checkpoint.manifest import (
     BLOCK,
     FileInfo,
@@ -29,9 +31,7 @@ from zeroshard.checkpoint.manifest import (
     part_in,
     part_out,
 )
-from zeroshard.checkpoint.safefile import header
-from zeroshard.checkpoint.seal import Seal
-from zeroshard.checkpoint.sealed_file import new_file
+from zeroshard.checkpoint.safetensors_header import header
 from zeroshard.checkpoint.slices import Rectangle, rectangles
 from zeroshard.checkpoint.temporary_files import naming, write_synced
 from zeroshard.errors import CheckpointError
@@ -46,9 +46,9 @@ class Piece:
     """Flat elements [start, stop) of a tensor.
 
     Attributes:
-        values: elements [low, high) of the tensor, which lie in [start, stop): 1-D, contiguous, on any device, in the
-            dtype of `info`. What it returns is done with before it is called again.
-        source: a copy of them on the CPU that takes the place of `values`.
+        values: returns elements [low, high) of the tensor, within [start, stop): 1-D, contiguous, on any device, in the
+            dtype of `info`. Its result is not used after its next call.
+        source: a copy of all elements on the CPU, which is used instead of `values`; None for none.
     """
 
     info: TensorInfo
@@ -68,7 +68,7 @@ class Piece:
         return self.values(low, high).detach().cpu().contiguous()
 
     def copy_into(self, out: torch.Tensor) -> None:
-        """Copy all elements; on a device the copies are in the order of the current stream."""
+        """Copy all elements into `out` (1-D); on a device, in the order of the current stream."""
         step = _COPY_NBYTES // self.info.dtype.itemsize
         for low in range(self.start, self.stop, step):
             high = min(low + step, self.stop)
@@ -76,16 +76,20 @@ class Piece:
 
 
 def write_pieces(
-    folder: Path, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any], seal: Seal | None = None
+    folder: Path,
+    rank: int,
+    pieces: Iterable[Piece],
+    rank_state: Mapping[str, Any],
+    encryption: Encryption | None = None,
 ) -> None:
-    """Write a rank's pieces into `folder`, and last of all a table of them, which `join_tables` reads.
+    """Write a rank's pieces into `folder`, and last a table of them, which `join_tables` reads.
 
     Args:
-        rank_state: what the rank keeps for itself; as JSON gives it back.
-        seal: encrypts files and table.
+        rank_state: JSON values of this rank.
+        encryption: encrypts files and table; None for none.
 
     Raises:
-        CheckpointError: a name or dtype that a checkpoint can't hold.
+        CheckpointError: a name or dtype is not allowed in checkpoints.
         OSError: a file can't be written.
     """
     files: dict[str, list[tuple[Piece, Rectangle]]] = {}
@@ -97,13 +101,15 @@ def write_pieces(
                 files.setdefault(f"{kind}-{rank:05d}-{number}.safetensors", []).append((piece, cut))
     table: dict[str, Any] = {"files": {}, "tensors": [], "rank_state": rank_state}
     for name, entries in files.items():
-        info, parts = _write_file(folder, name, entries, seal)
+        info, parts = _write_file(folder, name, entries, encryption)
         table["files"][name] = {"bytes": info.nbytes, "header_crc32": info.header_checksum}
         table["tensors"] += [
             {**info_out(piece.info), "part": part_out(part)} for (piece, _), part in zip(entries, parts, strict=True)
         ]
     where = _table(folder, rank)
-    write_synced(where, jsonfile.encode(table if seal is None else {_SEALED: seal.close_table(where.name, table)}))
+    write_synced(
+        where, jsonfile.encode(table if encryption is None else {_SEALED: encryption.encrypt_table(where.name, table)})
+    )
 
 
 def _table(folder: Path, rank: int) -> Path:
@@ -111,13 +117,13 @@ def _table(folder: Path, rank: int) -> Path:
 
 
 def _write_file(
-    folder: Path, name: str, entries: list[tuple[Piece, Rectangle]], seal: Seal | None
+    folder: Path, name: str, entries: list[tuple[Piece, Rectangle]], encryption: Encryption | None
 ) -> tuple[FileInfo, list[Part]]:
     head = header([(piece.info, cut) for piece, cut in entries])
     parts: list[Part] = []
     at = len(head)
     total = at + sum((cut.stop - cut.start) * piece.info.dtype.itemsize for piece, cut in entries)
-    with naming(folder / name), new_file(folder / name, total, seal) as sink:
+    with naming(folder / name), new_file(folder / name, total, encryption) as sink:
         sink.write(memoryview(head))
         for piece, cut in entries:
             checksums: list[int] = []
@@ -134,12 +140,16 @@ def _write_file(
 
 
 def join_tables(
-    folder: Path, world_size: int, aliases: Mapping[str, str], state: Mapping[str, Any], seal: Seal | None = None
+    folder: Path,
+    world_size: int,
+    aliases: Mapping[str, str],
+    state: Mapping[str, Any],
+    encryption: Encryption | None = None,
 ) -> Manifest:
-    """The table of the whole checkpoint from those of the ranks, which are removed.
+    """Join the tables of all ranks to that of the checkpoint, and remove them.
 
     Raises:
-        CheckpointError: the ranks' parts are not all of each tensor, or a rank's files are not in this folder.
+        CheckpointError: the ranks' parts do not make up each tensor, or a rank's files are not in this folder.
     """
     files: dict[str, FileInfo] = {}
     tensors: dict[str, TensorInfo] = {}
@@ -152,7 +162,7 @@ def join_tables(
                 f"{where} is not there, though rank {rank} has written it: do all nodes see the same {folder.parent}?"
             )
         table = jsonfile.decode(jsonfile.read_bytes(where), where)
-        table = table if seal is None else seal.open_table(where.name, table.get(_SEALED), where)
+        table = table if encryption is None else encryption.decrypt_table(where.name, table.get(_SEALED), where)
         ranks.append(table["rank_state"])
         for name, item in table["files"].items():
             files[name] = FileInfo(item["bytes"], item["header_crc32"])
@@ -166,4 +176,4 @@ def join_tables(
         check_parts(info, sorted_parts[name], files)
     for rank in range(world_size):
         _table(folder, rank).unlink()
-    return Manifest(world_size, files, tensors, sorted_parts, aliases, state, tuple(ranks), seal=seal)
+    return Manifest(world_size, files, tensors, sorted_parts, aliases, state, tuple(ranks), encryption=encryption)

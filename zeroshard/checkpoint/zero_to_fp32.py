@@ -1,9 +1,9 @@
-"""fp32 weights out of a ZeRO checkpoint, under the names that scripts for DeepSpeed call.
+"""Converts a ZeRO checkpoint to fp32 weights, under the names that scripts for DeepSpeed call.
 
     python -m zeroshard.checkpoint.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR
 
-It opens checkpoints of DeepSpeed as well as our own, and streams: the converter that this replaces needs the whole
-optimizer in memory. The files are those of DeepSpeed's converter: pytorch_model.bin, or safetensors where asked.
+It opens checkpoints of DeepSpeed and zeroshard, and converts one tensor at a time, where DeepSpeed's converter takes
+memory for the whole optimizer. The output is that of DeepSpeed's: pytorch_model.bin, or safetensors if wanted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import typer
 from torch import nn
 
+from zeroshard.checkpoint.any_checkpoint import open_checkpoint
 from zeroshard.checkpoint.export.hf import export_hf, find_config, parse_size, weights_of
 from zeroshard.checkpoint.foreign.stored import Lazy
-from zeroshard.checkpoint.opened import open_checkpoint
 from zeroshard.errors import CheckpointError, UsageError, ZeroShardError
 
 
@@ -42,14 +42,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor] | dict[str, LazyTensor]:
-    """The model's state dict with fp32 parameters; tied weights are there under all their names.
+    """The model's state dict with fp32 parameters; it has tied weights under all their names.
 
     Args:
         tag: None for the newest.
-        lazy_mode: give tensors whose `contiguous()` reads them, so that only those in use are in memory.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+        lazy_mode: return objects whose `contiguous()` reads the tensor, so that only those in use are in memory.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or hostile.
+        CheckpointError: the checkpoint is missing, damaged or malicious.
     """
     contents = open_checkpoint(checkpoint_dir, tag)
     lazies = weights_of(contents, torch.float32, frozen=not exclude_frozen_parameters)
@@ -78,16 +79,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write fp32 weights to a folder that `from_pretrained` loads.
 
-    One process may call it, or all ranks of a job: each writes the files whole and puts them where they belong at once.
+    One process may call it, or all ranks of a job: each writes whole files and renames them into the folder.
 
     Args:
-        output_dir: may be there already, and hold other files.
-        max_shard_size: of a file; None for one file.
+        output_dir: may exist, with other files.
+        max_shard_size: size of a file, such as "5GB"; None for one file.
         safe_serialization: model.safetensors instead of pytorch_model.bin.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or hostile, or the folder can't be written.
-        UsageError: the folder holds weights in another form, or in another number of files.
+        CheckpointError: the checkpoint is missing, damaged or malicious, or the folder can't be written.
+        UsageError: the folder has weights in another format, or in another number of files.
     """
     contents = open_checkpoint(checkpoint_dir, tag)
     limit = sys.maxsize if max_shard_size is None else parse_size(max_shard_size)
@@ -99,11 +100,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Put a checkpoint's weights into a plain model that has not been sharded, a tensor at a time.
+    """Load a checkpoint's weights into a model that has not been sharded, one tensor at a time.
 
     Raises:
-        CheckpointError: names or shapes differ, or the checkpoint can't be read; nothing was changed where names or
-            shapes differ.
+        CheckpointError: names or shapes differ (nothing was changed), or the checkpoint can't be read.
     """
     contents = open_checkpoint(checkpoint_dir, tag)
     lazies = weights_of(contents, torch.float32)
@@ -130,15 +130,15 @@ def load_state_dict_from_zero_checkpoint(
 def _main(
     checkpoint_dir: Annotated[Path, typer.Argument(help="Folder of the checkpoint, with the file latest or a tag.")],
     output_dir: Annotated[Path, typer.Argument(help="Folder to write; it may hold other files.")],
-    max_shard_size: Annotated[str, typer.Option("--max_shard_size", help="Of a file, as in 5GB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option("--max_shard_size", help="Size of a file, such as 5GB.")] = "5GB",
     safe_serialization: Annotated[
         bool, typer.Option("--safe_serialization", help="Write model.safetensors, not pytorch_model.bin.")
     ] = False,
-    tag: Annotated[str | None, typer.Option("-t", "--tag", help="Instead of the newest.")] = None,
+    tag: Annotated[str | None, typer.Option("-t", "--tag", help="The checkpoint. [default: the newest]")] = None,
     exclude_frozen_parameters: Annotated[bool, typer.Option("--exclude_frozen_parameters")] = False,
     debug: Annotated[bool, typer.Option("-d", "--debug", help="Accepted; there is nothing to debug.")] = False,
 ) -> None:
-    """Write the fp32 weights of a ZeRO checkpoint as from_pretrained loads them."""
+    """Write the fp32 weights of a ZeRO checkpoint, so that from_pretrained loads them."""
     convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -146,7 +146,7 @@ def _main(
 
 
 def main() -> None:
-    """Entry point of the script: our errors end in one line and status 2."""
+    """Entry point of the script: errors of zeroshard print one line, with exit status 2."""
     try:
         typer.run(_main)
     except (ZeroShardError, UsageError) as error:

@@ -1,1 +1,1 @@
-"""Checkpoints written for other systems, one tensor at a time."""
+"""Exports checkpoints for other systems, one tensor at a time."""

@@ -1,10 +1,10 @@
-"""Write a plain checkpoint of `torch.distributed.checkpoint` that FSDP2 code loads with `dcp.load`.
+"""Writes a plain checkpoint of `torch.distributed.checkpoint` that FSDP2 code loads with `dcp.load`.
 
 The keys are those of `get_state_dict`: {"model": {NAME: tensor}, "optim": {"state": {NAME: {"exp_avg": ...}},
-"param_groups": [...]}}, or flattened as torchtitan has them. torch plans what is to be written from tensors of the
-meta device, and writes the metadata; our part is to write the tensors, a chunk at a time. Rejected: torch's own writer,
-which keeps the tensors of a file until the file is complete and copies each once more. DCP has no names for one tensor
-under two, so tied weights are written under each.
+"param_groups": [...]}}, or flattened as in torchtitan. torch plans what is written from meta tensors, and writes the
+metadata; this module writes the tensors, a chunk at a time. Rejected: torch's own writer, which keeps the tensors of a
+file until the file is complete, and copies each once more. DCP has no aliases, so tied weights are written under each
+name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
 
 
 class StreamingWriter(FileSystemWriter):
-    """Writes tensors of a plan from lazies, a chunk at a time, each to a file of its own; the rest as torch does."""
+    """Writes the tensors of a plan from `Lazy` tensors, a chunk at a time, each to its own file; else as torch does."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, Lazy], progress: Progress) -> None:
         super().__init__(folder)
@@ -45,7 +45,7 @@ class StreamingWriter(FileSystemWriter):
         self._progress = progress
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write all items of this process's plan, of which the planner holds meta tensors only."""
+        """Write all items of this process's plan; the planner has meta tensors only."""
         results = []
         for number, item in enumerate(plan.items):
             file = self._folder / f"__0_{number}.distcp"
@@ -64,7 +64,7 @@ class StreamingWriter(FileSystemWriter):
 
 
 def state_dict_of(contents: Contents, flat: bool = False) -> tuple[dict[str, Any], dict[str, Lazy]]:
-    """The nested dict with lazies at its leaves replaced by meta tensors, and the lazies by DCP's flat key."""
+    """The state dict to save, with meta tensors, and the `Lazy` tensors for them by DCP's flat key."""
     lazies: dict[str, Lazy] = {}
 
     def meta(key: str, tensor: Lazy) -> torch.Tensor:
@@ -100,7 +100,7 @@ def state_dict_of(contents: Contents, flat: bool = False) -> tuple[dict[str, Any
 
 
 def _options(contents: Contents, group: Group) -> dict[str, Any]:
-    """Hyper-parameters as torch has them: pairs such as betas are tuples, and all that its optimizer has are there."""
+    """Hyper-parameters as in torch's optimizer: pairs such as betas are tuples, and missing ones have defaults."""
     kind = _TORCH.get(contents.optimizer or "")
     defaults = {} if kind is None else kind([torch.zeros(1)]).defaults
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in group.options.items()}
@@ -116,8 +116,8 @@ def export_dcp(
         flat: torchtitan's keys instead of `get_state_dict`'s.
 
     Raises:
-        CheckpointError: something can't be read or written; OUT is not there then.
-        UsageError: OUT exists.
+        CheckpointError: something can't be read or written; OUT is not made.
+        UsageError: OUT exists and is not empty.
     """
     refuse_occupied(out)
     state, lazies = state_dict_of(contents, flat)

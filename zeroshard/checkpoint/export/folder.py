@@ -1,7 +1,7 @@
-"""The folder of an export: it is there whole or not at all, and never over something else.
+"""Makes the folder of an export as a whole, by one rename, and never replaces another folder.
 
-A folder that is shared, with a checkpoint or with other ranks that export the same, gets whole files instead: each
-takes its place at once, the index last, so that several writers of one content do no harm.
+In a folder that has other files, or that several ranks export to, single files are renamed instead, the index last, so
+that several writers of the same content do no harm.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from zeroshard.checkpoint.temporary_files import Owner, clear, delete
 from zeroshard.errors import CheckpointError, UsageError
 
 WEIGHTS = ("model", "pytorch_model")
-"""How the names of files with weights, and of their index, begin."""
+"""Prefixes of the names of files with weights and of their index."""
 
 
 def refuse_occupied(target: Path) -> None:
-    """Raises UsageError unless `target` is free or an empty folder."""
+    """Raises UsageError unless `target` does not exist or is an empty folder."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not empty; give the export a folder of its own")
 
 
 @contextmanager
 def new_folder(target: Path, *, shared: bool = False) -> Iterator[Path]:
-    """A folder beside `target` to write into, which becomes it at the end. Raises CheckpointError where it can't.
+    """A folder beside `target` to write into, which is renamed to it at the end. Raises CheckpointError if that fails.
 
     Args:
-        shared: `target` may hold files, or get them meanwhile; those that are no weights are kept.
+        shared: `target` may have files, or get them meanwhile; files that are no weights are kept.
     """
     try:
         with closing(Owner(target.parent)) as owner:

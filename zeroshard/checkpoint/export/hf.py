@@ -1,14 +1,14 @@
-"""Write weights as `from_pretrained` reads them.
+"""Writes weights for `from_pretrained`.
 
-    OUT/model-00001-of-00003.safetensors ...   or model.safetensors, where one file is enough
+    OUT/model-00001-of-00003.safetensors ...   or model.safetensors, if one file is enough
     OUT/model.safetensors.index.json           which tensor is in which file
-    OUT/config.json                            and what else lies beside a known one
+    OUT/config.json                            and small files beside a known config.json
 
 or as pytorch_model.bin, in parts with an index if it is large, which `torch.load` reads.
 
-Tied weights are written once: in safetensors under the name that the checkpoint stores them under, where the config's
-tie makes `from_pretrained` tie them again; in the other form the other names are there and share the memory. All goes
-to a folder beside OUT that is renamed when it is complete.
+Tied weights are written once. In safetensors they have one name, that of the checkpoint, and `from_pretrained` ties
+them by the config; in the other format all names share the memory. Everything is written to a folder beside OUT that is
+renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroshard.errors import CheckpointError, UsageError
 INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 CONFIG = "config.json"
-# Small files that make a folder usable without the original model; copied if they lie beside a known config.
+# Small files that make a folder usable without the original model; they are copied if they are beside a known config.
 _BESIDE = (
     "generation_config.json",
     "tokenizer.json",
@@ -80,11 +80,11 @@ def parse_size(text: str | int) -> int:
 
 
 def weights_of(contents: Contents, dtype: torch.dtype | None = None, frozen: bool = True) -> dict[str, Lazy]:
-    """The tensors of a state dict under the names that they are stored under.
+    """Parameters and buffers of a state dict, by the names that they are stored under.
 
     Args:
-        dtype: of floating-point parameters; None for what the forward computed in, bf16 where that is not known.
-        frozen: with parameters that were not trained.
+        dtype: dtype of floating-point parameters; None for the forward's, or bf16 if that is not known.
+        frozen: include parameters that were not trained.
     """
     found: dict[str, Lazy] = {}
     for name, parameter in contents.parameters.items():
@@ -102,6 +102,7 @@ def _cast(parameter: Parameter, dtype: torch.dtype | None) -> Lazy:
 
 
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
+    """Bytes of all tensors."""
     return sum(numel(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
 
 
@@ -120,15 +121,17 @@ def export_hf(
     """Write a folder that `from_pretrained` loads.
 
     Args:
-        dtype: of parameters; None for what the forward computed in.
-        max_shard: bytes of a file; a larger tensor has a file of its own.
+        dtype: dtype of parameters; None for the forward's.
+        max_shard: most bytes of a file; a larger tensor has its own file.
         config: a `config.json`, or its content; None if it is not known.
-        safe: safetensors, else files of torch.
-        shared: OUT may hold other files, and other processes may write the same into it.
+        frozen: include parameters that were not trained.
+        progress: is called with the bytes written since its last call.
+        safe: write safetensors, else files of torch.
+        shared: OUT may have other files, and other processes may write the same content into it.
 
     Raises:
-        CheckpointError: something can't be read or written; OUT is not there then, or as it was if it is shared.
-        UsageError: OUT exists; where it is shared, if it holds weights of another number of files.
+        CheckpointError: something can't be read or written; OUT is not made, or unchanged if it is shared.
+        UsageError: OUT exists and is not empty; if it is shared, it has weights in another number of files.
     """
     target = Path(out)
     if not shared or target.is_file():
@@ -159,7 +162,7 @@ def export_hf(
 
 
 def split(tensors: Mapping[str, Lazy], max_shard: int) -> list[dict[str, Lazy]]:
-    """Tensors in order, by file."""
+    """Distribute tensors, in order, to files of at most `max_shard` bytes."""
     shards: list[dict[str, Lazy]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -180,7 +183,7 @@ def _names(count: int, safe: bool) -> tuple[str, ...]:
 
 
 def _refuse_others(target: Path, files: set[str]) -> None:
-    """A folder with parts of two exports would be read as either."""
+    """Raises UsageError for files of another export, since a folder with both could be read as either."""
     if not target.is_dir():
         return
     for path in sorted(target.iterdir()):
@@ -240,7 +243,7 @@ def _write_config(folder: Path, config: Path | Mapping[str, Any] | None, dtypes:
 
 
 def find_config(directory: Path) -> Path | None:
-    """A config.json that a trainer has put into the checkpoint's folder or beside it."""
+    """The config.json in a checkpoint's folder or in the folder around it; None if there is none."""
     for folder in (directory, directory.parent):
         if (folder / CONFIG).is_file():
             return folder / CONFIG

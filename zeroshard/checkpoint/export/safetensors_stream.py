@@ -1,9 +1,9 @@
-"""Write a safetensors file without having its tensors in memory.
+"""Writes a safetensors file without having its tensors in memory.
 
     | length of header: 8 bytes | header: JSON, name -> dtype, shape, bytes | padding | tensor | tensor | ...
 
 The header needs shapes and dtypes only, so it is written first and the tensors follow, a chunk at a time. Rejected:
-`safetensors.torch.save_file`, which wants all tensors of a file at once.
+`safetensors.torch.save_file`, which needs all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def header(tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> bytes:
 def write(
     path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], progress: Progress = lambda count: None
 ) -> int:
-    """Write `tensors` to `path`, synced to the disk; returns the bytes of their content.
+    """Write `tensors` to `path`, and sync the file to the disk; returns the number of the tensors' bytes.
 
     Raises:
         CheckpointError: a tensor can't be read or written.
@@ -59,7 +59,7 @@ def write(
 
 
 def write_tensor(write: Callable[[memoryview], object], tensor: Lazy, progress: Progress = lambda count: None) -> int:
-    """Give a tensor's bytes, row-major, to `write`; returns how many."""
+    """Write a tensor's bytes, in row-major order, by calls of `write`; returns their number."""
     total = 0
     for chunk in chunks(tensor):
         data = chunk.contiguous().view(torch.uint8).numpy().data

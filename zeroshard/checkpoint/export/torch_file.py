@@ -1,7 +1,8 @@
-"""Write a file of `torch.save` without having its tensors in memory: `pytorch_model.bin`, which some tools still want.
+"""Writes a file of `torch.save`, such as `pytorch_model.bin`, without having its tensors in memory.
 
-torch writes the file with empty space where the tensors' bytes belong (`torch.serialization.skip_data`); our reader
-finds those places, and the bytes are filled in, a chunk at a time. `torch.load(weights_only=True)` reads it.
+torch writes the file with empty space for the tensors' bytes (`torch.serialization.skip_data`); the reader of
+`foreign.torchzip` finds that space, and the bytes are written there, a chunk at a time. `torch.load(weights_only=True)`
+reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zeroshard.errors import CheckpointError
 def reserve(
     path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], aliases: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
-    """Write a state dict with empty space for its tensors; returns where each belongs. Aliases share their space."""
+    """Write a state dict with empty space for its tensors; returns the place of each. Aliases share space."""
     with FakeTensorMode():
         state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     places = _reserve(path, {**state, **{alias: state[name] for alias, name in aliases.items()}})
@@ -31,14 +32,14 @@ def reserve(
 
 
 def save_tensor(path: Path, tensor: Lazy, progress: Progress = lambda count: None) -> None:
-    """Write a file of `torch.save` that holds one tensor. Raises CheckpointError."""
+    """Write a file of `torch.save` with one tensor. Raises CheckpointError if that fails."""
     with FakeTensorMode():
         fake = torch.empty(tensor.shape, dtype=tensor.dtype)
     fill(path, [(_reserve(path, fake), tensor)], progress)
 
 
 def _reserve(path: Path, value: Any) -> Any:
-    """Write what is there but for the bytes of its tensors, and read where those belong."""
+    """Write a value without the bytes of its tensors, and read it back for their places."""
     if path.exists():
         raise CheckpointError(f"{path} exists already")
     try:
@@ -50,7 +51,7 @@ def _reserve(path: Path, value: Any) -> Any:
 
 
 def fill(path: Path, tensors: Iterable[tuple[StoredTensor, Lazy]], progress: Progress = lambda count: None) -> int:
-    """Write each tensor's bytes to its place, and sync the file to the disk; returns how many bytes."""
+    """Write each tensor's bytes to its place, and sync the file to the disk; returns the number of bytes."""
     total = 0
     try:
         with path.open("r+b") as file:

@@ -1,1 +1,1 @@
-"""Checkpoints of other systems, read without running anything that is in them."""
+"""Reads checkpoints of other systems without running code that is in them."""

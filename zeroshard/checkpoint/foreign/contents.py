@@ -1,7 +1,6 @@
-"""What a checkpoint of another system holds, in our terms.
+"""The contents of a checkpoint of any system: parameters with master weights and moments, buffers, aliases, counters.
 
-Parameters by name with their master weights and moments, buffers, names that are only another name of a parameter, and
-the counters of the run. All tensors are `Lazy`: a `Contents` of a terabyte is a few kilobytes.
+All tensors are `Lazy`, so the `Contents` of a terabyte take a few kilobytes.
 """
 
 from __future__ import annotations
@@ -21,8 +20,13 @@ from zeroshard.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter. `weight` is the fp32 master where there is one, `compute` the dtype that forward used, if known;
-    `step` counts its updates."""
+    """A parameter.
+
+    Attributes:
+        weight: the fp32 master weight, if there is one.
+        step: how often it was updated; None if that is not known.
+        compute: the dtype that the forward used; None if that is not known.
+    """
 
     name: str
     weight: Lazy
@@ -46,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scaler:
-    """A loss scale. `since_overflow` counts steps; None where the scale is static."""
+    """A loss scale. `since_overflow` counts steps; None for a static scale."""
 
     scale: float
     dynamic: bool
@@ -59,13 +63,15 @@ class Scaler:
 
 @dataclass(frozen=True)
 class Contents:
-    """All of a checkpoint.
+    """The contents of a checkpoint.
 
-    optimizer, scheduler_type: names of the classes, None where nothing says.
-    accumulation: micro-batches of a step.
-    complete: False if frozen parameters were left out when it was saved.
-    aliases: another name of a parameter -> the name that it is stored under (tied weights).
-    left_out: what was there and could not be kept, with the reason, for the user to see.
+    Attributes:
+        origin: the system and the ranks that saved it, in words.
+        aliases: other names of tied parameters, with the name that they are stored under.
+        optimizer, scheduler_type: names of the classes; None if they are not known.
+        accumulation: micro-batches per step.
+        complete: False if frozen parameters were left out when it was saved.
+        left_out: what could not be kept, with the reason, in sentences for the user.
     """
 
     origin: str
@@ -100,7 +106,7 @@ class Contents:
                     )
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], Lazy]]:
-        """Weights of parameters, then buffers: name, global shape, and the tensor to be read."""
+        """Weights of parameters, then buffers: name, shape, and the tensor."""
         for name, parameter in self.parameters.items():
             yield name, parameter.shape, parameter.weight
         for name, buffer in self.buffers.items():
@@ -108,10 +114,10 @@ class Contents:
 
 
 def optimizer_name(groups: Sequence[Group], moments: Iterable[str], said: str | None = None) -> str | None:
-    """The class of the optimizer, from what it left; None where that could be several.
+    """The class of the optimizer, by its state; None if it may be several.
 
     Args:
-        said: what a config calls it; DeepSpeed's "Adam" decouples the weight decay unless told otherwise.
+        said: its name in the config; DeepSpeed's "Adam" decouples the weight decay unless configured otherwise.
     """
     decoupled = {group.options.get("decoupled_weight_decay") for group in groups} - {None}
     kinds = set(moments)
@@ -123,7 +129,7 @@ def optimizer_name(groups: Sequence[Group], moments: Iterable[str], said: str | 
 
 
 def plain(value: Any, where: str, left_out: list[str]) -> Any:
-    """A value as JSON has it: tuples become lists, sets sorted lists; what JSON can't hold is noted in `left_out`."""
+    """A JSON value: tuples become lists, sets sorted lists; values that JSON lacks are noted in `left_out`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,18 +1,17 @@
-"""Open a plain checkpoint of `torch.distributed.checkpoint`: FSDP2's own, and torchtitan's.
+"""Opens a plain checkpoint of `torch.distributed.checkpoint`, as FSDP2 and torchtitan save them.
 
-    DIR/.metadata        a pickle: shapes and rectangles of each tensor, and where each rectangle lies
+    DIR/.metadata        a pickle: shapes and rectangles of each tensor, and the place of each rectangle
     DIR/__R_N.distcp     rectangles and objects one after the other, each a whole archive of `torch.save`
 
-Nothing in it says what is a parameter and what belongs to the optimizer; the path of a key in the nested dict that was
-saved does:
+The paths of keys in the nested dict that was saved tell parameters from optimizer state:
 
     ("model", NAME)                        or (NAME,)                        a parameter or buffer
     ("optim", "state", NAME, "exp_avg")    or ("optimizer", "state.NAME.exp_avg")
     ("optim", "param_groups", 0, "lr")     or ("optimizer", "param_groups.NAME.lr")
 
-The first form is what `get_state_dict` gives, the second what it gives flattened, as torchtitan saves it. Whatever else
-is there (train_state, lr_scheduler) goes to the client state. A tensor without moments that equals one with moments bit
-for bit is another name of it: DCP stores tied weights twice.
+The first form is that of `get_state_dict`, the second its flattened form, which torchtitan saves. All other keys
+(train_state, lr_scheduler) go to the client state. A tensor without moments that equals one with moments bit for bit is
+an alias of it, since DCP stores tied weights twice.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Archived:
-    """A tensor in an archive of its own, opened when it is read."""
+    """A tensor in its own archive, which is opened by reads."""
 
     archive: FileRange
     shape: tuple[int, ...]
@@ -63,8 +62,8 @@ class Archived:
 
 
 @dataclass
-class Sorted:
-    """The keys of a checkpoint, by what they are."""
+class SortedKeys:
+    """The keys of a checkpoint by kind: tensors, other objects, moments, and options of optimizer groups."""
 
     tensors: dict[tuple[Any, ...], Lazy] = field(default_factory=dict)
     objects: dict[tuple[Any, ...], FileRange] = field(default_factory=dict)
@@ -77,10 +76,10 @@ def is_dcp(directory: str | os.PathLike[str]) -> bool:
 
 
 def open_dcp(directory: str | os.PathLike[str]) -> Contents:
-    """The contents of a DCP folder; reads shapes, counters and options only (and tensors that may be tied).
+    """The contents of a DCP folder; reads shapes, counters, options, and tensors that may be tied.
 
     Raises:
-        CheckpointError: it is damaged, hostile, or compressed.
+        CheckpointError: it is damaged, malicious, or compressed.
     """
     folder = Path(directory)
     found = _sort(folder)
@@ -122,7 +121,7 @@ def open_dcp(directory: str | os.PathLike[str]) -> Contents:
     )
 
 
-def _sort(folder: Path) -> Sorted:
+def _sort(folder: Path) -> SortedKeys:
     path = folder / METADATA
     metadata = unpickle(read_bytes(path, Limits().pickle_bytes), str(path))
     entries = _attribute(metadata, "state_dict_metadata", path)
@@ -131,10 +130,10 @@ def _sort(folder: Path) -> Sorted:
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
     where = _places(folder, storage)
-    found = Sorted()
+    found = SortedKeys()
     for key, entry in entries.items():
         place = places.get(key) if isinstance(places, dict) else None
-        _file_under(
+        _add_entry(
             found, tuple(place) if isinstance(place, (tuple, list)) and place else (key,), key, entry, where, path
         )
     return found
@@ -151,7 +150,7 @@ Places = Mapping[tuple[str, tuple[int, ...] | None], FileRange]
 
 
 def _places(folder: Path, storage: Mapping[Any, Any]) -> Places:
-    """Where the rectangle of a key at an offset lies."""
+    """The places of rectangles, by key and offset."""
     found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
     sizes: dict[str, int] = {}
     for index, info in storage.items():
@@ -177,7 +176,7 @@ def _places(folder: Path, storage: Mapping[Any, Any]) -> Places:
     return found
 
 
-def _file_under(found: Sorted, place: tuple[Any, ...], key: str, entry: Any, where: Places, path: Path) -> None:
+def _add_entry(found: SortedKeys, place: tuple[Any, ...], key: str, entry: Any, where: Places, path: Path) -> None:
     if not isinstance(entry, Inert) or not isinstance(key, str):
         raise CheckpointError(f"{path}: an entry is no description of a tensor")
     moment = _moment(place)
@@ -236,8 +235,8 @@ def _option(place: Sequence[Any]) -> bool:
     return (len(place) >= 3 and place[-3] == "param_groups") or str(place[-1]).startswith("param_groups.")
 
 
-def _model_prefix(found: Sorted) -> tuple[Any, ...]:
-    """Under which key the model was saved: where all that have moments are, else the usual one, else the largest."""
+def _model_prefix(found: SortedKeys) -> tuple[Any, ...]:
+    """The key that the model was saved under: one with all names that have moments, else "model", else the largest."""
     prefixes: dict[tuple[Any, ...], set[str]] = {}
     for path in found.tensors:
         prefixes.setdefault(path[:-1], set()).add(str(path[-1]))
@@ -253,14 +252,14 @@ def _model_prefix(found: Sorted) -> tuple[Any, ...]:
 
 
 def _aliases(values: Mapping[str, Lazy], moments: Mapping[str, Any]) -> dict[str, str]:
-    """Matrices without moments that equal one with moments."""
+    """Matrices without moments that equal one with moments, with the name of that."""
     found = {}
     for name, tensor in values.items():
         if name in moments or len(tensor.shape) < 2 or not numel(tensor.shape):
             continue
         for other in moments:
-            twin = values[other]
-            if twin.shape == tensor.shape and twin.dtype == tensor.dtype and torch.equal(twin.read(), tensor.read()):
+            tied = values[other]
+            if tied.shape == tensor.shape and tied.dtype == tensor.dtype and torch.equal(tied.read(), tensor.read()):
                 found[name] = other
                 break
     return found
@@ -316,7 +315,7 @@ def _put(target: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
 
 
 def _steps(parameters: Mapping[str, Parameter], client: Mapping[str, Any]) -> int:
-    """Steps done: what torchtitan says, else how often the optimizer updated."""
+    """The number of steps: torchtitan's count, else the number of updates."""
     said = client.get("train_state")
     if isinstance(said, dict) and type(said.get("step")) is int:
         return said["step"]

@@ -1,4 +1,4 @@
-"""Open a checkpoint folder of DeepSpeed (0.19), ZeRO stages 1 to 3 or universal.
+"""Opens a checkpoint folder of DeepSpeed (0.19), ZeRO stages 1 to 3 or universal.
 
     DIR/latest                                            the newest tag
     DIR/TAG/mp_rank_00_model_states.pt                    stages 1, 2: model, names and shapes in flat order, counters
@@ -9,9 +9,9 @@
     DIR/TAG/layer_L_expert_E_mp_rank_00_model_states.pt   experts: see `deepspeed_experts`
     DIR/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt   universal: a parameter a folder
 
-Here the folder is recognised; `deepspeed_common` reads what both kinds share, `deepspeed_flat` and
-`deepspeed_universal` say where each parameter lies. Rejected: DeepSpeed's own way, to load all files of all ranks and
-concatenate, which needs the memory of the whole optimizer.
+This module recognises the folder; `deepspeed_common` reads what all kinds share, `deepspeed_flat` and
+`deepspeed_universal` find the place of each parameter. Rejected: loading all files of all ranks and concatenating them,
+as DeepSpeed does, which takes memory for the whole optimizer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Path | No
 
 
 def check_tag(tag: str, base: Path) -> str:
-    """A tag is the name of a folder in `base`. Raises CheckpointError for what could be elsewhere."""
+    """The tag, if it is the name of a folder in `base`. Raises CheckpointError for other paths."""
     if not _TAG.fullmatch(tag):
         raise CheckpointError(f"tag {tag[:80]!r} is no folder of {base}")
     return tag
@@ -82,7 +82,7 @@ def open_deepspeed(folder: Path) -> Contents:
     """The contents of a checkpoint folder that `find` returned; reads names, shapes and counters only.
 
     Raises:
-        CheckpointError: files are missing, damaged, hostile, or hold what is not imported.
+        CheckpointError: files are missing, damaged or malicious, or have content that is not imported.
     """
     found = _Found.of(folder)
     if found.layers:
@@ -134,7 +134,7 @@ class _Found:
             own[rank] = self.folder / name
 
     def files(self, part: int) -> Files:
-        """Those of one model-parallel rank. Raises CheckpointError where its first ones are missing."""
+        """The files of one model-parallel rank. Raises CheckpointError if its first ones are missing."""
         model, optim = self.model.get(part, {}), self.optim.get(part, {})
         if 0 not in model or not (optim or self.universal):
             raise CheckpointError(f"{self.folder} holds no ZeRO checkpoint: the files of rank 0 are missing")

@@ -1,6 +1,6 @@
-"""What a checkpoint of DeepSpeed says once, whatever its kind: shapes in flat order, buffers, aliases, counters, scale.
+"""Reads what all kinds of DeepSpeed checkpoints have: shapes in flat order, buffers, aliases, counters, loss scale.
 
-It is in rank 0's model file. Where each parameter lies differs between kinds; see `deepspeed_flat` and
+It is in rank 0's model file. The places of parameters depend on the kind; see `deepspeed_flat` and
 `deepspeed_universal`.
 """
 
@@ -30,7 +30,7 @@ _OWN_KEYS = frozenset(_OWN_KEYS_TEXT.split())
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one tag, by data-parallel rank; those of experts by layer and by number among all."""
+    """The files of one tag, by data-parallel rank; those of experts by layer and by number among all experts."""
 
     folder: Path
     model: Mapping[int, Path]
@@ -41,7 +41,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Common:
-    """What rank 0's model file says: shapes in flat order, buffers, aliases, counters."""
+    """The content of rank 0's model file: shapes in flat order, buffers, aliases, counters."""
 
     path: Path
     state: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Common:
 
     @staticmethod
     def read(files: Files, module_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None) -> Common:
-        """What rank 0's file says; `module_of` gives the module's tensors where these are in other files."""
+        """Read rank 0's file; `module_of` returns the module's tensors if these are in other files."""
         path = files.model[0]
         state = load(path)
         if not isinstance(state, dict) or not isinstance(state.get("param_shapes"), list):
@@ -74,7 +74,7 @@ class Common:
             for alias, name in mapping(state.get("shared_params") or {}, path, "shared_params").items()
         }
         frozen = _shapes(state.get("frozen_param_shapes") or {}, path)
-        # DeepSpeed goes by the address, which all parameters without elements have in common.
+        # DeepSpeed finds shared parameters by their address, which all parameters without elements share.
         trained = {name for group in shapes for name in group}
         aliases = {a: n for a, n in aliases.items() if n in trained or not _empty(n, frozen, module)}
         return Common(path, state, shapes, frozen, module, buffers, aliases, tuple(left_out))
@@ -85,12 +85,12 @@ class Common:
         return {name: shape for group in self.shapes for name, shape in group.items()}
 
     def compute_dtype(self, name: str) -> torch.dtype | None:
-        """What the forward computed `name` in; at stage 3 an empty tensor stands for it."""
+        """The forward's dtype of `name`; None if it is not known. At stage 3 an empty tensor has it."""
         value = self.module.get(name)
         return value.dtype if isinstance(value, StoredTensor) else None
 
     def excluded(self, parameters: Mapping[str, Parameter]) -> list[str]:
-        """Parameters that the model has and the checkpoint does not: at stage 3 an empty tensor stands for them."""
+        """Parameters of the model that the checkpoint lacks; at stage 3 it has an empty tensor for them."""
         return [
             name
             for name, value in self.module.items()
@@ -99,7 +99,7 @@ class Common:
         ]
 
     def whole_frozen(self, left_out: list[str]) -> dict[str, Parameter]:
-        """Parameters outside of the optimizer that the model file holds whole: frozen ones and those of no element."""
+        """Parameters outside of the optimizer that the model file has whole: frozen ones and those without elements."""
         found: dict[str, Parameter] = {}
         for name, value in self.module.items():
             if name in self.trained or name in self.buffers or name in self.aliases:
@@ -111,7 +111,7 @@ class Common:
         return found
 
     def contents(self, origin: str, parameters: dict[str, Parameter], left_out: list[str], **rest: Any) -> Contents:
-        """Put counters and what the caller saved around the parameters."""
+        """The contents: the parameters, with counters, scheduler and the user's state of the file."""
         state = self.state
         order = [name for name in self.module if name in parameters]
         order += [name for name in parameters if name not in self.module]
@@ -133,9 +133,9 @@ class Common:
         moments = {key for parameter in parameters.values() for key in parameter.moments}
         return Contents(
             origin=origin,
-            optimizer=optimizer_name(groups, moments, _said(config, "optimizer")),
+            optimizer=optimizer_name(groups, moments, _type_in_config(config, "optimizer")),
             accumulation=accumulation if type(accumulation) is int and accumulation > 0 else 1,
-            scheduler_type=None if scheduler is None else _said(config, "scheduler"),
+            scheduler_type=None if scheduler is None else _type_in_config(config, "scheduler"),
             complete=not self.excluded(parameters),
             parameters={name: parameters[name] for name in order},
             buffers=self.buffers,
@@ -178,15 +178,15 @@ def _empty(name: str, frozen: Mapping[str, tuple[int, ...]], module: Mapping[str
     return numel(frozen[name] if name in frozen else value.shape if isinstance(value, StoredTensor) else (1,)) == 0
 
 
-def _said(config: Mapping[str, Any], what: str) -> str | None:
-    """The type of optimizer or scheduler in a config."""
+def _type_in_config(config: Mapping[str, Any], what: str) -> str | None:
+    """The type of the optimizer or scheduler in a config; None if it has none."""
     section = config.get(what)
     found = section.get("type") if isinstance(section, dict) else None
     return found if isinstance(found, str) else None
 
 
 def scaler_of(value: Any) -> Scaler | None:
-    """The loss scale from DeepSpeed's scaler object; None where there is none, or a scale of 1 that never changes."""
+    """The loss scale from DeepSpeed's scaler object; None if there is none, or a static scale of 1."""
     if not isinstance(value, Inert) or not isinstance(value.state, dict):
         return None
     scale = value.attribute("cur_scale", 1.0)

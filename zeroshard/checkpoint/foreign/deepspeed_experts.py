@@ -1,12 +1,12 @@
-"""Where the experts of DeepSpeed's `MoE` lie: each rank has some of them, under the same names as the others.
+"""Finds the experts of DeepSpeed's `MoE`: each rank has some of them, under the same names as other ranks.
 
-    layer_L_expert_E_mp_rank_00_model_states.pt    expert E as forward had it, E among all experts
-    flat group of experts in rank R's file         that of the experts of rank R % ep, cut over the ranks with the same
+    layer_L_expert_E_mp_rank_00_model_states.pt    expert E in the forward's dtype, E among all experts
+    flat group of experts in rank R's file         the experts of rank R % ep, divided over the ranks that have the same
 
     ranks 0..3, ep 2, 4 experts       rank 0, 2: experts 0 1      rank 1, 3: experts 2 3
 
-All experts of a layer become one parameter with a dim for them in front, under the name without the expert's number, as
-`zeroshard.experts` has them. Rejected: an expert a parameter, which says nothing of which layer they belong to.
+All experts of a layer become one parameter, as in `zeroshard.experts`: its first dim is the expert, and its name lacks
+the expert's number. Rejected: a parameter per expert, which does not tell the layer that it belongs to.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _NAME = re.compile(r"(.*\bdeepspeed_experts)\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class ExpertName:
-    """A parameter of one expert: the name of the stack of all, and the expert's number on its rank."""
+    """A parameter of one expert: the name of the stacked parameter, and the expert's number on its rank."""
 
     stack: str
     local: int
 
     @staticmethod
     def of(name: str) -> ExpertName | None:
-        """None for what is no parameter of an expert."""
+        """The parts of a name; None for a parameter of no expert."""
         match = _NAME.fullmatch(name)
         return None if match is None else ExpertName(f"{match[1]}.{match[3]}", int(match[2]))
 
 
 def stack_name(name: str) -> str:
-    """The name of the stack that a parameter is in; its own where it is no expert's."""
+    """The name of the stacked parameter that has an expert's parameter; the same name for other parameters."""
     found = ExpertName.of(name)
     return name if found is None else found.stack
 
 
 Read = Callable[[int, str], Mapping[str, Lazy]]
-"""Master weights and moments of a parameter on the ranks of one part of the experts."""
+"""Reads master weights and moments of a parameter from the ranks that have one part of the experts."""
 
 
 def stacked(
@@ -62,9 +62,12 @@ def stacked(
     """The parameters of one flat group of experts, stacked.
 
     Args:
-        shapes: of the parameters of a rank's experts.
-        parts: ranks over which the experts of a layer are divided.
-        files: by layer and expert, what forward had.
+        shapes: shapes of the parameters of one rank's experts.
+        parts: the number of ranks that divide the experts of a layer.
+        read: reads master weights and moments.
+        step: the number of updates.
+        files: the files of experts, by layer and expert.
+        where: the checkpoint, for messages.
 
     Raises:
         CheckpointError: experts of a layer are missing.
@@ -100,7 +103,7 @@ def _stack(values: Sequence[Lazy], shape: tuple[int, ...], where: Path) -> Joine
 def frozen(
     files: Mapping[int, Mapping[int, Path]], trained: Mapping[str, Parameter], where: Path
 ) -> dict[str, Parameter]:
-    """Experts' parameters outside of the optimizer, from the files of the experts."""
+    """Parameters of experts that were not trained, from the files of the experts."""
     found: dict[str, Parameter] = {}
     for layer, experts in files.items():
         if sorted(experts) != list(range(len(experts))):
@@ -118,7 +121,7 @@ def frozen(
 
 
 def _of_expert(path: Path) -> dict[str, StoredTensor]:
-    """What forward had of one expert, by the names of the stacks."""
+    """The tensors of one expert's file, by the names of the stacked parameters."""
     state = load(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it holds a {type(state).__name__}, not a dict")
@@ -130,6 +133,6 @@ def _of_expert(path: Path) -> dict[str, StoredTensor]:
 
 
 def _dtypes(files: Mapping[int, Mapping[int, Path]]) -> dict[str, torch.dtype]:
-    """What forward had each stack in, by the first expert of each layer."""
+    """The forward's dtype of each stacked parameter, by the first expert of each layer."""
     first = (_of_expert(experts[min(experts)]) for experts in files.values())
     return {stack: value.dtype for state in first for stack, value in state.items()}

@@ -1,21 +1,21 @@
-"""Where a parameter lies in the partitions of DeepSpeed's ranks.
+"""Finds parameters in the partitions of DeepSpeed's ranks.
 
-Stages 1 and 2: each optimizer group is one vector, cut into equal partitions; partition R is in rank R's file, the last
-ones without the padding at their end.
+Stages 1 and 2: each optimizer group is one vector in equal partitions; partition R is in rank R's file, without the
+padding at the end.
 
     | embed ......... | pad | first ... | second ............ | pad |
     | partition of rank 0        | partition of rank 1              |
 
-A parameter is then one piece of each partition that it reaches into. `param_alignment_paddings` says what lies between
+A parameter has one piece in each partition that it reaches into. `param_alignment_paddings` has the padding between
 parameters.
 
-Stage 3: each parameter is cut into equal parts itself, and a rank's file has its parts one after the other, in
+Stage 3: each parameter is divided into equal parts, and a rank's file has its parts one after the other, in
 sub-groups:
 
     rank 0   | embed, 1st half | | first, 1st half | second, 1st half |
     rank 1   | embed, 2nd half | | first, 2nd half | second, 2nd half |
 
-The last part is padded. Moments lie as the master weights do.
+The last part is padded. Moments are divided like the master weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a flat group: its master weights and moments, 1-D, by name; `length` counts padding too."""
+    """A rank's part of a flat group: master weights and moments, 1-D, by name. `length` includes padding."""
 
     tensors: Mapping[str, Lazy]
     length: int
@@ -48,14 +48,14 @@ class Part:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank's optimizer file holds."""
+    """The content of one rank's optimizer file."""
 
     path: Path
     state: Mapping[str, Any]
 
     @property
     def stage(self) -> int:
-        """1, 2 or 3. The bf16 optimizer, which is laid out as stage 1, doesn't say."""
+        """The ZeRO stage, 1, 2 or 3. The bf16 optimizer, whose layout is that of stage 1, does not store it."""
         value = self.state.get("zero_stage", 1)
         if isinstance(value, Inert) and len(value.args) == 1:  # the enum, by value
             value = value.args[0]
@@ -66,7 +66,7 @@ class RankState:
         return value
 
     def base(self) -> Mapping[str, Any]:
-        """The state of the optimizer inside: `state` by flat group and `param_groups`."""
+        """The state of the base optimizer: `state` by flat group, and `param_groups`."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         value = self.state.get(key)
         if isinstance(value, list):  # DeepSpeed's "elastic" form: a list of states, without hyper-parameters
@@ -74,11 +74,12 @@ class RankState:
         return mapping(value, self.path, key)
 
     def parts(self) -> list[Part]:
+        """This rank's part of each flat group."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         weights = self.state.get(key)
         if not isinstance(weights, list):
             raise CheckpointError(f"{self.path} holds no {key}: it is no ZeRO checkpoint of DeepSpeed")
-        # The optimizer of stages 1 and 2 cuts the padding off, the bf16 optimizer (which names no stage) keeps it.
+        # The optimizer of stages 1 and 2 removes the padding, the bf16 optimizer (which stores no stage) keeps it.
         paddings = self.state.get("group_paddings") if self.stage != 3 and "zero_stage" in self.state else None
         states = mapping(self.base().get("state"), self.path, "state")
         found = []
@@ -100,7 +101,7 @@ class RankState:
         return found
 
     def step(self, index: int) -> float | None:
-        """How often flat group `index` was updated."""
+        """The number of updates of flat group `index`; None if it is not known."""
         base = self.base()
         found = mapping(base.get("state"), self.path, "state").get(index, {})
         value = found.get("step") if isinstance(found, dict) else None
@@ -165,7 +166,7 @@ def _optimizer_state(path: Path) -> Mapping[str, Any]:
 
 
 def _partition_counts(rank: RankState, groups: int, world: int) -> list[int]:
-    """Over how many ranks each flat group is cut: experts over those that have the same ones."""
+    """The number of ranks that divide each flat group; experts are divided over the ranks that have the same ones."""
     counts = rank.state.get("partition_count")
     return counts if isinstance(counts, list) and len(counts) == groups else [world] * groups
 
@@ -178,7 +179,7 @@ def _experts(
     count: int,
     experts: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Parameter]:
-    """The experts in a flat group, whose ranks with the same ones are `count`."""
+    """The experts in a flat group; `count` ranks have the same ones."""
     config = common.state.get("ds_config")
     if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
         raise CheckpointError(
@@ -268,7 +269,7 @@ def _pieces_3(shapes: Mapping[str, tuple[int, ...]], world: int) -> Pieces:
 
 
 def _split(count: int, world: int) -> list[int]:
-    """How many elements of a parameter each rank has at stage 3, without padding."""
+    """The number of elements of a parameter on each rank at stage 3, without padding."""
     part = -(-count // world)
     return [max(0, min(part, count - rank * part)) for rank in range(world)]
 
@@ -314,7 +315,7 @@ def frozen_3(files: Files, common: Common, world: int) -> dict[str, Parameter]:
 
 
 def groups_of(value: Any, common: Common, stage: int, left_out: list[str]) -> tuple[Group, ...]:
-    """Optimizer groups with the names of their parameters. At stage 3 a group is some of the flat groups."""
+    """Optimizer groups with the names of their parameters. At stage 3 a group has several flat groups."""
     found = []
     for index, group in enumerate(value if isinstance(value, list) else []):
         options = mapping(group, common.path, "param_groups")

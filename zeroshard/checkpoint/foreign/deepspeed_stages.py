@@ -1,12 +1,12 @@
-"""The stages of a DeepSpeed pipeline as one checkpoint: each has a model file, and optimizer files of its own ranks.
+"""Reads the stages of a DeepSpeed pipeline as one checkpoint.
 
-    layer_LL-model_states.pt                             a layer's weights as forward had them, by its own names
+    layer_LL-model_states.pt                             a layer's weights in the forward's dtype, by its own names
     mp_rank_SS_model_states.pt                           stage S: names and shapes in flat order, counters
-    zero_pp_rank_R_mp_rank_SS_optim_states.pt            the part of its rank R
+    zero_pp_rank_R_mp_rank_SS_optim_states.pt            the part of stage S's rank R
 
-Names are those of the whole model (`3.weight`, `tied_modules.KEY.weight`), on whichever stage a parameter is, so stages
-are read one after the other and put together. A tied module is on several of them, with equal values; its parameters
-get the names that they have here, and DeepSpeed's as other ones.
+Names on all stages are those of the whole model (`3.weight`, `tied_modules.KEY.weight`), so the stages are read one
+after the other and joined. A tied module is on several stages, with equal values; its parameters get the names of
+zeroshard's PipelineModule, and DeepSpeed's as aliases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_stages(stages: Sequence[Files], layers: Mapping[int, Path]) -> Contents
         layers: the file of each layer that has parameters or buffers.
 
     Raises:
-        CheckpointError: files are missing or damaged, or stages hold another thing under one name.
+        CheckpointError: files are missing or damaged, or stages differ in a parameter.
     """
     held = {number: mapping(load(path), path, "the content") for number, path in layers.items()}
     found = [open_flat(files, Common.read(files, lambda state: _module(state, held))) for files in stages]
@@ -66,13 +66,13 @@ def open_stages(stages: Sequence[Files], layers: Mapping[int, Path]) -> Contents
 
 
 def _named_here(name: str) -> str:
-    """The name of a tied parameter in our PipelineModule, which keeps the module beside what is called with it."""
+    """The name of a parameter in zeroshard's PipelineModule, which stores a tied module in a wrapper."""
     match = _TIED.fullmatch(name)
     return name if match is None else f"{name[: match.start(1)]}module.{match[1]}"
 
 
 def _groups(stages: Sequence[Contents]) -> tuple[Group, ...]:
-    """Groups of the same number on all stages are one; a tied parameter is in it once."""
+    """Joins the groups with the same number on all stages; a tied parameter is in them once."""
     counts = {len(contents.groups) for contents in stages}
     if len(counts) > 1:
         raise CheckpointError(f"stages have {sorted(counts)} optimizer groups; give all of them the same number")
@@ -84,7 +84,7 @@ def _groups(stages: Sequence[Contents]) -> tuple[Group, ...]:
 
 
 def _module(state: Mapping[str, Any], layers: Mapping[int, Mapping[Any, Any]]) -> dict[str, Any]:
-    """What forward had of a stage's parameters, buffers and of frozen layers, under the names of the whole model."""
+    """A stage's parameters and buffers from the layers' files, by the names of the whole model."""
     names = [name for group in state.get("param_shapes") or () for name in group]
     buffers = list(state.get("buffer_names") or ())
     numbers = {int(name.split(".", 1)[0]) for name in (*names, *buffers) if name.split(".", 1)[0].isdigit()}

@@ -1,11 +1,12 @@
-"""Tensor-parallel parts of a DeepSpeed checkpoint, put together as `universal_checkpoint_info` in it says.
+"""Joins the tensor-parallel parts of a DeepSpeed checkpoint by its `universal_checkpoint_info`.
 
-    mp_rank_MM_model_states.pt, zero_pp_rank_R_mp_rank_MM_optim_states.pt     what tensor-parallel rank M has
-    universal_checkpoint_info       patterns of names: whole on each, cut by columns, a padded vocabulary, two blocks
+    mp_rank_MM_model_states.pt, zero_pp_rank_R_mp_rank_MM_optim_states.pt     the parts of tensor-parallel rank M
+    universal_checkpoint_info       patterns of names: whole on each rank, divided by columns, a padded vocabulary, two
+                                    blocks
 
-DeepSpeed writes it for models that it divides itself (AutoTP), Megatron's brings its own. A name that no pattern
-matches was cut by rows. Without it nothing says how a weight was cut. Patterns come from the file, so they are refused
-where they could run for long. Rejected: to find the dim by comparing shapes with a model, which is not there yet.
+DeepSpeed writes it for models that it divides itself (AutoTP), and Megatron for its own. Names that match no pattern
+are divided by rows. A checkpoint without it is refused. Patterns come from the file, so those that could run long are
+refused. Rejected: finding the dim by comparing shapes with a model, which is not there yet.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _REFUSED = {
 }
 _LONGEST, _REPEATS = 300, 3
 _QUIET = re.compile(r"[^(){}|]*")
-"""Without groups and counts, a pattern with few repetitions takes a power of the name's length, not its exponent."""
+"""Without groups and counts, a pattern with few repetitions takes polynomial, not exponential time."""
 
 
 def open_tensor_parts(ranks: Sequence[Files]) -> Contents:
@@ -53,7 +54,7 @@ def open_tensor_parts(ranks: Sequence[Files]) -> Contents:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """How names were cut. Raises CheckpointError for what is not imported."""
+    """How parameters were divided, by patterns of names."""
 
     patterns: Mapping[str, tuple[re.Pattern[str], ...]]
     vocabulary: int | None
@@ -102,7 +103,7 @@ def _joined(name: str, parts: Sequence[Parameter], cuts: _Cuts, where: Path) -> 
 
 
 def _whole(name: str, parts: Sequence[Lazy], cuts: _Cuts) -> Lazy:
-    """What the parts of all ranks make."""
+    """The whole tensor of the parts of all ranks."""
     shape, dtype = parts[0].shape, parts[0].dtype
     if cuts.has(_WHOLE, name) or not shape:
         return parts[0]
@@ -125,7 +126,7 @@ def _whole(name: str, parts: Sequence[Lazy], cuts: _Cuts) -> Lazy:
 
 
 def _first(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """The first so many elements: rows behind the vocabulary are padding."""
+    """The first `count` elements, since rows after the vocabulary are padding."""
     found: list[Piece] = []
     for piece in pieces:
         taken = min(piece.count, count)

@@ -1,11 +1,11 @@
-"""Where a parameter lies in a universal checkpoint of DeepSpeed: in a folder of its own.
+"""Reads a universal checkpoint of DeepSpeed, which has a folder per parameter.
 
-    zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt   the whole tensor, perhaps flat, or {"param": tensor}
+    zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt   the whole tensor, possibly flat, or {"param": tensor}
     zero/NAME/step.pt                              some versions
     zero/optimizer_state.pt                        hyper-parameters and loss scale
 
-The converter also puts buffers, aliases and frozen parameters into such folders, cast to fp32; the model file beside
-them has them as they were, so they are taken from there.
+DeepSpeed's converter also writes buffers, aliases and frozen parameters into such folders, in fp32; they are read from
+the model file, which has them in their own dtypes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def open_universal(files: Files, common: Common) -> Contents:
 
 
 def _steps(state: RankState, stage: int) -> dict[int, float | None]:
-    """By flat group, where the converter kept them in the common file (stage 3)."""
+    """The number of updates by flat group, if the converter stored them in the common file (stage 3)."""
     if stage != 3 or "optimizer_state_dict" not in state.state:
         return {}
     return {index: state.step(index) for index in mapping(state.base().get("state"), state.path, "state")}

@@ -1,11 +1,11 @@
-"""What an unknown name in a pickle becomes: a value that does nothing.
+"""Inert values, which replace the classes, functions and calls of a pickle.
 
-A pickle names classes and functions and says what to call. Here a name becomes a `Name`, a call an `Inert` that keeps
-what it would have been called with. `Inert` compares by identity, so it may be a key; nothing of it is ever called.
+A pickle names classes and functions, and calls them. Here a name becomes a `Name`, and a call an `Inert` that keeps its
+arguments. `Inert` compares by identity, so it may be a key; nothing of it is ever called.
 
-A few names have a meaning that we know (`collections.OrderedDict`, `torch.Size`, dtypes and storages); they are
-built by `KNOWN`, which is the whole of what a pickle can make happen. Names that only an attack would use end the
-reading: the file would do no harm here, but its owner should hear of it.
+A few names are known (`collections.OrderedDict`, `torch.Size`, dtypes and storages); `KNOWN` builds their values, and
+nothing else is run. Names that only an attack would use raise an error: they would do no harm here, but the owner of
+the file should know.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from zeroshard.errors import CheckpointError
 
-# Every name is harmless here; these are refused so that a trap is noticed.
-_TRAPS_TEXT = (
+# All names are harmless here; these are refused so that attacks are noticed.
+_SUSPICIOUS_TEXT = (
     "os posix nt sys subprocess importlib runpy socket shutil ctypes pty code codeop pickle marshal commands "
     "webbrowser timeit pdb bdb asyncio multiprocessing threading signal io tempfile urllib http requests ssl "
     "smtplib inspect gc atexit site pip imp pydoc platform concurrent"
 )
-_TRAPS = frozenset(_TRAPS_TEXT.split())
+_SUSPICIOUS = frozenset(_SUSPICIOUS_TEXT.split())
 _PLAIN_BUILTINS_TEXT = (
     "set frozenset list tuple dict bytes bytearray int float bool complex str slice range object getattr"
 )
@@ -59,7 +59,7 @@ class Name:
 
 @dataclass(eq=False)
 class Inert:
-    """What a pickle would have made by calling `of` with `args`, then giving it `state`, items and entries."""
+    """Stands for the object that a pickle makes by calling `of` with `args`, then setting state, items and entries."""
 
     of: Name
     args: tuple[Any, ...] = ()
@@ -68,7 +68,7 @@ class Inert:
     entries: list[tuple[Any, Any]] = field(default_factory=list)
 
     def attribute(self, key: str, default: Any = None) -> Any:
-        """A field of the object's `__dict__`, as far as the pickle wrote it as a plain state."""
+        """A field of the object's `__dict__`, if the pickle has it as a plain dict."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
@@ -83,10 +83,10 @@ Builder = Callable[[tuple[Any, ...]], Any]
 
 
 def resolve(module: str, name: str) -> Any:
-    """What a global stands for: a dtype, a storage type, or a `Name`.
+    """The value of a global name: a dtype, a storage type, or a `Name`.
 
     Raises:
-        CheckpointError: the name has no place in a checkpoint.
+        CheckpointError: no checkpoint needs the name.
     """
     root = module.partition(".")[0]
     if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -95,7 +95,7 @@ def resolve(module: str, name: str) -> Any:
         return DTYPES[name]
     found = Name(module, name)
     builtin = root in ("builtins", "__builtin__")
-    if root in _TRAPS or (builtin and name not in _PLAIN_BUILTINS):
+    if root in _SUSPICIOUS or (builtin and name not in _PLAIN_BUILTINS):
         raise CheckpointError(
             f"the pickle names {found}, which no checkpoint needs: it was made to run code. Nothing was run; refused"
         )
@@ -132,7 +132,7 @@ def _drop_copy(args: tuple[Any, ...]) -> Any:
     return args[0] if args else None
 
 
-# The whole of what a pickle can make happen, besides tensors (which `torchzip` adds for files of torch).
+# All that a pickle can run, besides the builders of tensors that `torchzip` adds for files of torch.
 KNOWN: dict[str, Builder] = {
     "collections.OrderedDict": _ordered_dict,
     "builtins.set": _set,
@@ -158,7 +158,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def check_key(key: Any) -> Any:
-    """A key of a dict or set: nothing with a deep hash, or with many that collide. Raises CheckpointError."""
+    """The key of a dict or set, if hashing it is cheap and keys can't be made to collide. Raises CheckpointError."""
     parts = key if type(key) is tuple and len(key) <= 8 else (key,)
     for part in parts:
         plain = part is None or isinstance(part, (str, bytes, float, bool, Name, Inert, torch.dtype))

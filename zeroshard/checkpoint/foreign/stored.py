@@ -1,12 +1,11 @@
-"""Tensors that still lie in a file, and what is put together from them.
+"""Lazy tensors: tensors in files, and tensors that are joined from them.
 
     StoredTensor   dtype, shape and strides over bytes [start, start + length) of a file
     Joined         a tensor whose flat elements are pieces of other tensors, in order (ZeRO's partitions)
     Tiled          a tensor whose rectangles are other tensors (torch.distributed.checkpoint)
     Cast           another tensor in another dtype
 
-Nothing is read before `read`, and then only the bytes that are asked for, into memory of their own: no map of the file
-stays behind, so what a caller drops is gone.
+Reads read only the bytes that are needed, into new memory. Files are not mapped, so memory is freed with the result.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAX_COMPARED = 20_000_000
 
 
 class Lazy(Protocol):
-    """A tensor of known shape and dtype whose content is read on request."""
+    """A tensor of known shape and dtype whose values are read on request."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,7 +35,7 @@ class Lazy(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self) -> torch.Tensor:
-        """The whole tensor, contiguous, in memory of its own. Raises CheckpointError."""
+        """The whole tensor, contiguous, in new memory on the CPU. Raises CheckpointError."""
         ...
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
@@ -50,7 +49,7 @@ def numel(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, start + length) of a file that had `size` bytes when it was looked at."""
+    """Bytes [start, start + length) of a file."""
 
     path: Path
     start: int
@@ -86,7 +85,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a storage that lies in a file. `offset` and `strides` count elements."""
+    """A tensor in a storage in a file. `offset` and `strides` count elements."""
 
     storage: FileRange
     dtype: torch.dtype
@@ -127,7 +126,7 @@ class StoredTensor:
         return self._elements(self.offset + start, stop - start)
 
     def fill(self, out: torch.Tensor, start: int) -> None:
-        """Read elements from `start` on into `out`, 1-D, contiguous and of the same dtype; without a copy between."""
+        """Read elements from `start` on into `out`, 1-D, contiguous and of the same dtype, without another copy."""
         if self.contiguous:
             self._fill(out, self.offset + start)
         else:
@@ -189,7 +188,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of a tensor: where its first element lies, and its content."""
+    """A rectangle of a tensor: the indices of its first element, and its values."""
 
     offsets: tuple[int, ...]
     content: Lazy
@@ -255,7 +254,7 @@ class Tiled:
 
     @staticmethod
     def _read_rows(tile: Tile, first: int, last: int, rows: torch.Tensor) -> None:
-        """Put what a tile has of rows [first, last) into `rows`."""
+        """Copy the part of a tile that is in rows [first, last) into `rows`."""
         sizes = tile.content.shape
         low, high = max(first, tile.offsets[0]), min(last, tile.offsets[0] + sizes[0])
         if low >= high or not numel(sizes):
@@ -289,7 +288,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class InMemory:
-    """A tensor that is there already."""
+    """A tensor in memory."""
 
     value: torch.Tensor
 
@@ -308,8 +307,8 @@ class InMemory:
         return self.value.detach().reshape(-1)[start:stop].clone()
 
 
-class Held:
-    """A tensor that can't be read in parts: read whole at the first part, and let go with the last one."""
+class ReadWhole:
+    """A tensor that can't be read in parts: it is read whole with the first part, and dropped with the last one."""
 
     def __init__(self, of: Lazy) -> None:
         self._of = of
@@ -336,7 +335,7 @@ class Held:
 
 
 def chunks(tensor: Lazy, bytes_at_once: int = 4 << 20) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in row-major order, some at a time; each is 1-D."""
+    """The elements of a tensor in row-major order, as 1-D tensors of at most `bytes_at_once` bytes."""
     step = max(1, bytes_at_once // tensor.dtype.itemsize)
     total = numel(tensor.shape)
     for start in range(0, total, step):

@@ -1,14 +1,14 @@
-"""Files of `torch.save`, opened without running them.
+"""Opens files of `torch.save` without running code in them.
 
     | local header, name | padding to 64 | data.pkl | ... | local header, name | padding | data/0 | ...
     | central directory: one record for each entry | [zip64 end record, locator] | end record |
 
-What torch writes is a plain subset of zip: entries are stored, not compressed, and nothing lies before,
-between or after that the directory does not say. So the directory is read here and everything else is refused:
-compression, encryption, entries that overlap (a few kB can unpack to petabytes that way), names that leave the archive,
-two entries of one name, a comment that hides a second directory. Python's `zipfile` would accept these.
+torch writes a plain subset of zip: entries are stored without compression, and the directory describes all bytes. So
+this reader refuses everything else: compression, encryption, entries that overlap (by which a few kB can unpack to
+petabytes), names that leave the archive, duplicate names, a comment that hides a second directory. Python's `zipfile`
+would accept these.
 
-`data.pkl` is the object, whose tensors refer to storages `data/KEY`. It is read by `unpickle`; tensors become
+`data.pkl` has the object, whose tensors refer to storages `data/KEY`. `unpickle` reads it; tensors become
 `StoredTensor`s.
 """
 
@@ -38,7 +38,7 @@ _MAX_NAME = 512
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored entry: its name inside the archive, and where its bytes lie in the file."""
+    """An entry: its name in the archive, the position of its header, and its bytes in the file."""
 
     name: str
     header: int
@@ -46,13 +46,14 @@ class Entry:
 
 
 def load(file: str | os.PathLike[str] | FileRange, limits: Limits | None = None) -> Any:
-    """The object in a file of `torch.save`, its tensors as `StoredTensor`s.
+    """The object in a file of `torch.save`, with its tensors as `StoredTensor`s.
 
     Args:
-        file: a path, or a part of a file that holds a whole archive (torch.distributed.checkpoint packs them so).
+        file: a path, or a part of a file that is a whole archive (as in torch.distributed.checkpoint).
+        limits: bounds for the pickle; None for the defaults.
 
     Raises:
-        CheckpointError: it is not such a file, is damaged, or was made to do harm; nothing was run.
+        CheckpointError: it is not such a file, is damaged, or malicious; nothing was run.
     """
     archive = file if isinstance(file, FileRange) else _whole(Path(file))
     entries = read_directory(archive)
@@ -84,7 +85,7 @@ def load(file: str | os.PathLike[str] | FileRange, limits: Limits | None = None)
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage of the archive, and what its elements are."""
+    """A storage of the archive, and the dtype of its elements."""
 
     content: FileRange
     type: StorageType
@@ -143,7 +144,7 @@ def _whole(path: Path) -> FileRange:
 
 
 def read_directory(archive: FileRange) -> dict[str, Entry]:
-    """The entries of an archive by name. Raises CheckpointError for all that torch would not write."""
+    """The entries of an archive by name. Raises CheckpointError for an archive that torch would not write."""
     try:
         return _entries(archive, *_directory(archive))
     except (struct.error, UnicodeDecodeError) as error:
@@ -155,7 +156,7 @@ def _bad(archive: FileRange, what: str) -> CheckpointError:
 
 
 def _directory(archive: FileRange) -> tuple[int, int, int]:
-    """Where the central directory begins, its bytes, and its number of entries."""
+    """The start, the size and the number of entries of the central directory."""
     if archive.length < _END.size:
         raise CheckpointError(f"{archive.path} is no file of torch.save, or is cut off ({archive.length} bytes)")
     end_at = archive.length - _END.size
@@ -251,7 +252,7 @@ def _content(archive: FileRange, name: str, header: int, length: int) -> FileRan
 
 
 def _check_apart(archive: FileRange, found: dict[str, Entry], directory: int) -> None:
-    """Entries lie one after the other; none covers another one's bytes or the directory's."""
+    """Refuse entries that overlap with each other or with the directory."""
     before, before_end = "", 0
     for entry in sorted(found.values(), key=lambda entry: entry.header):
         if entry.header < before_end:

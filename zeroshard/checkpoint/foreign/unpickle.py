@@ -1,13 +1,13 @@
-"""Read a pickle without running it.
+"""Reads a pickle without running it.
 
-A pickle is a program for a stack machine. The machine here executes it with inert values only: no name is imported,
-nothing found in the file is called, no attribute is set. What is left is memory and time, so both are bounded:
-operations, containers, nesting, and the size that the result has when everything that is shared is written out (a few
-bytes can share their way to billions of values that only a reader meets).
+A pickle is a program for a stack machine. This machine executes it with inert values only: it imports no name, calls
+nothing that the file names, and sets no attribute. Memory and time are bounded by limits: operations, containers,
+nesting, and the number of values of the result with shared parts counted each time (a few bytes can refer to shared
+parts so often that a reader meets billions of values).
 
-Rejected: `pickle.Unpickler` with `find_class` overridden. It calls what `find_class` returns and sets what BUILD says,
-and one number in a PUT operation makes it allocate gigabytes. And `pickletools.genops`, which decodes in ten times the
-time; metadata of large jobs has some ten million operations.
+Rejected: `pickle.Unpickler` with its own `find_class`. It calls what `find_class` returns, sets attributes by BUILD,
+and one number in a PUT operation makes it allocate gigabytes. Rejected: `pickletools.genops`, which takes ten times as
+long; metadata of large jobs has some ten million operations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_DIGITS = 400
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pickle may use. The defaults hold metadata of about a million parts of tensors."""
+    """Bounds for a pickle. The defaults suit metadata of about a million parts of tensors."""
 
     pickle_bytes: int = 1 << 29
     operations: int = 60_000_000
@@ -47,15 +47,16 @@ def unpickle(
     builders: Mapping[str, Builder] | None = None,
     limits: Limits | None = None,
 ) -> Any:
-    """The value of a pickle, of plain containers, numbers, text and `Inert`s.
+    """The value of a pickle, made of plain containers, numbers, text and `Inert` values.
 
     Args:
         where: the file, for messages.
-        persistent_load: makes a value of a persistent id (torch's storages); None refuses them.
-        builders: what known names make, besides those of `inert.KNOWN`.
+        persistent_load: makes the value of a persistent id (torch's storages); None refuses such ids.
+        builders: make the values of known calls, besides `inert.KNOWN`.
+        limits: bounds; None for the defaults.
 
     Raises:
-        CheckpointError: it is damaged, too large, or built to do harm; nothing was run.
+        CheckpointError: it is damaged, too large, or malicious; nothing was run.
     """
     limits = limits or Limits()
     if len(data) > limits.pickle_bytes:
@@ -72,7 +73,7 @@ def unpickle(
 
 
 class _Machine:
-    """The stack machine: `_table` has a method for each byte that is an operation. `_at` is the next byte."""
+    """The stack machine. `_table` has a function for each operation; `_at` is the position of the next byte."""
 
     def __init__(
         self, data: bytes, persistent_load: PersistentLoad | None, builders: Mapping[str, Builder], limits: Limits
@@ -289,7 +290,7 @@ class _Machine:
         if builder is None:
             self._stack.append(self._container(Inert(function, args)))
             return
-        # What builders copy is paid for, or one long text could be copied a million times.
+        # Bytes that builders copy are counted, since one long text could be copied a million times.
         self._copied += sum(len(part) for part in args if isinstance(part, (str, bytes, list, tuple)))
         if self._copied > self._limits.pickle_bytes:
             raise CheckpointError("the pickle copies the same data over and over; refused")
@@ -317,7 +318,7 @@ class _Machine:
 
 
 def _integer(line: bytes) -> int | bool:
-    """A number in digits; torch and Python write small ones only. `00` and `01` are how protocol 0 has booleans."""
+    """A number in digits, which must be few. Protocol 0 writes booleans as `00` and `01`."""
     if line in (b"00", b"01"):
         return line == b"01"
     if len(line) > _MAX_DIGITS:
@@ -333,10 +334,10 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 
 def check_tree(value: Any, limits: Limits) -> None:
-    """Refuse a value that is nested too deeply, contains itself, or is huge when its shared parts are written out.
+    """Check a value, with shared parts counted each time.
 
     Raises:
-        CheckpointError: it is one of these.
+        CheckpointError: it is nested too deeply, contains itself, or has too many values.
     """
     if not isinstance(value, _CONTAINERS):
         return
@@ -367,7 +368,7 @@ def check_tree(value: Any, limits: Limits) -> None:
 
 
 class _Frame:
-    """A container whose children are being looked at."""
+    """A container whose children are being checked."""
 
     __slots__ = ("children", "identity", "nesting", "values")
 
@@ -385,7 +386,7 @@ class _Frame:
 
 
 def _parts(node: Any) -> list[Any]:
-    """What a container holds."""
+    """All values in a container."""
     if isinstance(node, dict):
         return [*node.values(), *node]
     if isinstance(node, Inert):

@@ -247,7 +247,7 @@ def _warn_of_gradients(handle: Handle) -> None:
 
 
 def _warn_of_plain(reader: CheckpointReader, service: KeyService | None) -> None:
-    if service is not None and reader.manifest.seal is None:
+    if service is not None and reader.manifest.encryption is None:
         warnings.warn(
             f"{reader.folder} is not encrypted, although this run has a key for checkpoints: it may have been changed "
             "since it was saved",

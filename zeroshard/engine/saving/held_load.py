@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.checkpoint.error_barrier import on_all_ranks
-from zeroshard.checkpoint.held import HeldImage, HeldReader, parse_table
+from zeroshard.checkpoint.state_images import ImageReader, StateImage, parse_table
 from zeroshard.elastic.memory import KeeperLink, Version
 from zeroshard.elastic.place import Place
 from zeroshard.engine.core.handle import Handle, handle_of
@@ -51,13 +51,13 @@ class _Keepers:
         found = {(image["version"][0], image["version"][1]) for _, _, image in self._images}
         return sorted(found, reverse=True)[:_MOST_VERSIONS]
 
-    def images(self, version: Version) -> list[HeldImage]:
-        found: list[HeldImage] = []
+    def images(self, version: Version) -> list[StateImage]:
+        found: list[StateImage] = []
         for link, where, image in self._images:
             if tuple(image["version"]) == version:
                 with suppress(OSError, LookupError, ValueError):
                     table = parse_table(link.table(image["image"]))
-                    found.append(HeldImage(link, image["image"], where, image["rank"], table))
+                    found.append(StateImage(link, image["image"], where, image["rank"], table))
         return found
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ def _load(
     def prepare() -> PreparedLoad:
         handle.runtime.drain()
         handle.check_members()
-        reader = HeldReader(keepers.images(version), what)
+        reader = ImageReader(keepers.images(version), what)
         return PreparedLoad(handle, model, find_stepper(model), scheduler, reader, EVERYTHING, names)
 
     prepared = on_all_ranks(barrier, prepare, what, "; nothing was changed here")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroshard.checkpoint.generators import generator_states
-from zeroshard.checkpoint.held import copy_pieces, describe, image_nbytes
+from zeroshard.checkpoint.state_images import copy_pieces, describe, image_nbytes
 from zeroshard.checkpoint.writer import Piece
 from zeroshard.elastic.memory import KeeperLink, NodeMemory, Slot, Version
 from zeroshard.elastic.place import Place

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zeroshard.checkpoint.values import as_numbers, in_kind, other_kinds, pack, unpack
+from zeroshard.checkpoint.values import as_numbers, converted_like, kind_differences, pack, unpack
 from zeroshard.engine.outside_step.gathered import name_of
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.optimizer import ShardedOptimizer
@@ -47,21 +47,21 @@ def group_problems(saved: Sequence[Mapping[str, Any]], optimizer: ShardedOptimiz
         for key in options:
             if key in _MEMBERS or not isinstance(key, str):
                 yield f"optimizer group {number}: {key!r} is no hyper-parameter"
-        yield from other_kinds(options, own, f"optimizer group {number}")
+        yield from kind_differences(options, own, f"optimizer group {number}")
 
 
 def restore_groups(saved: Sequence[Mapping[str, Any]], optimizer: ShardedOptimizer) -> None:
     """Take over saved options of which there are no `group_problems`."""
     for theirs, group in zip(saved, optimizer.param_groups, strict=True):
         for key, value in unpack(theirs["options"]).items():
-            group[key] = in_kind(value, group.get(key))
+            group[key] = converted_like(value, group.get(key))
 
 
 def counter_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     """What an optimizer's saved counters lack, or have of another kind."""
     for key in sorted(own.keys() - saved.keys()):
         yield f"its optimizer's state lacks {key!r}"
-    yield from other_kinds(saved, as_numbers(dict(own)), "optimizer counters", same_length=False)
+    yield from kind_differences(saved, as_numbers(dict(own)), "optimizer counters", same_length=False)
 
 
 def check_engine_counters(counters: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeroshard.checkpoint.values import as_numbers, other_kinds, pack, unpack
+from zeroshard.checkpoint.values import as_numbers, kind_differences, pack, unpack
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.optimizer import ShardedOptimizer
 
@@ -141,7 +141,7 @@ def _kind_problem(scheduler: Schedule, own: Mapping[str, Any], saved: Any) -> st
     for key in saved if isinstance(saved, dict) else ():
         if isinstance(key, str) and callable(getattr(type(scheduler), key, None)):
             return f"scheduler.{key} is a method, no state"
-    return next(iter(other_kinds(saved, as_numbers(own), "scheduler", same_length=False)), None)
+    return next(iter(kind_differences(saved, as_numbers(own), "scheduler", same_length=False)), None)
 
 
 def _nested(value: Any) -> bool:

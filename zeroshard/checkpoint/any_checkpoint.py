@@ -1,4 +1,4 @@
-"""Open a checkpoint of any kind that we know as `Contents`."""
+"""Opens a checkpoint of any known format as `Contents`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zeroshard.errors import CheckpointError
 
 
 def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Contents:
-    """The contents of our own checkpoint, of one of DeepSpeed, or of torch.distributed.checkpoint.
+    """The contents of a checkpoint of zeroshard, DeepSpeed or torch.distributed.checkpoint.
 
     Args:
-        directory: of checkpoints, or of one.
-        tag: which one in it; None for the newest.
+        directory: a directory of checkpoints, or one checkpoint.
+        tag: the checkpoint in it; None for the newest.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or hostile.
+        CheckpointError: there is none, or it is damaged or malicious.
     """
     base = Path(directory)
     if not base.is_dir():
@@ -35,7 +35,7 @@ def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
         folder = base if tag is None else base / deepspeed.check_tag(tag, base)
         if is_dcp(folder):
             return open_dcp(folder)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values that are not what their place says
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # values of unexpected types
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{base} is damaged: {type(error).__name__} {error}") from error

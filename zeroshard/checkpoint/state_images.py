@@ -1,13 +1,13 @@
-"""State that is held in memory from step to step: its images, and a reader over all that nodes have of one step.
+"""Images of ranks' state in host memory, which elastic jobs keep from step to step, and a reader of all images of a
+step.
 
-    image of a rank   bytes: [ w1 . | exp_avg of w1 . | ... ]   in memory that its node holds
+    image of a rank   bytes: [ w1 . | exp_avg of w1 . | ... ]   in memory of its node
                       table: tensors with place and CRC-32 of each block, and all state that is no tensor
-    HeldReader        the images of one step, on any nodes, read as a checkpoint is
+    ImageReader       reads the images of one step, on any nodes, like a checkpoint
 
-With several copies of the state each rank's image has its copy, and an image may be there twice: on the rank's node and
-on a neighbour. So a part of a tensor has several sources, those of this node first. One whose bytes are not what its
-table says is passed over for the next, with a warning; a step of which some part has no source left can't be gone on
-from.
+If ranks have copies of the same state, each image has its copy, and an image may be on two nodes, the rank's own and a
+neighbour. So there are several sources for a part of a tensor; those of this node are tried first. A source whose bytes
+do not match the checksums is skipped with a warning. If no source has some part, the step can't be restored.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _LOGGER = logging.getLogger("zeroshard")
 
 
 class Source(Protocol):
-    """Bytes of images that a node holds."""
+    """The images in the memory of a node."""
 
     def read_into(self, image: str, at: int, out: memoryview) -> None:
-        """Fill `out` from byte `at` on. Raises OSError where the node is gone, LookupError where the bytes are."""
+        """Fill `out` with bytes from `at` on. Raises OSError if the node is lost, LookupError if the image is."""
         ...
 
 
 @dataclass(frozen=True)
-class HeldImage:
-    """An image as it is known from its table.
+class StateImage:
+    """An image and its table.
 
     Attributes:
-        where: for messages.
-        rank: that made it, of the ranks that there were.
+        source: the node that has it.
+        name: its name there.
+        where: the node, for messages.
+        rank: the rank that made it.
     """
 
     source: Source
@@ -57,30 +59,31 @@ class HeldImage:
 
 
 @dataclass(frozen=True)
-class _HeldPart:
-    """Elements [start, stop) of a tensor, in one image from byte `begin` on."""
+class _ImagePart:
+    """A range of a tensor's elements that is in an image from byte `begin` on."""
 
-    image: HeldImage
+    image: StateImage
     begin: int
     checksums: tuple[int, ...]
 
 
 def image_nbytes(pieces: Sequence[Piece]) -> int:
-    """Bytes of an image of the pieces."""
+    """Bytes of an image of these pieces."""
     return place_pieces(pieces)[-1]
 
 
 def copy_pieces(pieces: Sequence[Piece], out: torch.Tensor) -> None:
-    """Copy the pieces as they are now; on a device, in the order of the current stream."""
+    """Copy the pieces into an image `out` (uint8); on a device, in the order of the current stream."""
     for piece, at in zip(pieces, place_pieces(pieces), strict=False):
         if piece.nbytes:
             piece.copy_into(out[at : at + piece.nbytes].view(piece.info.dtype))
 
 
 def describe(pieces: Sequence[Piece], values: torch.Tensor, rest: Mapping[str, Any]) -> str:
-    """The table of an image whose bytes are there, with their checksums.
+    """The table of an image, with checksums, as JSON.
 
     Args:
+        values: the bytes of the image (uint8, on the CPU).
         rest: world_size, aliases, state and rank_state.
     """
     data = values.numpy().data
@@ -92,22 +95,23 @@ def describe(pieces: Sequence[Piece], values: torch.Tensor, rest: Mapping[str, A
     return jsonfile.canonical({**rest, "tensors": tensors})
 
 
-class HeldReader(StateReader):
-    """All that nodes hold of one step, with the reading part of a `CheckpointReader`.
+class ImageReader(StateReader):
+    """Reads the images of one step on all nodes, like a `CheckpointReader`.
 
     Args:
-        images: of one step; those that are to be asked first come first.
+        images: the images of one step, in the order in which they are tried.
+        what: the step, for messages.
 
     Raises:
-        CheckpointError: some part of the state is in none of them.
+        CheckpointError: a part of the state is in none of them.
     """
 
-    def __init__(self, images: Iterable[HeldImage], what: str) -> None:
+    def __init__(self, images: Iterable[StateImage], what: str) -> None:
         self.folder = Path(what)
         self._images = list(images)
         if not self._images:
             raise CheckpointError(f"{what}: no image of it is left")
-        self._sources: dict[tuple[str, int, int], list[_HeldPart]] = {}
+        self._sources: dict[tuple[str, int, int], list[_ImagePart]] = {}
         self.damaged: set[str] = set()
         infos: dict[str, TensorInfo] = {}
         for image in self._images:
@@ -115,7 +119,7 @@ class HeldReader(StateReader):
                 info = info_in(item["name"], item)
                 infos.setdefault(info.name, info)
                 key = (info.name, item["start"], item["stop"])
-                part = _HeldPart(image, item["begin"], tuple(item["crc32"]))
+                part = _ImagePart(image, item["begin"], tuple(item["crc32"]))
                 self._sources.setdefault(key, []).append(part)
         first = self._images[0].table
         world = first["world_size"]
@@ -127,7 +131,7 @@ class HeldReader(StateReader):
         self.manifest = Manifest(world, {}, infos, parts, aliases, first["state"], tuple(ranks))
 
     def _parts(self, infos: Mapping[str, TensorInfo]) -> dict[str, tuple[Part, ...]]:
-        """The parts of each tensor in order, each once. Raises CheckpointError for a gap."""
+        """The parts of each tensor in order, without copies. Raises CheckpointError for a gap."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name, start, stop in self._sources:
             ranges.setdefault(name, []).append((start, stop))
@@ -146,10 +150,10 @@ class HeldReader(StateReader):
         return found
 
     def close(self) -> None:
-        """Nothing is open here; the sources are whoever's made them."""
+        """Do nothing: the sources belong to the caller."""
 
     def read_part(self, info: TensorInfo, part: Part, start: int, stop: int, out: memoryview) -> None:
-        """Fill `out` with bytes [start, stop) of a part. Raises CheckpointError where no source has them whole."""
+        """Fill `out` with bytes [start, stop) of a part. Raises CheckpointError if no source has them undamaged."""
         end = (part.stop - part.start) * info.dtype.itemsize
         for block in range(start // BLOCK, -(-stop // BLOCK)):
             base = block * BLOCK
@@ -166,18 +170,18 @@ class HeldReader(StateReader):
             try:
                 image.source.read_into(image.name, source.begin + block * BLOCK, data)
             except (OSError, LookupError) as error:
-                self._pass_over(image, f"can't be read ({error})")
+                self._skip(image, f"can't be read ({error})")
                 continue
             if zlib.crc32(data) == source.checksums[block]:
                 return data
-            self._pass_over(image, f"is damaged: {info.name!r} does not match its checksum")
+            self._skip(image, f"is damaged: {info.name!r} does not match its checksum")
         raise CheckpointError(f"{self.folder}: no image that is left has {info.name!r} whole")
 
-    def _pass_over(self, image: HeldImage, why: str) -> None:
+    def _skip(self, image: StateImage, why: str) -> None:
         self.damaged.add(image.name)
         _LOGGER.warning("%s: the image of rank %d on %s %s; it is not used", self.folder, image.rank, image.where, why)
 
 
 def parse_table(text: bytes) -> Mapping[str, Any]:
-    """A table of an image. Raises ValueError."""
+    """The table of an image. Raises ValueError for other text."""
     return json.loads(text)

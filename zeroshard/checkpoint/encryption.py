@@ -1,13 +1,13 @@
-"""Encryption of one checkpoint: its own key, drawn at random, and what is encrypted with keys derived from that.
+"""Encrypts a checkpoint: it has a random key of its own, from which a key is derived for each file and table.
 
     key service --wraps--> key of the checkpoint --HKDF(name)--> a key for each file, and for each table
 
-    checkpoint.json   {format, version 2, order, encryption {id, key, wrapped_key}, sealed: the table, encrypted}
-    a file            1 MiB and a tag | 1 MiB and a tag | ... | the rest and a tag        (see sealed_file)
+    checkpoint.json   {format, version 2, order, encryption {id, key, wrapped_key}, sealed: encrypted table}
+    a file            1 MiB and a tag | 1 MiB and a tag | ... | the rest and a tag        (see encrypted_file)
 
-A key encrypts one file only, so chunks are numbered from 0 as their nonces, and a file, chunk or table from another
-place or another checkpoint does not open. In the clear are the order among the directory's checkpoints, an id drawn at
-random, the id of the wrapping key, and the sizes of files. Wrapping anew changes `key` and `wrapped_key` alone.
+A key encrypts one file only, so the numbers of chunks serve as nonces, and a file, chunk or table from another place or
+another checkpoint can't be decrypted. Not encrypted are the order among the directory's checkpoints, a random id, the
+id of the wrapping key, and the sizes of files. Changing the key of a key service changes `key` and `wrapped_key` only.
 Method: envelope encryption; AES-256-GCM (NIST SP 800-38D), HKDF-SHA256 (RFC 5869).
 """
 
@@ -33,13 +33,13 @@ _FIELDS = ("id", "key", "wrapped_key")
 
 
 @dataclass(frozen=True)
-class Seal:
-    """The key of one checkpoint, and how it is written down.
+class Encryption:
+    """The key of one checkpoint, and what is written of it.
 
     Attributes:
-        id: of the checkpoint, drawn at random.
-        service: id of the key that wraps.
-        wrapped: the key of the checkpoint as it is written.
+        id: a random id of the checkpoint.
+        service: id of the key that wraps the checkpoint's key.
+        wrapped: the wrapped key of the checkpoint.
     """
 
     id: str
@@ -51,18 +51,18 @@ class Seal:
         """AES-GCM with the key of one file; see `keys.gcm`."""
         return gcm(_derived(self._key, self.id, f"file {name}"))
 
-    def close_table(self, name: str, content: Mapping[str, Any]) -> str:
-        """A table as text that only the key opens."""
+    def encrypt_table(self, name: str, content: Mapping[str, Any]) -> str:
+        """A table, encrypted, as text."""
         data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         return _text(nonce + self._table_key(name).encrypt(nonce, data, name.encode()))
 
-    def open_table(self, name: str, text: object, where: Path) -> dict[str, Any]:
-        """The table again. Raises CheckpointError where it was changed."""
+    def decrypt_table(self, name: str, text: object, where: Path) -> dict[str, Any]:
+        """The table from such text. Raises CheckpointError if it was changed."""
         try:
             data = _bytes(text)
-            nonce, sealed = data[:_NONCE_NBYTES], data[_NONCE_NBYTES:]
-            content = json.loads(self._table_key(name).decrypt(nonce, sealed, name.encode()))
+            nonce, encrypted = data[:_NONCE_NBYTES], data[_NONCE_NBYTES:]
+            content = json.loads(self._table_key(name).decrypt(nonce, encrypted, name.encode()))
         except ValueError as error:
             raise CheckpointError(f"{where} is damaged or was changed: its encrypted table does not open") from error
         if not isinstance(content, dict):
@@ -70,28 +70,28 @@ class Seal:
         return content
 
     def header(self) -> dict[str, str]:
-        """What is written in the clear, from which `open_seal` has the key again."""
+        """The unencrypted header, from which `open_encryption` gets the key with the key service."""
         return {"id": self.id, "key": self.service, "wrapped_key": _text(self.wrapped)}
 
-    def rewrapped(self, service: KeyService) -> Seal:
-        """The same, wrapped by another key."""
-        return Seal(self.id, service.id, _wrapped(service, self._key), self._key)
+    def rewrapped(self, service: KeyService) -> Encryption:
+        """The same encryption with its key wrapped by another key."""
+        return Encryption(self.id, service.id, _wrapped(service, self._key), self._key)
 
     def _table_key(self, name: str) -> Any:
         return gcm(_derived(self._key, self.id, f"table {name}"))
 
 
-def new_seal(service: KeyService) -> Seal:
-    """A seal for a new checkpoint. Raises CheckpointError where the service can't wrap its key."""
+def new_encryption(service: KeyService) -> Encryption:
+    """Encryption for a new checkpoint. Raises CheckpointError if the service can't wrap its key."""
     key = secrets.token_bytes(KEY_NBYTES)
-    return Seal(secrets.token_hex(_ID_NBYTES), service.id, _wrapped(service, key), key)
+    return Encryption(secrets.token_hex(_ID_NBYTES), service.id, _wrapped(service, key), key)
 
 
-def open_seal(header: object, service: KeyService | None, where: Path) -> Seal:
-    """The seal that was written as `header`.
+def open_encryption(header: object, service: KeyService | None, where: Path) -> Encryption:
+    """The encryption of an existing checkpoint, from its header.
 
     Raises:
-        CheckpointError: there is no key, it is another one, or the header was changed.
+        CheckpointError: no key is given, or another one, or the header was changed.
     """
     if not isinstance(header, dict) or not all(isinstance(header.get(name), str) for name in _FIELDS):
         raise CheckpointError(f"{where} is damaged: it does not say how it was encrypted")
@@ -110,7 +110,7 @@ def open_seal(header: object, service: KeyService | None, where: Path) -> Seal:
         raise CheckpointError(f"{where}: key {service.id} does not open it: {error}") from error
     if len(key) != KEY_NBYTES:
         raise CheckpointError(f"{where}: key {service.id} has opened {len(key)} bytes in place of {KEY_NBYTES}")
-    return Seal(str(header["id"]), service.id, wrapped, key)
+    return Encryption(str(header["id"]), service.id, wrapped, key)
 
 
 def _wrapped(service: KeyService, key: bytes) -> bytes:
@@ -121,7 +121,7 @@ def _wrapped(service: KeyService, key: bytes) -> bytes:
 
 
 def _derived(key: bytes, salt: str, purpose: str) -> bytes:
-    """HKDF-SHA256 of 32 bytes, which are one block of its output."""
+    """HKDF-SHA256 of 32 bytes, one block of its output."""
     extracted = hmac.digest(salt.encode(), key, hashlib.sha256)
     return hmac.digest(extracted, f"zeroshard {purpose}".encode() + b"\x01", hashlib.sha256)
 

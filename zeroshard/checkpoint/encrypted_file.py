@@ -1,11 +1,11 @@
-"""Files of a checkpoint in the clear and encrypted, behind the same two interfaces: a sink and bytes at a place.
+"""Files of a checkpoint, encrypted or not, behind the same interfaces for writes (`Sink`) and reads (`Readable`).
 
     plain bytes    |--- 1 MiB ---|--- 1 MiB ---|- rest -|
     encrypted      |--- 1 MiB ---|tag|--- 1 MiB ---|tag|- rest -|tag|       chunk k has the nonce k, a tag 16 bytes
 
-Places and sizes in a checkpoint's table are those of plain bytes; only here is known where these lie in the file. A
-chunk is decrypted as a whole, and the last one is kept, as the next read goes on in it. Rejected: encrypting each
-tensor's part by itself, whose beginnings the readers of other formats would have to know.
+Positions and sizes in a checkpoint's table are those of plain bytes; this module maps them to the file. A chunk is
+decrypted as a whole, and the last one is kept for the next read. Rejected: encrypting each tensor's part separately, so
+that readers would have to know where parts begin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from zeroshard.checkpoint.seal import Seal
+from zeroshard.checkpoint.encryption import Encryption
 from zeroshard.checkpoint.sink import Sink, open_sink
 
 CHUNK = 1 << 20
@@ -25,15 +25,17 @@ class Readable(Protocol):
     """A file that is open for reading."""
 
     def read_into(self, view: memoryview, at: int) -> int:
-        """Fill a view with the bytes from `at` on; how many there were, 0 at the end. OSError; ValueError where it was
-        changed."""
+        """Fill a view with the bytes from `at` on; returns their number, 0 at the end.
+
+        Raises OSError, or ValueError if the file was changed.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class PlainFile:
-    """Bytes as they lie."""
+    """A file that is not encrypted."""
 
     def __init__(self, file: Path) -> None:
         self._descriptor = _opened(file)
@@ -47,17 +49,17 @@ class PlainFile:
         os.close(self._descriptor)
 
 
-class SealedFile:
+class EncryptedFile:
     """An encrypted file.
 
     Args:
-        nbytes: of what is encrypted in it.
+        nbytes: number of its plain bytes.
     """
 
-    def __init__(self, file: Path, nbytes: int, seal: Seal) -> None:
+    def __init__(self, file: Path, nbytes: int, encryption: Encryption) -> None:
         self._descriptor, self._nbytes = _opened(file), nbytes
-        self._key = seal.file_key(file.name)
-        self._sealed, self._plain = memoryview(bytearray(CHUNK + TAG)), memoryview(bytearray(CHUNK))
+        self._key = encryption.file_key(file.name)
+        self._encrypted, self._plain = memoryview(bytearray(CHUNK + TAG)), memoryview(bytearray(CHUNK))
         self._held = -1
 
     def read_into(self, view: memoryview, at: int) -> int:
@@ -82,29 +84,29 @@ class SealedFile:
             self._held = number
 
     def _open_chunk(self, number: int, length: int, out: memoryview) -> None:
-        sealed, place, done = self._sealed[: length + TAG], number * (CHUNK + TAG), 0
-        while done < len(sealed):
-            count = os.preadv(self._descriptor, [sealed[done:]], place + done)
+        encrypted, place, done = self._encrypted[: length + TAG], number * (CHUNK + TAG), 0
+        while done < len(encrypted):
+            count = os.preadv(self._descriptor, [encrypted[done:]], place + done)
             if count == 0:
                 raise ValueError(f"it ends inside of its chunk {number}: it was cut off")
             done += count
         try:
-            self._key.decrypt_into(_nonce(number), sealed, out)
+            self._key.decrypt_into(_nonce(number), encrypted, out)
         except ValueError as error:
             raise ValueError(f"its chunk {number} was changed or is of another place") from error
 
     def close(self) -> None:
-        """Close the file, and drop what was decrypted."""
+        """Close the file, and overwrite the decrypted chunk."""
         os.close(self._descriptor)
         self._plain[:], self._held = bytes(CHUNK), -1
 
 
-class SealedSink(Sink):
-    """Encrypts what is written, chunk by chunk, on its way to another sink."""
+class EncryptedSink(Sink):
+    """Encrypts what is written, chunk by chunk, and writes it to another sink."""
 
     def __init__(self, inner: Sink, key: Any) -> None:
         self._inner, self._key = inner, key
-        self._plain, self._sealed = memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK + TAG))
+        self._plain, self._encrypted = memoryview(bytearray(CHUNK)), memoryview(bytearray(CHUNK + TAG))
         self._filled = self._number = 0
 
     def write(self, data: memoryview) -> None:
@@ -136,27 +138,27 @@ class SealedSink(Sink):
         self._inner.close()
 
     def _send(self, chunk: memoryview) -> None:
-        sealed = self._sealed[: len(chunk) + TAG]
-        self._key.encrypt_into(_nonce(self._number), chunk, sealed)
+        encrypted = self._encrypted[: len(chunk) + TAG]
+        self._key.encrypt_into(_nonce(self._number), chunk, encrypted)
         self._number += 1
-        self._inner.write(sealed)
+        self._inner.write(encrypted)
 
 
-def new_file(file: Path, nbytes: int, seal: Seal | None) -> Sink:
-    """A new file that will get `nbytes` bytes, encrypted where there is a seal. OSError."""
-    if seal is None:
+def new_file(file: Path, nbytes: int, encryption: Encryption | None) -> Sink:
+    """A new file for `nbytes` plain bytes. Raises OSError."""
+    if encryption is None:
         return open_sink(file, nbytes)
-    return SealedSink(open_sink(file, nbytes_on_disk(nbytes, seal)), seal.file_key(file.name))
+    return EncryptedSink(open_sink(file, nbytes_on_disk(nbytes, encryption)), encryption.file_key(file.name))
 
 
-def open_file(file: Path, nbytes: int, seal: Seal | None) -> Readable:
-    """A file of `nbytes` bytes as it was written. OSError."""
-    return PlainFile(file) if seal is None else SealedFile(file, nbytes, seal)
+def open_file(file: Path, nbytes: int, encryption: Encryption | None) -> Readable:
+    """An existing file of `nbytes` plain bytes. Raises OSError."""
+    return PlainFile(file) if encryption is None else EncryptedFile(file, nbytes, encryption)
 
 
-def nbytes_on_disk(nbytes: int, seal: Seal | None) -> int:
-    """Bytes that so many take in a file."""
-    return nbytes if seal is None else nbytes + -(-nbytes // CHUNK) * TAG
+def nbytes_on_disk(nbytes: int, encryption: Encryption | None) -> int:
+    """Size of a file with `nbytes` plain bytes."""
+    return nbytes if encryption is None else nbytes + -(-nbytes // CHUNK) * TAG
 
 
 def _nonce(number: int) -> bytes:
