@@ -20,6 +20,7 @@ from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.rank_values import is_divided, rank_param, rank_shard, read_values, write_changed
 from zeroshard.engine.memory.unit import Unit
+from zeroshard.engine.outside_step.block_reads import BlockReads
 from zeroshard.engine.outside_step.disk_errors import report_disk_errors
 from zeroshard.errors import SpillError, UsageError, ZeroShardWarning
 from zeroshard.sharding.deferred.calls import suspended
@@ -102,6 +103,7 @@ class GatheredParameters:
         self._versions: dict[int, int] = {}
         self._fingerprints: list[tuple[list[torch.Tensor], Fingerprints, torch.Tensor]] = []
         self._before: list[torch.Tensor | None] = []
+        self._reads = BlockReads()
 
     @suspended()
     def __enter__(self) -> GatheredParameters:
@@ -128,6 +130,8 @@ class GatheredParameters:
         self._versions = {id(member): holder_of(member)._version for member in self._held}
         self._take_fingerprints()
         self._before = [self._copy_before(*place) for place in self._places]
+        gathered = (group.parameters[index] for _, group, index in self._gathered)
+        self._reads.begin((*gathered, *(parameter for parameter, _ in self._unowned)))
         return self
 
     def _gather(self) -> None:
@@ -177,6 +181,7 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._reads.end()
         resized = [member for member in self._held if not self._take_home(member)]
         changed = self._changed() if self._modifier is None else []
         try:
