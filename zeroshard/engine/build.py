@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,7 +29,7 @@ from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.tiers import TierFactory, check_tiers, open_tiers
 from zeroshard.engine.outside_step.closed_state import unguard_closed_state
 from zeroshard.engine.outside_step.gathered import place_of
-from zeroshard.errors import PlanError, SpillError, UsageError
+from zeroshard.errors import PlanError, SpillError, UsageError, ZeroShardWarning
 from zeroshard.fp8.convert import convert, restore
 from zeroshard.mesh import MODEL_AXES, NESTED, TENSOR, Axes
 from zeroshard.plan.legs import replica_axes
@@ -36,6 +37,7 @@ from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
 from zeroshard.sharding.dtensors import as_dtensor, holder_of
+from zeroshard.sharding.resting import unguarded
 from zeroshard.sharding.unowned import whole_shape
 from zeroshard.sharding.unowned_guard import guard_unowned
 
@@ -104,6 +106,7 @@ def _start_engine(
 ) -> Handle:
     """The part of `build_handle` after the communicators were made."""
     parameters = dict(model.named_parameters())
+    _warn_of_gradients(parameters)
     _move_buffers(model, device)
     if plan.policy.products is not None:
         convert(model, plan.policy.products)
@@ -156,6 +159,20 @@ def default_device() -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def _warn_of_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Gradients of backwards before the model was sharded are dropped, where torch would add later ones to them."""
+    with unguarded():
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and not parameter.grad.is_meta and bool(parameter.grad.any()):
+                warnings.warn(
+                    f"parameter {name!r} has a gradient of a backward before the model was sharded, which is dropped; "
+                    "call zero_grad() before if that is what is meant, or make the backward afterwards",
+                    ZeroShardWarning,
+                    stacklevel=2,
+                )
+                return
 
 
 def _check_model(model: nn.Module) -> None:

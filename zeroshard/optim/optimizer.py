@@ -6,15 +6,21 @@ The arithmetic is done by an UpdateMethod on the regions of the plan.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.group_options import GroupOptions
 
 ParamGroups = list[dict[str, Any]]
+_CONSUMED = (
+    "optimizer.step(): the last step consumed its gradients, and no optimizer.zero_grad() came since. With a plain "
+    "torch optimizer the gradients would still be there, and {would}; here {here}. Call optimizer.zero_grad() after "
+    "step() if this is what is meant"
+)
 
 
 class StepHandler(Protocol):
@@ -23,6 +29,9 @@ class StepHandler(Protocol):
     def step(self, optimizer: ShardedOptimizer) -> None: ...
 
     def zero_grad(self) -> None: ...
+
+    @property
+    def has_gradients(self) -> bool: ...
 
     @property
     def overflowed(self) -> bool: ...
@@ -85,6 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handler = handler
         self._client = client
         self._sealed = False
+        self._stepped = False  # since the last zero_grad()
+        self._warned = False
         self.name = name
         self.returns_groups = False
         """Whether state_dict() returns hyper-parameters without state, instead of an error; loading is always one."""
@@ -108,6 +119,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
         self._handler.check_open()
         self.check_groups()
+        if self._stepped and not self._warned:
+            self._warn_of_consumed()
+        self._stepped = True
         try:
             self._handler.step(self)
         except RuntimeError as error:
@@ -121,7 +135,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all backwards since the last step."""
+        self._stepped = False
         self._handler.zero_grad()
+
+    def _warn_of_consumed(self) -> None:
+        """Once: where a script does without zero_grad(), the numbers are not those of torch's optimizer."""
+        self._warned = True
+        fresh = self._handler.has_gradients
+        would = "the new ones be added to them" if fresh else "be applied once more"
+        here = "the new ones are applied alone" if fresh else "nothing is updated"
+        warnings.warn(_CONSUMED.format(would=would, here=here), ZeroShardWarning, stacklevel=3)
 
     def rates(self) -> list[float]:
         """The learning rate of each group. Raises UsageError for an optimizer that has none."""

@@ -129,6 +129,11 @@ class StepperBase(ABC):
             DivergenceError: ranks issued different collectives since the last step; nothing was updated.
         """
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of backwards since the last step."""
+        return self.handle.runtime.gradients.present
+
     def updates_of(self, parameter: torch.Tensor) -> float | None:
         """How often a parameter was updated; None if it is not this model's, or if its updates are not counted."""
         first = 0

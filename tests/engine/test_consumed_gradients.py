@@ -1,0 +1,87 @@
+"""A step consumes its gradients, and sharding drops earlier ones: where torch would go on with them, that is said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.support.distributed import run_ranks
+from zeroshard.errors import ZeroShardWarning
+from zeroshard.optim.optimizer import ShardedOptimizer
+
+X = torch.ones(2, 4)
+
+
+def _sharded(stage: int) -> tuple[nn.Module, ShardedOptimizer]:
+    mine = nn.Linear(4, 4)
+    return zeroshard.shard(mine, torch.optim.SGD(mine.parameters(), lr=0.1), plan=stage)
+
+
+def _warnings_of(train: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ZeroShardWarning)
+        train()
+    return [str(one.message) for one in found if one.category is ZeroShardWarning]
+
+
+def _steps(rank: int, world: int) -> None:
+    for stage in range(4):
+        model, optimizer = _sharded(stage)
+
+        def backward_and_step(model: nn.Module = model, optimizer: ShardedOptimizer = optimizer) -> None:
+            model(X).sum().backward()
+            optimizer.step()
+
+        assert _warnings_of(backward_and_step) == []
+        (again,) = _warnings_of(optimizer.step)
+        assert "be applied once more; here nothing is updated. Call optimizer.zero_grad()" in again
+        assert _warnings_of(optimizer.step) == [], "said once"
+
+        model, optimizer = _sharded(stage)
+        backward_and_step(model, optimizer)
+        (added,) = _warnings_of(lambda model=model, optimizer=optimizer: backward_and_step(model, optimizer))
+        assert "the new ones be added to them; here the new ones are applied alone" in added
+
+        model, optimizer = _sharded(stage)
+        for _ in range(2):
+            optimizer.zero_grad()
+            assert _warnings_of(lambda model=model, optimizer=optimizer: backward_and_step(model, optimizer)) == []
+
+
+def test_a_step_without_zero_grad_since_the_last_one_is_told_once() -> None:
+    run_ranks(2, _steps)
+
+
+def _earlier_gradients(rank: int, world: int) -> None:
+    for stage in range(4):
+        mine = nn.Linear(4, 4)
+        mine(X).sum().backward()
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        with pytest.warns(ZeroShardWarning, match="'weight' has a gradient of a backward before the model was sharded"):
+            zeroshard.shard(mine, optimizer, plan=stage)
+        zeroshard.close(mine)
+        other = nn.Linear(4, 4)
+        other(X).sum().backward()
+        other.zero_grad(set_to_none=False)
+        zeroshard.shard(other, torch.optim.SGD(other.parameters(), lr=0.1), plan=stage)
+
+
+def test_gradients_from_before_the_sharding_are_told_of_unless_they_are_zero() -> None:
+    run_ranks(2, _earlier_gradients)
+
+
+def _engine(rank: int, world: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = zeroshard.initialize(model=nn.Linear(4, 4), config=config)
+    for _ in range(3):
+        engine.backward(engine(X).sum())
+        engine.step()
+
+
+def test_the_engine_of_initialize_drops_them_itself() -> None:
+    run_ranks(2, _engine)
