@@ -53,12 +53,15 @@ class RankMesh:
         control = self.over(self.mesh.names).control
         return None if control is None else control.get_group_store()
 
+    def made(self) -> list[dist.ProcessGroup]:
+        """The communicators that the mesh made."""
+        return list({id(group): group for groups in self.groups.values() for group in groups.all()}.values())
+
     def destroy(self) -> None:
         """Destroy the communicators that the mesh made; the default process group stays."""
         if not dist.is_initialized():
             return  # they went with it
-        made = {id(group): group for groups in self.groups.values() for group in groups.all()}
-        for group in made.values():
+        for group in self.made():
             dist.destroy_process_group(group)
 
 

@@ -156,6 +156,10 @@ class Stages:
         values[0] = pair[0]
         values[2] += pair[1]  # digests that differ in any stage count as a difference in this one
 
+    def made(self) -> list[dist.ProcessGroup]:
+        """The communicators that were made here."""
+        return [*self._made, *self._mesh.made()]
+
     def close(self, *, idle: bool) -> None:
         """Stop the watchdog, and destroy the communicators where nothing is under way."""
         self.watchdog.close()

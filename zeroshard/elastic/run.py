@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -81,10 +82,13 @@ def run_elastic(train: Callable[[], T]) -> T:
 def _next_place(place: Place, session: Session, failure: Exception | None) -> Place:
     """Give up the ranks of this round, and wait for the next one."""
     set_session(None)
-    session.end()
+    communicators = session.end()
     if dist.is_initialized():
+        if dist.group.WORLD is not None:
+            communicators.append(dist.group.WORLD)
         dist.destroy_process_group()
     gc.collect()
+    drop_in_background(communicators)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trouble = session.trouble
@@ -93,6 +97,17 @@ def _next_place(place: Place, session: Session, failure: Exception | None) -> Pl
     found = await_place(place.round, trouble or "")
     session.close()
     return found
+
+
+def drop_in_background(communicators: list[dist.ProcessGroup]) -> None:
+    """Drop the last references to communicators of ranks of which some may be lost; the list is empty afterwards.
+
+    The last reference waits for running operations. gloo can't abort one, and ends one whose rank fell silent only
+    after the group's timeout, so a thread waits, and not the next round.
+    """
+    mine = communicators.copy()
+    communicators.clear()
+    threading.Thread(target=mine.clear, name="zeroshard-old-communicators", daemon=True).start()
 
 
 def _is_of_the_script(error: Exception) -> bool:

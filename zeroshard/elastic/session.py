@@ -14,10 +14,12 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import NoReturn, Protocol
+
+import torch.distributed as dist
 
 from zeroshard.elastic.place import Place, connect_node, local_rank, place_in
 from zeroshard.errors import RanksChanged, UsageError, ZeroShardError
@@ -49,6 +51,7 @@ class Session:
         self.asked = threading.Event()
         self.trouble: str | None = None
         self.engine: object | None = None
+        self._communicators: list[dist.ProcessGroup] = []
         self._closers: list[Callable[[], None]] = []
         self._waits: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -69,14 +72,18 @@ class Session:
         if trouble is not None:
             waits.interrupt(RanksChanged(trouble))
 
-    def take_engine(self, engine: object) -> None:
-        """One engine trains in an elastic job, since all ranks leave between two of its steps. Raises UsageError."""
+    def take_engine(self, engine: object, communicators: Sequence[dist.ProcessGroup]) -> None:
+        """One engine trains in an elastic job, since all ranks leave between two of its steps. Raises UsageError.
+
+        Args:
+            communicators: those that were made for it.
+        """
         if self.engine is not None and self.engine is not engine:
             raise UsageError(
                 "a second training engine in an elastic job: its ranks could not leave both between two steps; train "
                 "with one engine, or in a job of a fixed number of nodes"
             )
-        self.engine = engine
+        self.engine, self._communicators = engine, list(communicators)
 
     def leave(self, why: str) -> NoReturn:
         """All ranks have left between two steps. Raises RanksChanged where the process goes on in the next round."""
@@ -90,10 +97,17 @@ class Session:
                 node.recv(1)  # nothing comes: the node ends this process
         raise SystemExit(1)
 
-    def end(self) -> None:
-        """Let go of the ranks of this round."""
+    def end(self) -> list[dist.ProcessGroup]:
+        """Leave the ranks of this round, and forget the engine.
+
+        Returns:
+            The engine's communicators, on which operations that a lost rank does not answer may still be running.
+        """
         while self._closers:
             self._closers.pop()()
+        self.engine = None
+        made, self._communicators = self._communicators, []
+        return made
 
     def close(self) -> None:
         """Hear no more. A node takes a rank that neither hears nor is at the gate for one that hangs."""

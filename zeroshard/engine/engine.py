@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zeroshard.elastic.session import Session
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.native import abandon, close
 from zeroshard.engine.observing import Disk, Observer
 from zeroshard.engine.saving import checkpoints
@@ -71,7 +72,7 @@ class Engine(TrainingEngine):
         Raises:
             UsageError: another engine trains in this round.
         """
-        session.take_engine(self)
+        session.take_engine(self, handle_of(self.module).comm.made())
         self._session = session
         self._leaving = Leaving(self.module, session)
         self._holding = Holding(self.module, session, every) if every else None

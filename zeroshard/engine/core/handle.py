@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -62,6 +63,10 @@ class Comm:
     def ranks(self) -> int:
         """All ranks, those of other stages too."""
         return self.mesh.world_size if self.stages is None else self.stages.place.whole.world_size
+
+    def made(self) -> list[dist.ProcessGroup]:
+        """The communicators that were made for the model."""
+        return [*self.mesh.made(), *(() if self.stages is None else self.stages.made())]
 
     def close(self, *, idle: bool) -> None:
         """Stop the watchdogs and, if `idle`, destroy the communicators: no operation may be running on them."""
