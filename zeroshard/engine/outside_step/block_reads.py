@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.sharding.resting import CALLS, name_of_call
+from zeroshard.sharding.resting import ALLOWED_CALLS, name_of_call
 
-_TAKE_THE_PARAMETER = CALLS | {
+_TAKE_THE_PARAMETER = ALLOWED_CALLS | {
     *("backward", "detach", "numpy", "view_as", "expand_as", "size", "dim", "numel", "stride", "is_contiguous"),
     *("__deepcopy__", "__reduce__", "__reduce_ex__", "__repr__", "__format__", "__hash__", "__len__", "__setitem__"),
     *("data_ptr", "untyped_storage", "storage", "ndimension", "nelement", "storage_offset", "__setstate__"),
