@@ -10,7 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import zeroshard
+from tests.support.distributed import run_ranks
+from tests.support.models import Batch, Task, square_loss
 from tests.support.saved import save_tensors
+from tests.support.training import Setting, adamw, build, sgd, shard_task
+from tests.support.zoo import Stack
 from zeroshard.checkpoint.cli import app
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError
@@ -42,6 +47,31 @@ def test_ls_lists_checkpoints_and_tensors(base: Path) -> None:
     assert [row["name"] for row in found["tensors"]] == ["w", "b"]
     assert found["aliases"] == {"tied": "w"}
     assert "same as w" in _run("ls", str(base), "--tensors")
+
+
+def test_ls_shows_the_steps_of_an_engine_and_of_an_optimizer_that_was_saved_without_one(tmp_path: Path) -> None:
+    run_ranks(1, _saved_steps, tmp_path)
+    rows = json.loads(_run("ls", str(tmp_path), "--json"))
+    assert {row["tag"]: row["step"] for row in rows} == {"by_sgd": 1, "by_adamw": 2, "by_engine": 3}
+
+
+def _saved_steps(rank: int, world: int, folder: Path) -> None:
+    task = Task(Stack, square_loss)
+    for steps, optimizer in enumerate((sgd, adamw), 1):
+        model, sharded = shard_task(task, Setting(optimizer=optimizer))
+        for step in range(steps):
+            task.loss(model, Batch(step, 0, rank)).backward()
+            sharded.step()
+            sharded.zero_grad()
+        zeroshard.save(model, folder, f"by_{optimizer.__name__}")
+        zeroshard.close(model)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+    engine, *_ = zeroshard.initialize(model=build(task), config=config)
+    for step in range(3):
+        engine.backward(task.loss(engine, Batch(step, 0, rank)))
+        engine.step()
+    engine.save_checkpoint(folder, "by_engine")
+    engine.destroy()
 
 
 def test_ls_warns_of_a_latest_that_names_nothing(base: Path) -> None:

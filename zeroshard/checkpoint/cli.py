@@ -246,11 +246,9 @@ def _summary(found: directory.Found) -> dict[str, Any]:
     }
     try:
         with CheckpointReader(found.folder) as reader:
-            manifest = reader.manifest
+            manifest, step = reader.manifest, _step(reader)
     except CheckpointError as error:
         return {**row, "problem": str(error)}
-    counters = manifest.state.get("counters")
-    step = counters.get("global_steps") if isinstance(counters, dict) else None
     return {
         **row,
         "step": step,
@@ -258,6 +256,16 @@ def _summary(found: directory.Found) -> dict[str, Any]:
         "tensors": len(manifest.tensors),
         "bytes": manifest.nbytes,
     }
+
+
+def _step(reader: CheckpointReader) -> int | None:
+    """The engine's count of steps or, after `zeroshard.save`, the optimizer's; None if neither was saved."""
+    counters = reader.state.get("counters")
+    if isinstance(counters, dict) and "global_steps" in counters:
+        return counters["global_steps"]
+    kinds = (TensorKind.OPTIMIZER_SCALAR, TensorKind.OPTIMIZER_NUMBER)
+    counts = (reader.tensor(name) for kind in kinds for name in reader.names(kind))
+    return max((int(count.read()) for count in counts if count.info.key == "step"), default=None)
 
 
 def _list_tensors(folder: Path, as_json: bool) -> None:
