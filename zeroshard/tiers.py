@@ -1,13 +1,12 @@
-"""What a tier of memory is to the engine: it gives rows of elements a place, and moves parts of them in and out.
+"""Interfaces of a tier of memory: it allocates rows of elements, and reads and writes parts of them.
 
-    device    rows in place, from torch's allocator                         kernels compute on them where they are
-    host      rows in place, from one mapping, locked for copies            the processor does, or parts pass the device
-    others    rows that are only read and written (files, say)              parts pass through memory
+    device    rows in place, from torch's allocator                   kernels compute on them
+    host      rows in place, from one mapping, pinned for copies      the processor computes, or the device, in pieces
+    others    rows that are only read and written, such as files      updates read parts into memory and write them back
 
-A row that lies in place (`values`) is used there; nothing is copied for it. All others are brought to memory, changed
-and put back, by whoever updates them. A tier is an object that the engine is given, so another one is another file.
-Rejected: a tensor for every row (files would be mapped into memory), whose pages the system brings in and throws out
-when it likes.
+A row in place (`values`) is used without a copy. Code that updates other rows reads parts of them into memory, changes
+these and writes them back. The engine is given an object per tier, so another tier is another file. Rejected: a tensor
+for every row, so that files would be mapped into memory, and the system would choose when to read and write pages.
 """
 
 from __future__ import annotations
@@ -19,29 +18,35 @@ from typing import Protocol
 import torch
 
 Completion = Callable[[], object]
-"""Returns when the elements have arrived; called before they are used, on any thread."""
+"""Waits until the elements have arrived; called before they are used, on any thread."""
 
 
 _CLEARED_AT_ONCE = 1 << 22
 
 
 class Row(Protocol):
-    """Elements at rest in a tier; `numel` and `dtype` are those of the whole row."""
+    """Elements that rest in a tier, 1-D."""
 
     numel: int
     dtype: torch.dtype
 
     @property
     def values(self) -> torch.Tensor | None:
-        """The elements where they lie, 1-D, where code can compute on them; None where they must be moved first."""
+        """The elements, 1-D, if code can compute on them in place; None if they have to be read first."""
         ...
 
     def read(self, start: int, into: torch.Tensor) -> Completion | None:
-        """Copy elements from `start` on into `into`. None: it is done in the order of the current stream."""
+        """Copy elements from `start` on into `into`, 1-D, of the row's dtype.
+
+        Returns a completion; None if the copy is in the order of the current stream.
+        """
         ...
 
     def write(self, start: int, source: torch.Tensor) -> Completion | None:
-        """Copy `source` over the elements from `start` on; `source` may change after the completion only."""
+        """Copy `source`, 1-D, of the row's dtype, to the elements from `start` on.
+
+        Returns as `read`. `source` may be changed only after the completion.
+        """
         ...
 
 
@@ -49,31 +54,31 @@ class TierMemory(Protocol):
     """The memory of a tier on one rank.
 
     Attributes:
-        used: bytes of the rows given so far.
-        pinned: bytes of host memory that are locked for it.
+        used: bytes of all rows.
+        pinned: bytes of host memory that it pins.
     """
 
     used: int
     pinned: int
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
-        """A row of zeros; it lives as long as this memory."""
+        """A new row of zeros, which lives as long as this memory."""
         ...
 
     def reserve(self, nbytes: int) -> None:
-        """Rows of so many bytes will be asked for, beyond those that were expected when this was made."""
+        """Prepare for rows of `nbytes` more bytes than were expected when this was made."""
         ...
 
     def close(self) -> None:
-        """The model is closed: give back what nobody can reach without a row that has to be moved first."""
+        """The model was closed: free what is reachable only through rows that are not in place."""
         ...
 
 
 class RowInPlace:
-    """A row whose elements are a tensor.
+    """A row in place.
 
     Args:
-        values: 1-D.
+        values: its elements, 1-D.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -95,13 +100,13 @@ class RowInPlace:
 
 
 def values_of(row: Row) -> torch.Tensor:
-    """The elements of a row that lies in place."""
-    assert row.values is not None, "a row that has to be moved first"
+    """The elements of a row that is in place."""
+    assert row.values is not None, "the row is not in place"
     return row.values
 
 
 def loaded(row: Row, cut: slice) -> torch.Tensor:
-    """Elements of a row to look at: where they lie, or in host memory, read now."""
+    """Elements of a row for reading: in place, or else read now into host memory."""
     if row.values is not None:
         return row.values[cut]
     start, stop, _ = cut.indices(row.numel)
@@ -111,7 +116,7 @@ def loaded(row: Row, cut: slice) -> torch.Tensor:
 
 
 def store(row: Row, cut: slice, values: torch.Tensor) -> None:
-    """Give elements of a row new values, converted to its dtype; done when this returns, or in stream order."""
+    """Set elements of a row to `values`, converted to its dtype; done when this returns, or in stream order."""
     if row.values is not None:
         row.values[cut].copy_(values)
         return
@@ -120,7 +125,7 @@ def store(row: Row, cut: slice, values: torch.Tensor) -> None:
 
 
 def clear(row: Row) -> None:
-    """Set all elements of a row to 0, some of them at a time."""
+    """Set all elements of a row to 0, in pieces."""
     if row.values is not None:
         row.values.zero_()
         return
@@ -130,7 +135,7 @@ def clear(row: Row) -> None:
 
 
 def finish(completion: Completion | None) -> None:
-    """Wait for a read or write, where it is not in stream order."""
+    """Wait for a read or write, if it is not in stream order."""
     if completion is not None:
         completion()
 
@@ -145,7 +150,7 @@ class RowPart:
 
     @staticmethod
     def of(values: torch.Tensor) -> RowPart:
-        """The whole of a flat tensor."""
+        """All elements of a flat tensor, as a row in place."""
         return RowPart(RowInPlace(values), 0, values.numel())
 
     @property
@@ -157,5 +162,5 @@ class RowPart:
         return loaded(self.row, slice(self.low + start, self.high if stop is None else self.low + stop))
 
     def store(self, values: torch.Tensor, start: int = 0) -> None:
-        """Give the elements from `start` on new values, as `store`."""
+        """Set the elements from `start` on to `values`, as `store`."""
         store(self.row, slice(self.low + start, self.low + start + values.numel()), values)

@@ -26,7 +26,7 @@ from zeroshard.fp8.convert import choose, convert, described, restore
 from zeroshard.fp8.linear import Fp8Linear
 from zeroshard.fp8.products import product
 from zeroshard.fp8.recipe import Fp8, Products, Scaling, scaling_of
-from zeroshard.fp8.worth import gain
+from zeroshard.fp8.speedup import speedup
 
 
 def _matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -170,8 +170,8 @@ def test_a_model_of_which_no_layer_takes_part_is_told_why(caplog: pytest.LogCapt
 
 
 def test_small_products_gain_nothing_and_large_ones_do() -> None:
-    assert gain(512, 512, 8192) < 1 < gain(4096, 4096, 8192) < gain(11008, 4096, 16384)
-    assert gain(2048, 2048, 512) < 1
+    assert speedup(512, 512, 8192) < 1 < speedup(4096, 4096, 8192) < speedup(11008, 4096, 16384)
+    assert speedup(2048, 2048, 512) < 1
 
 
 def test_recipes_that_are_not_built_are_refused_by_name() -> None:

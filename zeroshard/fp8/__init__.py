@@ -1,1 +1,1 @@
-"""Matrix products in 8-bit floating point: the casts, the products, and the linear layers that are made of them."""
+"""Matrix products in 8-bit floating point: casts, products, and linear layers that use them."""

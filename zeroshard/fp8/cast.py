@@ -1,12 +1,12 @@
-"""Casts to fp8 with power-of-two scales, by tensor or by row; as they are, or transposed.
+"""Casts matrices to fp8 with power-of-two scales per tensor or per row, as they are or transposed.
 
-    scale     the largest power of two with which no value exceeds what the format holds (448 or 57344)
+    scale     the largest power of two with which no value exceeds the format's largest (448 or 57344)
     code      value * scale, rounded to the nearest number of the format, ties to even
-    unscale   1 / scale, float32: what a product multiplies its result with
+    unscale   1 / scale, float32; a product multiplies its result by it
 
-An inf or NaN makes the tensor's (or row's) scale as small as it gets and is a NaN itself, so that it is seen in what is
-computed. On a GPU kernels read each tensor twice and write it once, or twice with its transpose; torch.compile launches
-them as its own. All have the same bits.
+An inf or NaN makes the scale of its tensor or row the smallest one, and becomes a NaN, so that it shows in results. On
+a GPU, kernels read each tensor twice and write it once, or twice with its transpose; torch.compile launches them as its
+own. All implementations give the same bits.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from types import ModuleType
 import torch
 
 VALUES = torch.float8_e4m3fn
-"""Of weights and activations."""
+"""The format of weights and activations."""
 GRADIENTS = torch.float8_e5m2
-"""Of gradients of activations, which span more orders of magnitude."""
+"""The format of gradients of activations, which span more orders of magnitude."""
 FORMATS = (VALUES, GRADIENTS)
 COLUMNS = 16
-"""Products want sizes that are multiples of it; a transposed cast is padded with zeros up to one."""
+"""Products need sizes that are multiples of it; transposed casts are padded with zeros to such a multiple."""
 
 _EXPONENT = {VALUES: 8, GRADIENTS: 15}
 _MANTISSA_OF_LARGEST = 0x600000
-"""Of 1.75, in float32."""
+"""The mantissa bits of 1.75, in float32."""
 _MANTISSA = 0x7FFFFF
 _INFINITE = 0x7F800000
 _BIAS = 127
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST_SHIFT = 126
 
-# Found here: torch.compile can't trace an import, nor a function that keeps its result.
+# Imported here, since torch.compile can trace neither an import nor a function with a cache.
 _KERNELS: ModuleType | None = import_module("zeroshard.fp8.cast_kernels") if find_spec("triton") is not None else None
 
 
 def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales for tensors whose largest magnitudes (float32, any shape) are given, and their inverses."""
-    bits = (largest.view(torch.int32) & _MAGNITUDE).clamp(max=_INFINITE)  # a NaN has other bits on each machine
+    """Scales and unscales for tensors with the given largest magnitudes (float32, any shape)."""
+    bits = (largest.view(torch.int32) & _MAGNITUDE).clamp(max=_INFINITE)  # the bits of a NaN differ between machines
     shift = _EXPONENT[kind] + _BIAS - (bits >> 23) - ((bits & _MANTISSA) > _MANTISSA_OF_LARGEST).int()
     shift = shift.clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
     return ((shift + _BIAS) << 23).view(torch.float32), ((_BIAS - shift) << 23).view(torch.float32)
 
 
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a matrix, and the unscale of all of it, of shape (1,)."""
+    """Codes of a matrix (rows, columns), and its unscale (1,)."""
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast(values, kind)
     return _cast(values, kind)
 
 
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, transposed codes (padded) and the unscale of both."""
+    """Codes (rows, columns), transposed codes (columns, padded rows) and the unscale of both (1,)."""
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_both(values, kind)
     codes, unscale = _cast(values, kind)
@@ -62,7 +62,7 @@ def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a matrix, and the unscales of its rows, of shape (rows, 1)."""
+    """Codes of a matrix (rows, columns), and the unscales of its rows (rows, 1)."""
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_rows(values, kind)
     wide = values.float()
@@ -71,7 +71,7 @@ def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cast_rows` of the transposed matrix, whose rows have zeros up to a multiple of COLUMNS."""
+    """As `cast_rows` of the transposed matrix, with rows padded with zeros to a multiple of COLUMNS."""
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_columns(values, kind)
     wide = values.float()
@@ -80,7 +80,7 @@ def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor,
 
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of a matrix transposed, with zeros up to a multiple of COLUMNS in each row."""
+    """Transposed codes (columns, padded rows), each row padded with zeros to a multiple of COLUMNS."""
     if _KERNELS is not None and _by_kernel(codes):
         return _KERNELS.transpose(codes)
     missing = -codes.shape[0] % COLUMNS
@@ -91,14 +91,14 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
 
 
 def to_codes(values: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Values (float32) times a scale as numbers of the format."""
+    """Values (float32) times a scale, rounded to the format."""
     scaled = values * scale
-    # e5m2 has an inf of its own, and a processor rounds e4m3's to NaN: one way for both, on all machines.
+    # e5m2 has an inf, and a processor rounds an inf to e4m3's NaN; with NaN for both, all machines give the same bits.
     return torch.where(scaled.isinf(), torch.nan, scaled).to(kind)
 
 
 def decode(codes: torch.Tensor, unscale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values that codes stand for."""
+    """The values of codes, in `dtype`."""
     return (codes.float() * unscale).to(dtype)
 
 
@@ -113,5 +113,5 @@ def _by_kernel(values: torch.Tensor) -> bool:
 
 
 def has_kernels() -> bool:
-    """Whether there is Triton, for tensors on a GPU."""
+    """Whether Triton is installed, whose kernels cast tensors on a GPU."""
     return _KERNELS is not None

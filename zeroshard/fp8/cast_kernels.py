@@ -1,12 +1,12 @@
-"""Launches the Triton kernels of the casts, where Triton is and values are on a GPU.
+"""Launches the Triton kernels of the casts, for values on a GPU.
 
-    largest    each program leaves the largest magnitude of its part
-    cast       each program reads those of all, makes the scale from them, and casts a tile, transposed in registers
+    largest    each program writes the largest magnitude of its part
+    cast       each program reads the largest magnitudes of all parts, computes the scale, and casts a tile, which it
+               transposes in registers
 
-Without atomics and without zeros to write first: two launches for a cast, which torch.compile makes its own. Rejected:
-the scale made by operations of torch, which are eight launches more; the largest magnitude found by torch.compile on
-the way, whose reductions took longer (docs/decisions/0034-products-in-fp8.md); operations that it does not see into,
-each of which takes the host 100 us.
+A cast takes two launches, needs no atomics and no zeroed memory, and torch.compile traces it. Rejected: scales computed
+by torch's operations, with eight more launches; largest magnitudes found by torch.compile, whose reductions took longer
+(docs/decisions/0034-products-in-fp8.md); custom operations, each of which takes the host 100 us.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.fp8 import cast_triton
 KERNELS: Any = cast_triton
 
 _PROGRAMS = 512
-"""That look for the largest magnitude; a power of two, as each cast reads the result of all."""
+"""Programs that find largest magnitudes; a power of two, since each cast reads the results of all."""
 _CHUNK = 8192
 _TILE = 64
 _COLUMN_ROWS = 512
@@ -40,7 +40,7 @@ def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and the unscale of each row."""
+    """See cast.cast_rows."""
     values = values.contiguous()
     rows, columns = values.shape
     codes = torch.empty((rows, columns), dtype=kind, device=values.device)
@@ -91,7 +91,7 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
 def _cast(
     values: torch.Tensor, kind: torch.dtype, *, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, transposed codes (of no elements where they are not asked for), and the unscale of a matrix."""
+    """Codes, transposed codes (without elements unless `transposed`), and the unscale of a matrix."""
     values = values.contiguous()
     rows, columns = values.shape
     padded = padded_rows(rows)
@@ -119,12 +119,12 @@ def _cast(
 
 
 def _partial(values: torch.Tensor) -> torch.Tensor:
-    """Largest magnitudes of the parts of a tensor, as integers."""
+    """Largest magnitudes of the parts of a tensor, as the int32 bits of float32."""
     partial = torch.empty(_PROGRAMS, dtype=torch.int32, device=values.device)
     KERNELS.largest_of[(_PROGRAMS,)](values, partial, values.numel(), PROGRAMS=_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
     return partial
 
 
 def padded_rows(rows: int) -> int:
-    """Columns of a transposed cast."""
+    """Columns of a transposed cast of a matrix with so many rows."""
     return -(-rows // 16) * 16

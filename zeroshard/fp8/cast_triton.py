@@ -1,4 +1,4 @@
-"""The Triton kernels of the casts to fp8; imported only where Triton is. See cast for the arithmetic."""
+"""The Triton kernels of the casts to fp8, imported only if Triton is installed. See `cast` for the arithmetic."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def magnitude_bits(values):
-    """Magnitudes as integers that are ordered as they are, a NaN above all."""
+    """Magnitudes as integers in the same order, with NaN above all others."""
     return tl.abs(values.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def shift_of(bits, E5M2: tl.constexpr):
-    """The exponent of the scale for a largest magnitude."""
+    """The exponent of the scale for a largest magnitude, given as bits."""
     exponent = 15 if E5M2 else 8
     bits = tl.minimum(bits, 0x7F800000)
     shift = exponent + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -29,7 +29,7 @@ def power_of_two(shift):
 @triton.jit
 def to_codes(values, scale, E5M2: tl.constexpr):
     scaled = values.to(tl.float32) * scale
-    # The conversion would make an inf the largest finite number.
+    # The conversion would turn an inf into the largest finite number.
     scaled = tl.where(tl.abs(scaled) == float("inf"), float("nan"), scaled)
     return scaled.to(tl.float8e5) if E5M2 else scaled.to(tl.float8e4nv)
 

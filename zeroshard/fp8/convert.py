@@ -1,9 +1,10 @@
-"""Which linear layers of a model compute in fp8, and their conversion in place.
+"""Chooses the linear layers of a model that compute in fp8, and converts them in place.
 
-A layer suits if it computes as `nn.Linear` does and products in fp8 take its sizes (multiples of 16). Of those that
-suit, the ones named in `Fp8.names` take part; where none are named, the layers in repeated blocks whose products are
-large enough to gain (see worth). The layers around the blocks stay as they are: the first and the last are those that
-rounding harms most, and fused losses read the head's weight without calling it. Tied weights stay, too.
+A layer can be converted if it computes like `nn.Linear` and its sizes suit products in fp8 (multiples of 16). Of these
+layers, those named in `Fp8.names` are converted; without names, the layers in repeated blocks that are large enough to
+become faster (see `speedup`). Layers outside of the blocks are not converted: rounding harms the first and the last
+layer most, and fused losses read the head's weight without calling it. Layers with tied weights are not converted
+either.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from zeroshard.errors import PlanError
 from zeroshard.fp8.cast import COLUMNS
 from zeroshard.fp8.linear import Fp8Linear, LastInput
 from zeroshard.fp8.recipe import Fp8, Products
-from zeroshard.fp8.worth import gain
+from zeroshard.fp8.speedup import speedup
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.opaque import is_opaque
 
-LEAST_GAIN = 1.0
-"""Times that a layer has to be as fast as in bf16."""
+LEAST_SPEEDUP = 1.0
+"""The least speedup over bf16 with which a layer is converted."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was decided of a linear layer.
+    """The choice for a linear layer.
 
     Attributes:
         name: module path.
-        sizes: out and in features.
+        sizes: out_features and in_features.
         taken: whether it computes in fp8.
-        why: the reason, for whoever reads the list.
+        why: the reason, in words.
     """
 
     name: str
@@ -46,13 +47,13 @@ class Choice:
 
 
 def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choice]:
-    """What is decided of each plain linear layer of `model`.
+    """Choose for each plain linear layer of `model`.
 
     Args:
         kept: dotted parts of names of parameters that stay in float32.
 
     Raises:
-        PlanError: a name that no layer has, or one of a layer that can't compute in fp8.
+        PlanError: no layer has a wanted name, or the layer with that name can't compute in fp8.
     """
     linears = {path: module for path, module in model.named_modules() if _is_linear(module)}
     whole = [f"{path}." for path, module in model.named_modules() if is_opaque(module)]
@@ -71,7 +72,7 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
         elif wanted.names is not None:
             found.append(Choice(path, sizes, named, "named" if named else "not named"))
         else:
-            found.append(_by_itself(path, sizes, wanted, inside=not repeated or path in repeated))
+            found.append(_by_speedup(path, sizes, wanted, inside=not repeated or path in repeated))
     for name in wanted.names or ():
         if not any(_part(path, name) for path in linears):
             raise PlanError(f"fp8: the model has no nn.Linear {name!r}; name module paths, or parts such as 'mlp'")
@@ -79,7 +80,7 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
 
 
 def described(choices: Sequence[Choice]) -> list[str]:
-    """What was decided, a line for each kind of layer: its sizes, how many there are, and why."""
+    """The choices in words, one line per kind of layer: sizes, number of layers, and reason."""
     counts = Counter((choice.taken, choice.sizes, choice.why) for choice in choices)
     return [
         f"fp8: {number} linear layers of {sizes[0]} x {sizes[1]} {'take part' if taken else 'stay'} ({why})"
@@ -88,13 +89,13 @@ def described(choices: Sequence[Choice]) -> list[str]:
 
 
 def products_of(wanted: Fp8, choices: Sequence[Choice]) -> Products | None:
-    """What a plan has of the choice; None where no layer takes part."""
+    """The choices as a plan has them; None if no layer computes in fp8."""
     layers = tuple(choice.name for choice in choices if choice.taken)
     return Products(wanted.scaling, layers, wanted.shards) if layers else None
 
 
 def convert(model: nn.Module, products: Products) -> None:
-    """Let the layers of a plan compute in fp8. Raises PlanError for one that is no plain linear layer."""
+    """Convert the layers of a plan to fp8. Raises PlanError for one that is no plain linear layer."""
     last = LastInput()
     for path in products.layers:
         linear = model.get_submodule(path)
@@ -107,7 +108,7 @@ def convert(model: nn.Module, products: Products) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Make plain linear layers of those that compute in fp8."""
+    """Convert layers in fp8 back to plain linear layers."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):
             del module.scaling, module.last_input, module.kept
@@ -115,7 +116,7 @@ def restore(model: nn.Module) -> None:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer computes as nn.Linear does; its class may initialize it in another way."""
+    """Whether a layer computes like nn.Linear; its class may initialize it differently."""
     return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Fp8Linear.forward)
 
 
@@ -126,7 +127,7 @@ def _in_fp8(kind: type[nn.Linear]) -> type[nn.Linear]:
 
 
 def _problem(path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequence[str]) -> str | None:
-    """Why a layer can't compute in fp8."""
+    """Why a layer can't compute in fp8; None if it can."""
     if linear.in_features % COLUMNS or linear.out_features % COLUMNS:
         return f"its sizes {linear.out_features} x {linear.in_features} are no multiples of {COLUMNS}"
     if as_dtensor(linear.weight) is not None:
@@ -138,11 +139,11 @@ def _problem(path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequen
     return None
 
 
-def _by_itself(path: str, sizes: tuple[int, int], wanted: Fp8, *, inside: bool) -> Choice:
+def _by_speedup(path: str, sizes: tuple[int, int], wanted: Fp8, *, inside: bool) -> Choice:
     if not inside:
         return Choice(path, sizes, False, "outside of the repeated blocks")
-    times = gain(sizes[0], sizes[1], wanted.tokens)
-    return Choice(path, sizes, times >= LEAST_GAIN, f"{times:.2f}x of bf16 with {wanted.tokens} rows")
+    times = speedup(sizes[0], sizes[1], wanted.tokens)
+    return Choice(path, sizes, times >= LEAST_SPEEDUP, f"{times:.2f}x of bf16 with {wanted.tokens} rows")
 
 
 def _part(path: str, name: str) -> bool:
@@ -150,7 +151,7 @@ def _part(path: str, name: str) -> bool:
 
 
 def _in_blocks(model: nn.Module) -> frozenset[str]:
-    """Paths of the modules that lie in a list of at least two modules of one class."""
+    """Paths of all modules within lists that have at least two modules of one class."""
     found: set[str] = set()
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):

@@ -1,12 +1,13 @@
 """A linear layer whose three products run in fp8.
 
-    forward       input @ weight.T          input and weight cast
-    backward      grad @ weight             grad cast once, and transposed with it; the weight's codes transposed here,
-                  grad.T @ input            so that they are never kept twice; the input's are, in place of the input
+    forward       input @ weight.T          input and weight are cast
+    backward      grad @ weight             grad is cast once, with its transpose; the weight's codes are transposed
+                  grad.T @ input            here, so that they are not kept twice; the input's transposed codes are kept
+                                            instead of the input
 
-The weight's codes are those that the engine keeps where the weight rests in fp8 (see parameter); else it is cast here.
-The gradients have no gradients: what differentiates twice keeps its layers out of fp8. Rejected: a tensor subclass
-around the codes, which every operation of a forward and torch.compile would have to pass.
+The weight's codes are those that the engine keeps, if the weight rests in fp8 (see `parameter`); else it is cast here.
+The gradients can't be differentiated again, so models that need second derivatives keep such layers out of fp8.
+Rejected: a tensor subclass around the codes, which all operations of a forward and torch.compile would have to handle.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from zeroshard.fp8.recipe import Scaling
 
 @dataclass
 class LastInput:
-    """The cast of the last input, for layers that get the same one after each other (query, key and value, say)."""
+    """Caches the cast of the last input, for layers that get the same input in turn (such as query, key and value)."""
 
     _of: weakref.ref[torch.Tensor] | None = None
     _version: int = -1
     _cast: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = field(default=None, repr=False)
 
     def cast(self, values: torch.Tensor, *, both: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Codes of a matrix, its transposed codes where they are wanted, and the unscale."""
+        """Codes of the input as a matrix, transposed codes (None unless `both`), and the unscale; see `cast`."""
         flat = values.reshape(-1, values.shape[-1])
-        if values.is_inference():  # which has no version: nobody could tell whether it has changed
+        if values.is_inference():  # it has no version that would tell whether it has changed
             return _input_codes(flat, both=both)
         found = self._cast
         same = self._of is not None and self._of() is values and self._version == values._version
@@ -56,18 +57,18 @@ def _input_codes(flat: torch.Tensor, *, both: bool) -> tuple[torch.Tensor, torch
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that computes in fp8; made of a plain one by `convert`, with the same parameters."""
+    """A linear layer that computes in fp8; `convert` makes it of a plain one, with the same parameters."""
 
     before: type[nn.Linear]
-    """The class of the plain one."""
+    """The class of the plain layer."""
 
     scaling: Scaling
     last_input: LastInput
     kept: Codes | None
-    """What the engine keeps of the weight; here because torch.compile can't read it from the parameter."""
+    """The weight's codes that the engine keeps, if it does; torch.compile can't read them from the parameter."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Of shape (..., out_features), in the dtype of the weight or of autocast."""
+        """The output (..., out_features) of an input (..., in_features), in the dtype of the weight or of autocast."""
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
@@ -84,7 +85,7 @@ class Fp8Linear(nn.Linear):
 
     def _codes_of(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept = self.kept
-        if kept is None or not isinstance(weight, CodedGuard):  # it shows its values
+        if kept is None or not isinstance(weight, CodedGuard):  # the parameter has its values
             return cast(weight.detach(), VALUES)
         return kept.codes, kept.unscale
 
@@ -93,7 +94,7 @@ class Fp8Linear(nn.Linear):
 
 
 def adopt_codes(model: nn.Module) -> None:
-    """Let the layers of a model find the codes that the engine keeps of their weights, or none where it keeps none."""
+    """Give the layers of a model the codes that the engine keeps of their weights, or None."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):
             module.kept = kept_codes(module.weight)
@@ -129,7 +130,7 @@ class _Tensorwise(torch.autograd.Function):
         keeps: bool,
     ) -> torch.Tensor:
         of_input, turned, input_unscale = last.cast(input, both=keeps)
-        # Not saved as a tensor: a checkpoint or an offload of activations would take a copy of the weight along.
+        # Not saved as tensors, since checkpoints and offload of activations would copy the weight.
         ctx.weight = codes, unscale
         ctx.shape, ctx.dtype = input.shape, input.dtype
         ctx.save_for_backward(*(() if turned is None else (turned, input_unscale)))
@@ -144,7 +145,7 @@ class _Tensorwise(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The same for torch.compile, which takes tensors for the backward in one way only and shares casts by itself."""
+    """The same for torch.compile, which needs all tensors of the backward to be saved, and shares casts itself."""
 
     @staticmethod
     def forward(
@@ -181,8 +182,11 @@ def _backward(
     """Gradients of the input and of the weight.
 
     Args:
+        grad: gradient of the output, of shape (..., out_features).
         weight: its codes and unscale.
-        kept: the input's transposed codes and unscale, where the weight needs a gradient.
+        kept: the input's transposed codes and unscale, if the weight needs a gradient.
+        needed: whether input and weight need gradients.
+        shape, dtype: of the input.
     """
     flat = grad.reshape(-1, grad.shape[-1])
     input_grad = weight_grad = None
@@ -198,7 +202,7 @@ def _backward(
 
 
 class _Rowwise(torch.autograd.Function):
-    """Scales by row of what each product sums over; so input, weight and gradient are cast twice, each its own way."""
+    """Products with a scale per row. Each operand is cast twice, since its two products sum over different dims."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

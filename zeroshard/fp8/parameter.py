@@ -1,12 +1,12 @@
-"""A weight that the engine keeps in fp8: what its parameter is while its unit is in use.
+"""The parameter of a weight that the engine keeps in fp8, while its unit is in use.
 
-    layer(input)             the layer takes the codes; autograd sees the parameter, which gets the gradient
-    p.shape, p.dtype, ...    as it is in the model
-    p * 2, f(p)              inside of a forward: on the values that the codes stand for, and the gradient reaches p
-                             elsewhere, or in place: an error that names the parameter and what to do
+    layer(input)             the layer reads the codes; autograd gives the gradient to the parameter
+    p.shape, p.dtype, ...    those of the model
+    p * 2, f(p)              inside of a forward: computed with the decoded values, and the gradient reaches p;
+                             elsewhere, or in place: an error that names the parameter and says what to do
 
-Its memory is one NaN, stretched to the whole shape, as that of a parameter at rest is. Rejected: the codes as the
-parameter's memory, in a dtype in which models would go on to compute.
+The parameter's memory is one NaN, expanded to the whole shape, like that of a resting parameter. Rejected: the codes as
+the parameter's memory; models would compute in their dtype.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _SHAPES = frozenset(
     {"shape", "size", "ndim", "dim", "ndimension", "stride", "__len__", "is_contiguous", "numel", "nelement", "nbytes"}
     | {"storage_offset", "share_memory_", "__hash__", "data_ptr", "untyped_storage", "as_strided", "view_as"}
 )
-"""Besides what resting parameters answer; torch.compile asks for the last ones."""
+"""Names that are answered besides those of resting parameters; torch.compile needs the last ones."""
 _HANDLES = frozenset({"data", "detach_"})
-"""What hands the memory on to be written."""
+"""Names that give access to the memory for writes."""
 
 
 @dataclass
 class Codes:
-    """The codes of a weight; the engine puts others here when its memory moves.
+    """The codes of a weight; the engine replaces them when its memory moves.
 
     Attributes:
-        name: of the parameter, for messages.
-        codes: of the weight's shape, whole whenever its unit is in use.
+        name: name of the parameter, for messages.
+        codes: of the weight's shape; they are whole while the unit is in use.
         unscale: of shape (1,).
-        readable: whether the codes are whole now, so that something other than the layer may read the values.
+        readable: whether the codes are whole now, so that code other than the layer may read the values.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Codes:
 
 
 class CodedGuard(HidesValues):
-    """What the class of such a parameter has before its own."""
+    """The first base class of such a parameter's class; it handles all calls of torch with the parameter."""
 
     @classmethod
     def __torch_function__(
@@ -61,7 +61,7 @@ class CodedGuard(HidesValues):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Raises UsageError for what would read values that are not here, or write any."""
+        """Run a call of torch. Raises UsageError for reads of values that are not whole, and for writes."""
         name, sets = name_of_call(func)
         given = dict(kwargs or {})
         if name in ALLOWED_CALLS or name in READABLE_ATTRIBUTES or (name in _SHAPES and not sets):
@@ -77,7 +77,7 @@ class CodedGuard(HidesValues):
 
 
 class _Values(torch.autograd.Function):
-    """The values that the codes of a parameter stand for; their gradient is the parameter's."""
+    """Decodes the values of a parameter; their gradient is the parameter's."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, codes: torch.Tensor, unscale: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class _Values(torch.autograd.Function):
 
 
 def _read(value: Any, name: str) -> Any:
-    """The arguments of a call with values in the place of such parameters."""
+    """The arguments of a call with such parameters replaced by their values."""
     if isinstance(value, CodedGuard):
         record = record_of(cast("torch.Tensor", value))
         if not record.readable():
@@ -103,29 +103,29 @@ def _read(value: Any, name: str) -> Any:
 
 
 def record_of(parameter: torch.Tensor) -> Codes:
-    """The codes of a parameter to which `keep_codes` gave some."""
+    """The codes of a parameter that has some."""
     found: Codes = vars(parameter)[_RECORD]
     return found
 
 
 def kept_codes(parameter: torch.Tensor) -> Codes | None:
-    """The codes of a parameter, whatever it shows now; None if it has none."""
+    """The codes of a parameter; None if it has none."""
     return vars(parameter).get(_RECORD)
 
 
 def keep_codes(parameter: torch.Tensor, record: Codes) -> None:
-    """From now on the parameter's class may be its `coded_class`."""
+    """Attach codes to a parameter, so that its class may become its `coded_class`."""
     vars(parameter)[_RECORD] = record
 
 
 def drop_codes(parameter: torch.Tensor) -> None:
-    """The parameter is one that shows its values again."""
+    """Detach the codes of a parameter that has its values again."""
     vars(parameter).pop(_RECORD, None)
 
 
 @cache
 def coded_class(whole: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class of a parameter of class `whole` while only the codes of its values are there; a subclass of it."""
+    """The subclass of `whole` that a parameter has while only its codes are in memory."""
     assert not issubclass(whole, HidesValues)
     name = "CodedParameter" if whole is nn.Parameter else whole.__name__
     return cast("type[torch.Tensor]", type(name, (CodedGuard, whole), {"__module__": __name__, "whole_class": whole}))

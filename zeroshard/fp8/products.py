@@ -1,10 +1,10 @@
-"""Products of two matrices in fp8: by the GPU's units, or in float32 on the values that the codes stand for.
+"""Multiplies two matrices of fp8 codes: on a GPU by its fp8 units, on a processor in float32.
 
-    product(a, b) = (a * unscale of a) @ (b * unscale of b).T          a: (M, K), b: (N, K), both row by row
+    product(a, b) = (a * unscale of a) @ (b * unscale of b).T          a: (M, K), b: (N, K), both row-major
 
-A GPU sums the products of codes and applies the scales to the sum; so does the processor, where float32 sums have
-other roundings. On the meta device it is what the planner counts. Rejected: torch's own product for processors, which
-is there for some formats and sizes only.
+Both sum the products of codes, and apply the scales to the sum; float32 sums on a processor are rounded differently. On
+the meta device it is one product, which the planner counts. Rejected: torch's fp8 product for processors, which
+supports some formats and sizes only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device) -> None:
-    """Raises PlanError for a GPU without units for fp8."""
+    """Raises PlanError for a GPU without fp8 units."""
     if device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
@@ -37,17 +37,17 @@ def product(
     *,
     fast: bool = False,
 ) -> torch.Tensor:
-    """The product of codes as a matrix of `dtype`.
+    """The product (M, N), in `dtype`, of codes `a` (M, K) and `b` (N, K).
 
     Args:
-        unscale_a, unscale_b: of shape (1,) for the whole matrix each, or (rows, 1) for each row of both.
-        fast: the GPU may keep partial sums in fewer bits, as it does at its full rate.
+        unscale_a, unscale_b: of shape (1,), for whole matrices, or (rows, 1), for rows.
+        fast: let the GPU keep partial sums in fewer bits, which its full rate needs.
     """
     by_row = unscale_a.numel() > 1 or unscale_b.numel() > 1
     if a.is_meta:
         return torch.mm(a, b.t()).to(dtype)
     if not a.is_cuda:
         return (a.float() @ b.float().t() * unscale_a * (unscale_b.view(1, -1) if by_row else unscale_b)).to(dtype)
-    # Not functional.scaled_mm, in which torch.compile of torch 2.11 breaks its graph.
+    # functional.scaled_mm would break graphs of torch.compile in torch 2.11.
     right = unscale_b.view(1, -1) if by_row else unscale_b
     return torch._scaled_mm(a, b.t(), unscale_a, right, out_dtype=dtype, use_fast_accum=fast)

@@ -1,11 +1,12 @@
-"""What a config or a caller asks of fp8: how numbers are scaled, and which layers take part. Values only.
+"""What a config or a caller wants in fp8: how tensors are scaled, and which layers compute so. This module has values
+only.
 
-    tensorwise    one scale for each tensor            (Micikevicius et al. 2022, arXiv:2209.05433, section 3.2)
-    rowwise       one for each row of what a product sums over
+    tensorwise    one scale per tensor            (Micikevicius et al. 2022, arXiv:2209.05433, section 3.2)
+    rowwise       one scale per row, along the dim that a product sums over
 
-Scales are powers of two: a floating-point number loses nothing when it is scaled by one, so that what remains is the
-rounding to three bits (e4m3) or two (e5m2), equal on every machine. Rejected: scales from the largest values of earlier
-steps; they save a pass over memory, and give another result after a checkpoint was loaded and on the first step.
+Scales are powers of two, by which floating-point numbers are scaled without rounding. So the only rounding is that to
+three bits (e4m3) or two (e5m2), which is the same on every machine. Rejected: scales from the largest values of earlier
+steps; they save a pass over memory, but change results in the first step, and after a checkpoint was loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ REFUSED_RECIPES = {
 
 
 class Scaling(str, Enum):
+    """Which elements of a tensor share a scale."""
+
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
 
@@ -33,11 +36,11 @@ class Fp8:
     """How a model's matrix products run in fp8.
 
     Attributes:
-        scaling: which numbers share a scale.
-        names: layers that take part, by module path or a dotted part of it; None leaves it to `worthwhile`.
-        tokens: rows of the inputs that a choice of layers reckons with.
-        shards: weights that are trained rest and travel as fp8 numbers, where the optimizer's state rests on the
-            device; else they are cast in each forward.
+        scaling: which elements share a scale.
+        names: layers that compute in fp8, by module path or a dotted part of it; None lets `convert.choose` choose.
+        tokens: rows of the inputs for which layers are chosen.
+        shards: trained weights rest and are gathered in fp8, if the optimizer's state rests on the device; else they
+            are cast in each forward.
     """
 
     scaling: Scaling = Scaling.TENSORWISE
@@ -52,12 +55,12 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Products:
-    """The layers of a model that multiply in fp8, as a plan has them.
+    """The layers of a model that compute in fp8, in a plan.
 
     Attributes:
         layers: module paths.
-        resting: weights that are trained rest as fp8 numbers, where the plan keeps their master weights on the device
-            and they are updated element by element.
+        resting: trained weights rest in fp8, if the plan keeps their master weights on the device and updates them
+            element by element.
     """
 
     scaling: Scaling
@@ -66,13 +69,13 @@ class Products:
 
     @property
     def resting_weights(self) -> frozenset[str]:
-        """Names of the parameters that rest so."""
+        """Names of the parameters that may rest in fp8."""
         rests = self.resting and self.scaling is Scaling.TENSORWISE
         return frozenset(f"{layer}.weight" for layer in self.layers) if rests else frozenset()
 
 
 def scaling_of(name: str) -> Scaling:
-    """The scaling of this name. Raises PlanError for one that is not built, with the reason."""
+    """The scaling with this name. Raises PlanError, with the reason, for one that is not built."""
     if name in REFUSED_RECIPES:
         raise PlanError(f"the fp8 recipe {name!r} is refused: {REFUSED_RECIPES[name]}; use 'tensorwise' or 'rowwise'")
     try:

@@ -1,9 +1,10 @@
-"""Launches the kernels that make codes of a flat part of master weights, where Triton is and they are on a GPU.
+"""Launches the Triton kernels that cast a flat shard of master weights to fp8, on a GPU.
 
-    tiles     the number of the parameter of each 256 elements, -1 for padding
+    tiles     for each 256 elements the number of their parameter, -1 for padding
 
-Parameters begin at multiples of 256 elements of a group in fp8, so that a tile is of one parameter. A program whose
-tiles are all of one parameter tells its largest magnitude once. Rejected: a launch per parameter, some hundred a step.
+Parameters of a group in fp8 begin at multiples of 256 elements, so each tile belongs to one parameter. A program whose
+tiles belong to one parameter updates its largest magnitude once. Rejected: a launch per parameter, some hundred per
+step.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 
 TILE = 256
 _TILES = 64
-"""Of a program that looks for largest magnitudes."""
+"""Tiles of a program that finds largest magnitudes."""
 _TILES_CAST = 8
 
 
 def find_largest(master: torch.Tensor, tiles: torch.Tensor, largest: torch.Tensor) -> None:
-    """Raise `largest`, of each parameter, to the largest magnitude in this part."""
+    """Raise `largest` (float32, one per parameter) to the largest magnitudes in this shard."""
     grid = (-(-tiles.numel() // _TILES),)
     _kernels().largest_of_tiles[grid](
         master, tiles, largest.view(torch.int32), master.numel(), tiles.numel(), TILE=TILE, TILES=_TILES, num_warps=8
@@ -28,7 +29,7 @@ def find_largest(master: torch.Tensor, tiles: torch.Tensor, largest: torch.Tenso
 
 
 def write_codes(master: torch.Tensor, tiles: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor) -> None:
-    """Write the codes of the part; of padding, zeros."""
+    """Write the codes of the shard, with zeros for padding; `largest` are those of whole parameters."""
     grid = (-(-tiles.numel() // _TILES_CAST),)
     _kernels().cast_tiles[grid](
         master,

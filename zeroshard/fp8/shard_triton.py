@@ -1,4 +1,4 @@
-"""The Triton kernels of `shard_kernels`; imported only where Triton is."""
+"""The Triton kernels of `shard_kernels`, imported only if Triton is installed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+"""Predicts the speedup of a linear layer by fp8 from the rates of one GPU, so that all ranks choose the same layers.
+
+    bf16    three products
+    fp8     three products at fp8's rate, and passes over memory: input and gradient are read twice and written twice
+            (codes and transposed codes), and the weight's codes are transposed
+
+The rates were measured on an H200 (docs/decisions/0034-products-in-fp8.md). Small products do not become faster, since
+casts and launches take as long as the product. Rejected: timing each layer at the start; by noise, ranks would choose
+different layers, and a plan that is made without the cluster's GPU would differ from the cluster's.
+"""
+
+from __future__ import annotations
+
+_BF16 = 6.9e14
+_FP8 = 1.23e15
+"""Flops per second of products with some thousand rows and columns."""
+_MEMORY = 3.0e12
+"""Bytes per second of the casts."""
+_LAUNCH = 4e-6
+"""Seconds of a very small kernel."""
+_KERNELS_BF16, _KERNELS_FP8 = 3, 8
+
+
+def speedup(out_features: int, in_features: int, rows: int) -> float:
+    """The time of a layer's forward and backward in bf16 over that in fp8.
+
+    Args:
+        rows: rows of the input, all dims but the last together.
+    """
+    flops = 2.0 * out_features * in_features * rows
+    casts = 6.0 * rows * (out_features + in_features) + 2.0 * out_features * in_features
+    plain = 3 * max(flops / _BF16, _LAUNCH)
+    ours = 3 * max(flops / _FP8, _LAUNCH) + casts / _MEMORY + (_KERNELS_FP8 - _KERNELS_BF16) * _LAUNCH
+    return plain / ours
