@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +70,84 @@ def _train(rank: int, world: int) -> None:
 
 def test_their_gradients_are_those_of_plain_torch() -> None:
     run_ranks(2, _train)
+
+
+class _Marked(nn.Parameter):
+    """A class of parameters of a library's own."""
+
+
+class _Tripled(nn.Parameter):
+    """A class that gives an operation another meaning, by an attribute."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            answer = func(*args, **(kwargs or {}))
+            return answer * args[0].factor if func is torch.Tensor.abs else answer
+
+
+class _Listed(list[torch.Tensor]):
+    """A class of lists, which torch takes as it takes a list."""
+
+
+def _of_class(kind: type[nn.Parameter]) -> nn.Sequential:
+    model = _model()
+    model[0].weight = kind(model[0].weight.detach())
+    model[0].weight.factor = 3.0
+    return model
+
+
+def _in_place(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    made = torch.ones_like(first) * second
+    made.mul_(first)
+    made *= second
+    made.addcmul_(first, second)
+    return made.lerp_(first, second).sum()
+
+
+def _mapped(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    rows = torch.vmap(lambda one, other: (one * other.abs()).abs().sum(), (0, 1))(first, second)
+    return rows.sum() + torch.vmap(lambda row: row.abs().sum())(first).sum()
+
+
+def _slope(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    slopes = torch.func.grad(lambda one, other: (one.abs() * one * other).sum(), (0, 1))(first, second)
+    return torch.stack(slopes).square().sum()
+
+
+_LATER: dict[str, tuple[Callable[[], nn.Sequential], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "in place on other tensors": (_model, _in_place),
+    "vmap": (_model, _mapped),
+    "torch.func.grad": (_model, _slope),
+    "a list of a class of its own": (_model, lambda *both: torch.stack(_Listed(both)).abs().sum()),
+    "class of parameters": (partial(_of_class, _Marked), lambda one, other: (one.abs() * other).sum()),
+    "class with operations": (partial(_of_class, _Tripled), lambda one, other: (one.abs() * other).sum()),
+}
+
+
+def _train_with_later_nodes(rank: int, world: int) -> None:
+    x = torch.ones(4, 8)
+    for kind, (build, penalty) in _LATER.items():
+        plain, mine = build(), build()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        (plain(x).square().mean() + penalty(plain[0].weight, plain[2].weight)).backward()
+        optimizer.step()
+        model, sharded = zeroshard.shard(mine, torch.optim.SGD(mine.parameters(), lr=0.1), plan=3)
+        loss = model(x).square().mean()  # its backward begins when that of the penalty has read what it needs
+        with zeroshard.GatheredParameters(model):
+            of_block = penalty(model[0].weight, model[2].weight)
+        (loss + of_block).backward()
+        sharded.step()
+        assert_close(
+            full_parameters(model), {name: value.detach() for name, value in plain.named_parameters()}, what=kind
+        )
+        zeroshard.close(model)
+
+
+def test_gradients_of_transforms_in_place_operations_and_parameter_classes_are_those_of_plain_torch() -> None:
+    run_ranks(2, _train_with_later_nodes)
 
 
 def _parameters_in_a_block(rank: int, world: int) -> None:

@@ -6,8 +6,9 @@
 
 Autograd saves a parameter as the parameter, and finds there what it is at the time of the backward: at rest NaN, whose
 sign is 0. So inside of the block an operation is given a view of the parameter, which keeps the block's memory as long
-as the graph has it, and leads to the parameter's gradient. Functions of classes derived from `autograd.Function` take
-the parameter itself. Rejected: hooks on saved tensors, under which torch.func refuses to run.
+as the graph has it, and leads to the parameter's gradient. Inside of torch.func's transforms the operations get tensors
+that wrap the parameter, and views of those are made. Functions of classes derived from `autograd.Function`, compiled
+ones among them, take the parameter itself. Rejected: hooks on saved tensors, under which torch.func refuses to run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from zeroshard.sharding.resting import ALLOWED_CALLS, name_of_call
@@ -30,6 +31,11 @@ _TAKE_THE_PARAMETER = ALLOWED_CALLS | {
 """What saves nothing of the values, or is about the parameter itself. `view_as` and `expand_as` with itself are how
 code finds the node at which its gradient arrives."""
 
+_OPERATORS = frozenset(
+    {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "div"}
+)
+"""Python's operators that have a form in place, as `__iadd__`."""
+
 
 class BlockReads(TorchFunctionMode):
     """Gives operations views of the parameters that a block holds, from `begin` to `end`."""
@@ -40,8 +46,8 @@ class BlockReads(TorchFunctionMode):
         self._on = False
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Start with these parameters; others, and those of classes with a meaning of their own, are left alone."""
-        self._held = {id(one): one for one in parameters if type(one) is nn.Parameter or isinstance(one, DTensor)}
+        """Start with these parameters."""
+        self._held = {id(one): one for one in parameters}
         self._on = bool(self._held)
         if self._on:
             self.__enter__()
@@ -60,31 +66,64 @@ class BlockReads(TorchFunctionMode):
         # A compiled graph saves its own inputs, and can't look for parameters among them.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _saves(func, kwargs):
             return func(*args, **kwargs)
-        views: dict[int, torch.Tensor] = {}
-        answer = func(*self._viewed(args, views), **self._viewed(kwargs, views))
+        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        changed = args[:1] if _changes_the_first(func) else ()
+        answer = func(*changed, *self._viewed(args[len(changed) :], views), **self._viewed(kwargs, views))
         # `p.contiguous()` and `p.to(dtype)` return what they were given, if there is nothing to do.
-        return next((self._held[number] for number, view in views.items() if view is answer), answer)
+        return next((given for given, view in views.values() if view is answer), answer)
 
-    def _viewed(self, value: Any, views: dict[int, torch.Tensor]) -> Any:
-        """Arguments with views in the place of parameters that the block holds."""
+    def _viewed(self, value: Any, views: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Arguments with views in the place of parameters that the block holds.
+
+        Args:
+            views: what was replaced by which view; it is added to.
+        """
         if isinstance(value, torch.Tensor):
             number = id(value)
-            if number not in self._held:
-                return value
             if number not in views:
-                views[number] = torch.ops.aten.alias.default(value)
-            return views[number]
-        if type(value) in (tuple, list):
-            return type(value)(self._viewed(item, views) for item in value)
+                if not self._holds(value):
+                    return value
+                views[number] = (value, _view_of(value))
+            return views[number][1]
+        if isinstance(value, (tuple, list)):
+            items = [self._viewed(item, views) for item in value]
+            if all(item is before for item, before in zip(items, value, strict=True)):
+                return value
+            return items if isinstance(value, list) else tuple(items)
         if isinstance(value, Mapping) and type(value) is dict:
             return {key: self._viewed(item, views) for key, item in value.items()}
         return value
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter of the block, or what torch.func's transforms made of one."""
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        return id(tensor) in self._held
+
+
+def _view_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same class, with the same attributes."""
+    view = torch.ops.aten.alias.default(tensor)
+    if type(tensor) not in (torch.Tensor, nn.Parameter, type(view)):
+        with torch._C.DisableTorchFunctionSubclass():
+            view = view.as_subclass(type(tensor))
+        vars(view).update(vars(tensor))
+    return view
 
 
 def _saves(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether autograd may save an argument of this call."""
     name, _ = name_of_call(func)
     attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
-    in_place = kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__"))
     about_graphs = str(getattr(func, "__module__", "")).startswith("torch.autograd")
-    return not (attribute or in_place or about_graphs or name in _TAKE_THE_PARAMETER)
+    changes_by_name = _changes_the_first(func) and any(key in kwargs for key in ("self", "input", "tensor"))
+    return not (attribute or about_graphs or changes_by_name or kwargs.get("out") is not None) and (
+        name not in _TAKE_THE_PARAMETER
+    )
+
+
+def _changes_the_first(func: Callable[..., Any]) -> bool:
+    """Whether a call changes its first argument: the parameter itself is given then, as torch refuses some views."""
+    name, _ = name_of_call(func)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or (name.startswith("__i") and name.endswith("__") and name[3:-2] in _OPERATORS)
