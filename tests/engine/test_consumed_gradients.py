@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from zeroshard.errors import ZeroShardWarning
+from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.optim.optimizer import ShardedOptimizer
 
 X = torch.ones(2, 4)
@@ -51,6 +52,71 @@ def _steps(rank: int, world: int) -> None:
         for _ in range(2):
             optimizer.zero_grad()
             assert _warnings_of(lambda model=model, optimizer=optimizer: backward_and_step(model, optimizer)) == []
+
+
+def _set_to_none(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _zero_those_there(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+
+
+_DROPS: dict[str, Callable[[nn.Module], None]] = {
+    "model.zero_grad()": nn.Module.zero_grad,
+    "model.zero_grad(set_to_none=False)": partial(nn.Module.zero_grad, set_to_none=False),
+    "grad = None": _set_to_none,
+    "grad.zero_()": _zero_those_there,
+    "zero_grad() of another optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "zero_grad() in place": lambda model: torch.optim.SGD(model.parameters(), foreach=True).zero_grad(False),
+}
+
+
+def _other_ways(rank: int, world: int) -> None:
+    for stage in range(4):
+        for way, drop in _DROPS.items():
+            for before in (False, True):
+                model, optimizer = _sharded(stage)
+
+                def train(
+                    model: nn.Module = model,
+                    optimizer: ShardedOptimizer = optimizer,
+                    drop: Callable[[nn.Module], None] = drop,
+                    before: bool = before,
+                ) -> None:
+                    optimizer.step()  # some scripts do so for the scheduler; there are no gradients to consume
+                    optimizer.step()
+                    for _ in range(3):
+                        if before:
+                            drop(model)
+                        model(X).sum().backward()
+                        optimizer.step()
+                        if not before:
+                            drop(model)
+
+                assert _warnings_of(train) == [], f"{way}, stage {stage}, {before}"
+
+
+def test_gradients_that_are_dropped_in_another_way_are_not_told() -> None:
+    run_ranks(2, _other_ways)
+
+
+def _read_after_the_step(rank: int, world: int) -> None:
+    for stage in range(4):
+        model, optimizer = _sharded(stage)
+        model(X).sum().backward()
+        optimizer.step()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        with pytest.raises(UsageError, match=r"zeroshard\.get_global_grad_norm"):
+            torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+
+def test_norms_of_gradients_that_are_taken_after_the_step_are_not_zero_in_silence() -> None:
+    run_ranks(2, _read_after_the_step)
 
 
 def test_a_step_without_zero_grad_since_the_last_one_is_told_once() -> None:

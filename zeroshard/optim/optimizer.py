@@ -17,7 +17,7 @@ from zeroshard.optim.group_options import GroupOptions
 
 ParamGroups = list[dict[str, Any]]
 _CONSUMED = (
-    "optimizer.step(): the last step consumed its gradients, and no optimizer.zero_grad() came since. With a plain "
+    "optimizer.step(): the last step consumed its gradients, and they were not dropped since. With a plain "
     "torch optimizer the gradients would still be there, and {would}; here {here}. Call optimizer.zero_grad() after "
     "step() if this is what is meant"
 )
@@ -35,6 +35,11 @@ class StepHandler(Protocol):
 
     @property
     def overflowed(self) -> bool: ...
+
+    @property
+    def kept_consumed(self) -> bool: ...
+
+    def leave_consumed(self) -> None: ...
 
     def check_open(self) -> None: ...
 
@@ -94,7 +99,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handler = handler
         self._client = client
         self._sealed = False
-        self._stepped = False  # since the last zero_grad()
         self._warned = False
         self.name = name
         self.returns_groups = False
@@ -119,9 +123,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError("step(closure): the gradients are reduced in the backward; call backward before step")
         self._handler.check_open()
         self.check_groups()
-        if self._stepped and not self._warned:
+        if not self._warned and self._handler.kept_consumed:
             self._warn_of_consumed()
-        self._stepped = True
+        consumes = self._handler.has_gradients
         try:
             self._handler.step(self)
         except RuntimeError as error:
@@ -131,11 +135,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._client is not None:
             # A torch scheduler over the client's optimizer checks this, and warns if it steps before the optimizer.
             self._client.__dict__["_opt_called"] = True
+        if consumes and not self._warned:
+            self._handler.leave_consumed()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all backwards since the last step."""
-        self._stepped = False
         self._handler.zero_grad()
 
     def _warn_of_consumed(self) -> None:

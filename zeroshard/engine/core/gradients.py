@@ -29,6 +29,7 @@ from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Streams
 from zeroshard.engine.memory.group import Group
+from zeroshard.engine.memory.guard import ConsumedGradient
 from zeroshard.engine.memory.storage import Storage
 from zeroshard.engine.memory.unit import GradientState, Unit
 from zeroshard.engine.memory.update_view import update_grad
@@ -84,6 +85,7 @@ class Gradients:
         """How many times a unit's gradients were collected; a norm that was taken at another count is out of date."""
         self.cleared = 0
         """How many times all gradients were dropped, so that callers can tell gradients before and after apart."""
+        self._kept_consumed = False
         self._received = [[[False] * len(group.parameters) for group in unit.trainable] for unit in storage.units]
         self.adopt(plan)
 
@@ -151,6 +153,7 @@ class Gradients:
         if self._peers is not None:
             self._peers.release_sent()
         self.cleared += 1
+        self._kept_consumed = False
         self.squares.clear()
         for unit in self._received:
             for group in unit:
@@ -206,12 +209,33 @@ class Gradients:
 
     def discard_leftovers(self) -> None:
         """Before a backward: remove `parameter.grad`, so that autograd sets new gradients without adding."""
+        self._kept_consumed = self.kept_consumed
         with unguarded():
             for unit in self._storage.units:
                 for group in unit.trainable:
                     for index, parameter in enumerate(group.parameters):
                         refuse_leftover(group, index, parameter)
                         parameter.grad = None
+
+    def leave_consumed(self) -> None:
+        """After a step: leave a placeholder on one parameter, which shows whether the script drops its gradients."""
+        group = self._first_trainable()
+        assert group is not None
+        with unguarded():
+            group.parameters[0].grad = group.consumed()
+
+    @property
+    def kept_consumed(self) -> bool:
+        """Whether the script has kept the gradients that the last step consumed: neither zeroed nor set to None."""
+        group = self._first_trainable()
+        if self._kept_consumed or group is None:
+            return self._kept_consumed
+        with unguarded():
+            gradient = group.parameters[0].grad
+        return isinstance(gradient, ConsumedGradient) and not gradient.dropped
+
+    def _first_trainable(self) -> Group | None:
+        return next((group for unit in self._storage.units for group in unit.trainable), None)
 
     def set_placeholders(self) -> None:
         """After a backward: all gradients are in the engine's buffers, and `parameter.grad` gets placeholders."""

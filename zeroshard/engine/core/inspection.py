@@ -145,7 +145,7 @@ class Inspection:
             elsewhere = group.holders[index].data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
             if elsewhere and view.numel() and not unit.gathered_beside:
                 _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)
-            if not group.plan.trainable or type(parameter.grad) is ShardedGradient:
+            if not group.plan.trainable or isinstance(parameter.grad, ShardedGradient):
                 continue
             if parameter.grad is not None:
                 _refuse(group, index, _UNCOLLECTED)
@@ -176,7 +176,7 @@ def refuse_written(unit: Unit, number: int) -> NoReturn:
 
 def refuse_leftover(group: Group, index: int, parameter: nn.Parameter) -> None:
     """Raises UsageError for a gradient that came before the engine noticed the backward: it would be lost."""
-    if parameter.grad is not None and type(parameter.grad) is not ShardedGradient:
+    if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient):
         parameter.grad = None
         _refuse(group, index, _EARLY)
 

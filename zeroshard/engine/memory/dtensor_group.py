@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.engine.memory.group import Group
-from zeroshard.engine.memory.guard import sharded_gradient_of
+from zeroshard.engine.memory.guard import consumed_gradient_of, sharded_gradient_of
 from zeroshard.sharding.dtensors import as_dtensor, holder_of, local_gradient
 from zeroshard.sharding.resting import expanded_nan, resting_class, unguarded
 
@@ -47,6 +47,12 @@ class DTensorGroup(Group):
             None if parameter.grad is None else local_gradient(parameter, parameter.grad)
             for parameter in self.parameters
         ]
+
+    def consumed(self) -> torch.Tensor:
+        """See Group."""
+        with unguarded():
+            shape = tuple(self.parameters[0].shape)
+            return consumed_gradient_of(expanded_nan(shape, self.whole.dtype, self.device))
 
     def _placeholder(self, index: int) -> torch.Tensor:
         parameter = self.parameters[index]

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeroshard.engine.memory.guard import ShardedGradient, sharded_gradient
+from zeroshard.engine.memory.guard import ShardedGradient, consumed_gradient_of, sharded_gradient
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.placement import Residency
@@ -177,6 +177,11 @@ class Group:
 
     def _placeholder(self, index: int) -> torch.Tensor:
         return sharded_gradient(self.parameters[index], self._in(self.whole, index))
+
+    def consumed(self) -> torch.Tensor:
+        """What a step leaves of the first parameter's gradient; it holds no memory of a slot."""
+        with unguarded():
+            return consumed_gradient_of(self.empties[0].detach())
 
     def find_holders(self) -> None:
         """Find the holders; called when the parameters have got the group's dtype and device."""

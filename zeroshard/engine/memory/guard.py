@@ -107,6 +107,41 @@ class ShardedGradient(torch.Tensor):
         return "ShardedGradient(held by zeroshard)"
 
 
+class ConsumedGradient(ShardedGradient):
+    """The placeholder on one parameter from a step, which consumes all gradients, to the next backward.
+
+    It shows whether a script drops its gradients after the step, by whatever way: `model.zero_grad()` and
+    `parameter.grad = None` ask no engine. It may be zeroed, which drops it, too.
+
+    Attributes:
+        dropped: whether it was zeroed.
+    """
+
+    dropped: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        called, _ = name_of_call(func)
+        if called == "detach_":
+            return args[0]
+        if called not in ("zero_", "_foreach_zero_"):
+            return super().__torch_function__(func, types, args, kwargs)
+        several = args[0] if isinstance(args[0], (tuple, list)) else (args[0],)
+        others = [one for one in several if not isinstance(one, cls)]
+        for one in several:
+            if isinstance(one, cls):
+                one.dropped = True
+        if others:
+            func(others)
+        return args[0] if called == "zero_" else None
+
+
 def _changes_first(called: str) -> bool:
     """Whether a function of torch returns its first argument, changed in place."""
     return called in _CHANGES or (called.endswith("_") and not called.endswith("__"))
@@ -178,6 +213,11 @@ def sharded_gradient(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Ten
 def sharded_gradient_of(placeholder: torch.Tensor) -> torch.Tensor:
     """A tensor of the parameter's shape, dtype and device as a placeholder of its gradient."""
     return placeholder.as_subclass(ShardedGradient)
+
+
+def consumed_gradient_of(placeholder: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, dtype and device as what a step leaves of its gradient."""
+    return placeholder.as_subclass(ConsumedGradient)
 
 
 def sharded_value(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -134,6 +134,15 @@ class StepperBase(ABC):
         """Whether there are gradients of backwards since the last step."""
         return self.handle.runtime.gradients.present
 
+    @property
+    def kept_consumed(self) -> bool:
+        """Whether the script has kept, as far as it knows, the gradients that the last step consumed."""
+        return self.handle.runtime.gradients.kept_consumed
+
+    def leave_consumed(self) -> None:
+        """After a step with gradients: let `kept_consumed` show whether the script drops them."""
+        self.handle.runtime.gradients.leave_consumed()
+
     def updates_of(self, parameter: torch.Tensor) -> float | None:
         """How often a parameter was updated; None if it is not this model's, or if its updates are not counted."""
         first = 0
