@@ -14,6 +14,7 @@ from tests.support.distributed import run_ranks
 from tests.support.fp8_model import FP8, LAYERS, adamw, batch, build, graphs_of_blocks, loss_of, recipe, train
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError, PlanError
+from zeroshard.fp8.convert import choose
 from zeroshard.fp8.linear import Fp8Linear
 from zeroshard.fp8.recipe import Fp8, Scaling
 from zeroshard.plan.builder import Precision, Recipe
@@ -170,3 +171,20 @@ def test_models_in_float32_and_edited_plans_are_refused() -> None:
         load_config({**CONFIG, "bf16": {"enabled": False}}, world_size=1)
     with pytest.raises(ConfigError, match=r"fp8\.recipe.*'mxfp8' is refused"):
         load_config({**CONFIG, "fp8": {"enabled": True, "recipe": "mxfp8"}}, world_size=1)
+
+
+def _taken(width: int, tokens: int) -> dict[str, bool]:
+    """Which of a block's layers, of `width` squared and four times as wide, are converted by themselves."""
+    with torch.device("meta"):
+        blocks = nn.ModuleList(
+            nn.ModuleDict({"square": nn.Linear(width, width), "wide": nn.Linear(width, 4 * width)}) for _ in range(3)
+        )
+    found = choose(nn.ModuleDict({"blocks": blocks}), Fp8(tokens=tokens))
+    return {name: any(choice.taken for choice in found if choice.name.endswith(name)) for name in ("square", "wide")}
+
+
+def test_only_layers_that_take_the_gpu_longer_than_fp8_takes_the_host_are_converted_by_themselves() -> None:
+    assert _taken(256, 8192) == {"square": False, "wide": False}
+    assert _taken(1024, 4096) == {"square": False, "wide": False}
+    assert _taken(1536, 8192) == {"square": False, "wide": True}
+    assert _taken(2048, 8192) == {"square": True, "wide": True}

@@ -21,7 +21,7 @@ from zeroshard.errors import PlanError
 from zeroshard.fp8.cast import COLUMNS
 from zeroshard.fp8.linear import Fp8Linear, LastInput
 from zeroshard.fp8.recipe import Fp8, Products
-from zeroshard.fp8.speedup import speedup
+from zeroshard.fp8.speedup import HOST_SECONDS, seconds_in_bf16, speedup
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.opaque import is_opaque
 
@@ -142,8 +142,12 @@ def _problem(path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequen
 def _by_speedup(path: str, sizes: tuple[int, int], wanted: Fp8, *, inside: bool) -> Choice:
     if not inside:
         return Choice(path, sizes, False, "outside of the repeated blocks")
-    times = speedup(sizes[0], sizes[1], wanted.tokens)
-    return Choice(path, sizes, times >= LEAST_SPEEDUP, f"{times:.2f}x of bf16 with {wanted.tokens} rows")
+    times, seconds = speedup(*sizes, wanted.tokens), seconds_in_bf16(*sizes, wanted.tokens)
+    why = f"{times:.2f}x of bf16 with {wanted.tokens} rows"
+    if times >= LEAST_SPEEDUP and seconds < HOST_SECONDS:
+        least = HOST_SECONDS * 1e3
+        return Choice(path, sizes, False, f"{why}, but {seconds * 1e3:.2f} of {least:.2f} ms that fp8 takes the host")
+    return Choice(path, sizes, times >= LEAST_SPEEDUP, why)
 
 
 def _part(path: str, name: str) -> bool:
