@@ -133,10 +133,12 @@ def _write_start(error_file: Path) -> Path:
 def _await_round(kind: str) -> None:
     """In an elastic job: come to the node's gate, and wait there to be told which rank this is, and of how many.
 
-    What takes long to import is imported before, for the others wait from then on.
+    What takes long is done before, for the others wait from then on.
     """
     if kind != "program":
-        import zeroshard.elastic.preload  # noqa: F401
+        from zeroshard.elastic.preload import start_device
+
+        start_device(int(os.environ["LOCAL_RANK"]))
     from zeroshard.elastic.place import await_place
 
     await_place()
