@@ -6,7 +6,7 @@ there: seconds each, which a fresh process would take in the middle of a round.
 
 import torch
 import torch._dynamo
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 
 import zeroshard.engine.engine
 import zeroshard.from_config  # noqa: F401

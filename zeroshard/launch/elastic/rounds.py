@@ -102,7 +102,7 @@ class Limits:
     sizes: tuple[int, ...] | None = None
     lost_after: float = 3.0
     last_call: float = 30.0
-    patience: float = 15.0
+    patience: float = 8.0
     timeout: float = 600.0
 
 
