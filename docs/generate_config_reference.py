@@ -29,11 +29,11 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_config_reference.py. Change that, the key table or the models, not this page. -->
 
-zeroshard reads the JSON config of DeepSpeed. `zeroshard config explain FILE --world-size N` prints what a file means:
-every setting with its value, where the value comes from, and what is done with it; with `--all`, every known key.
-`zeroshard config check FILE` says only whether it can be obeyed. `zeroshard config migrate FILE` shows, and with
-`--write` makes, the change that takes deprecated keys out of a file; comments and layout stay.
-`zeroshard config schema` prints a JSON Schema for editors. From Python:
+zeroshard reads DeepSpeed's JSON config. `zeroshard config explain FILE --world-size N` prints the settings that a file
+gives and those that follow from it, each with its value, the origin of the value, and what is done with it; with
+`--defaults`, also the settings at their defaults; with `--all`, every known key. `zeroshard config check FILE` only checks
+the file. `zeroshard config migrate FILE` shows how deprecated keys are replaced, and with `--write` replaces them; comments
+and layout stay. `zeroshard config schema` prints a JSON Schema for editors. From Python:
 
 ```python
 from zeroshard.config import load_config
@@ -45,23 +45,22 @@ config.zero.stage, config.batch.micro, config.origins["zero_optimization.stage"]
 ## How a config is read
 
 - The source is a dict, the path of a file, or text: JSON or HJSON, whatever the file is called. So comments (`//`,
-  `/* */`, `#`), trailing commas, keys and strings without quotes, and line breaks for commas are allowed. A string
-  without quotes is the rest of its line; one that holds a comma, a bracket or a comment is refused, for it may mean two
-  things.
-  A key that is given twice is an error. `null` is the same as leaving the key out, but for the
-  parameters of optimizers and schedules, where it is a value.
+  `/* */`, `#`), trailing commas, keys and strings without quotes, and line breaks instead of commas are allowed. A string
+  without quotes is the rest of its line; one with a comma, a bracket or a comment is refused, since it is ambiguous.
+  A duplicate key is an error. `null` is the same as leaving the key out, except for parameters of optimizers and
+  schedules, where it is a value.
 - `5e8` is a whole number, and `1` and `0` are `true` and `false`. `"true"` is not `true`, and `"3"` is not `3`.
-- All mistakes are reported at once, each with its JSON path, its line and what to do.
+- All mistakes are reported together, each with its JSON path, its line and what to do.
 - An unknown key is an error that names the nearest known key, also when the key is right but at the wrong level.
-- Every DeepSpeed key is known. What is done with it is its status:
+- Every DeepSpeed key is known, and has a status:
 
 | status | meaning |
 |---|---|
 | obeyed | It does what it says. |
-| no effect | Accepted at any value of its type. The reason is given; the result of training is as asked for. |
-| not built yet | Accepted at the values shown, which ask for nothing. Any other value is refused by name. |
+| no effect | Accepted at any value of its type, for the given reason. The result of training is as wanted. |
+| not built yet | Accepted at the values shown, which leave the feature off. Any other value is refused by name. |
 | will not be built | Refused unless it is switched off. |
-| deprecated | Stands for another key, with a warning. |
+| deprecated | Sets another key, with a warning. |
 
 ## The batch
 
@@ -82,18 +81,18 @@ override, `"auto"` is resolved so:
 - `betas`, `eps`, `weight_decay`, `momentum`, `warmup_min_lr` and `warmup_type` take their default;
 - `scheduler.params.warmup_max_lr` becomes null, which is the rate that the optimizer has;
 - `bf16.enabled` is false if `fp16.enabled` is true, and the other way round;
-- where `"auto"` is a value of the key, it is that value.
+- if `"auto"` is one of the key's values, it is that value.
 
 Anything else is an error that names the key.
 
-## Where zeroshard differs from what is often written
+## Common misunderstandings
 
 - Bucket sizes and bounds count elements, not bytes: `5e8` is 1 GB in bf16.
 - `gradient_clipping` is 1.0 when it is not given; write 0 to switch it off.
-- `Adam` decays weights decoupled, as AdamW does, unless `adam_w_mode` is false. DeepSpeed does the same.
+- `Adam` uses decoupled weight decay, like AdamW, unless `adam_w_mode` is false. DeepSpeed does the same.
 - `DeepSpeedCPUAdam` and `FusedAdam` are accepted as names for Adam, and `Cosine` for WarmupCosineLR.
-- `torch_adam` changes a default and nothing else: where the decay is decoupled, `weight_decay` is 0.01 when it is not
-  given, as in torch's AdamW, which DeepSpeed takes then. The plan chooses the kernel.
+- `torch_adam` only changes a default: with decoupled decay, `weight_decay` is 0.01 if it is not given, as in torch's AdamW,
+  which DeepSpeed uses then. The plan chooses the kernel.
 - `tensor_parallel.tp_size` and `pipeline_parallel.pp_size` are known, although DeepSpeed ignores them or knows them
   under another name.
 - An optimizer or schedule that the script gives replaces the one in the config, with a warning.

@@ -53,7 +53,7 @@ def row(output: str, key: str) -> str:
 
 
 def test_explain_shows_value_origin_and_status_of_every_setting(good: Path) -> None:
-    done = run("explain", good, "--world-size", "2")
+    done = run("explain", good, "--world-size", "2", "--defaults")
     assert done.exit_code == 0
     assert row(done.output, "zero_optimization.stage") == "zero_optimization.stage 3 ds.json line 5 obeyed"
     assert row(done.output, "gradient_clipping") == "gradient_clipping 1.0 default default"
@@ -61,6 +61,22 @@ def test_explain_shows_value_origin_and_status_of_every_setting(good: Path) -> N
     assert "no effect here: gradients always land" in row(done.output, "zero_optimization.contiguous_gradients")
     assert "500000000 ds.json line 5 no effect here" in row(done.output, "zero_optimization.reduce_bucket_size")
     assert "not built yet" in row(done.output, "dump_state")
+
+
+def test_explain_leaves_defaults_out_and_says_how_many_they_are(good: Path) -> None:
+    few, more = (run("explain", good, "-n", "2", *options).output.splitlines() for options in ((), ("--defaults",)))
+    assert [line.split()[0] for line in few[2:-1]] == [
+        "bf16.enabled",
+        "dump_state",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.overlap_comm",  # its default follows from the stage
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage",
+    ]
+    assert few[-1] == f"{len(more) - len(few) + 1} settings are at their defaults; --defaults shows them"
+    assert {line.split()[-1] for line in more[2:] if line.split()[0] not in "\n".join(few)} == {"default"}
 
 
 def test_output_that_is_not_a_terminal_has_no_escape_codes_and_no_broken_lines(good: Path) -> None:
@@ -75,7 +91,7 @@ def test_a_long_value_widens_its_own_line_and_no_other(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3, "leaf_module": {"names": names}}})
     )
-    lines = run("explain", path).output.splitlines()
+    lines = run("explain", path, "--defaults").output.splitlines()
     assert [line.split()[0] for line in lines if '"package.module' in line] == ["zero_optimization.leaf_module.names"]
     assert len({line.index("default  ") for line in lines if " null " in line}) == 1, "columns stay"
     assert max(len(line.rpartition("default  ")[0]) for line in lines if " null " in line) < 110

@@ -1,8 +1,8 @@
 """`zeroshard config`: what a config means, before a job is started with it.
 
-`explain` prints every setting with its value, its origin and what is done with it; `check` only says whether the config
-can be obeyed. Both leave with status 1 and all problems when it can't. `migrate` and `schema` are in `cli_migrate`.
-Mounted by the launcher as `config`.
+`explain` prints the given and derived settings with value, origin and what is done with each, and on request those at
+their defaults; `check` only says whether the config can be obeyed. Both leave with status 1 and all problems when it
+can't. `migrate` and `schema` are in `cli_migrate`. Mounted by the launcher as `config`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -55,6 +56,7 @@ WorldSize = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Defaults = Annotated[bool, typer.Option("--defaults", "-d", help="Also show the settings at their defaults.")]
 AllKeys = Annotated[bool, typer.Option("--all", "-a", help="Show every known key, given or not.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help='A value for an "auto" or absent key.')
@@ -63,9 +65,14 @@ Overrides = Annotated[
 
 @app.command()
 def explain(
-    file: File, world_size: WorldSize = None, set_: Overrides = None, all_: AllKeys = False, json_: AsJson = False
+    file: File,
+    world_size: WorldSize = None,
+    set_: Overrides = None,
+    defaults: Defaults = False,
+    all_: AllKeys = False,
+    json_: AsJson = False,
 ) -> None:
-    """Print every setting: its value, where that comes from, and what zeroshard does with it."""
+    """Print what a config gives and what follows from it: values, their origins, and what zeroshard does with them."""
     resolution = _resolve_or_exit(file, world_size, set_, json_)
     if all_:
         resolution = with_all_keys(resolution)
@@ -73,8 +80,12 @@ def explain(
         typer.echo(json.dumps(as_json(resolution), indent=2))
         return
     title = Text(f"{file.name}, world size {resolution.config.world_size}{_assumed(world_size)}", style="bold")
-    warnings = [Text(f"warning: {message}", style="yellow") for message in resolution.warnings]
-    _print_all(title, _rows(resolution), warnings)
+    notes = [Text(f"warning: {message}", style="yellow") for message in resolution.warnings]
+    shown = [setting for setting in resolution.settings if defaults or all_ or setting.origin != DEFAULT]
+    hidden = len(resolution.settings) - len(shown)
+    if hidden:
+        notes.append(Text(f"{hidden} settings are at their defaults; --defaults shows them", style="dim"))
+    _print_all(title, _rows(shown), notes)
 
 
 @app.command()
@@ -183,14 +194,14 @@ def _console(stream: Any) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False)
 
 
-def _print_all(title: Text, rows: list[_Row], warnings: list[Text]) -> None:
+def _print_all(title: Text, rows: list[_Row], notes: list[Text]) -> None:
     """Print to stdout: a table that fits the terminal, or a plain line for each setting where there is none."""
     console = _console(sys.stdout)
     if not console.is_terminal:
-        typer.echo("\n".join((title.plain, *_lines(rows), *(warning.plain for warning in warnings))))
+        typer.echo("\n".join((title.plain, *_lines(rows), *(note.plain for note in notes))))
         return
-    fits = console.width >= max(len(row.key) for row in rows) + _BESIDE_KEY
-    for part in (title, *([_table(rows)] if fits else _blocks(rows)), *warnings):
+    fits = console.width >= max((len(row.key) for row in rows), default=0) + _BESIDE_KEY
+    for part in (title, *([_table(rows)] if fits else _blocks(rows)), *notes):
         console.print(part)
 
 
@@ -210,7 +221,7 @@ class _Row(NamedTuple):
     style: str
 
 
-def _rows(resolution: Resolution) -> list[_Row]:
+def _rows(settings: Sequence[Setting]) -> list[_Row]:
     return [
         _Row(
             setting.path,
@@ -219,7 +230,7 @@ def _rows(resolution: Resolution) -> list[_Row]:
             _status_in_words(setting),
             "dim" if setting.origin.startswith(DEFAULT) else "",
         )
-        for setting in resolution.settings
+        for setting in settings
     ]
 
 
