@@ -31,9 +31,9 @@ INTRODUCTION = """\
 
 zeroshard reads DeepSpeed's JSON config. `zeroshard config explain FILE --world-size N` prints the settings that a file
 gives and those that follow from it, each with its value, the origin of the value, and what is done with it; with
-`--defaults`, also the settings at their defaults; with `--all`, every known key. `zeroshard config check FILE` only checks
-the file. `zeroshard config migrate FILE` shows how deprecated keys are replaced, and with `--write` replaces them; comments
-and layout stay. `zeroshard config schema` prints a JSON Schema for editors. From Python:
+`--defaults`, also the settings at their defaults; with `--all`, every known key. `zeroshard config check FILE` only
+checks the file. `zeroshard config migrate FILE` shows how deprecated keys are replaced, and with `--write` replaces
+them; comments and layout stay. `zeroshard config schema` prints a JSON Schema for editors. From Python:
 
 ```python
 from zeroshard.config import load_config
@@ -45,9 +45,9 @@ config.zero.stage, config.batch.micro, config.origins["zero_optimization.stage"]
 ## How a config is read
 
 - The source is a dict, the path of a file, or text: JSON or HJSON, whatever the file is called. So comments (`//`,
-  `/* */`, `#`), trailing commas, keys and strings without quotes, and line breaks instead of commas are allowed. A string
-  without quotes is the rest of its line; one with a comma, a bracket or a comment is refused, since it is ambiguous.
-  A duplicate key is an error. `null` is the same as leaving the key out, except for parameters of optimizers and
+  `/* */`, `#`), trailing commas, keys and strings without quotes, and line breaks instead of commas are allowed. A
+  string without quotes is the rest of its line; one with a comma, a bracket or a comment is refused, since it is
+  ambiguous. A duplicate key is an error. `null` is the same as leaving the key out, except for parameters of optimizers and
   schedules, where it is a value.
 - `5e8` is a whole number, and `1` and `0` are `true` and `false`. `"true"` is not `true`, and `"3"` is not `3`.
 - All mistakes are reported together, each with its JSON path, its line and what to do.
@@ -91,8 +91,8 @@ Anything else is an error that names the key.
 - `gradient_clipping` is 1.0 when it is not given; write 0 to switch it off.
 - `Adam` uses decoupled weight decay, like AdamW, unless `adam_w_mode` is false. DeepSpeed does the same.
 - `DeepSpeedCPUAdam` and `FusedAdam` are accepted as names for Adam, and `Cosine` for WarmupCosineLR.
-- `torch_adam` only changes a default: with decoupled decay, `weight_decay` is 0.01 if it is not given, as in torch's AdamW,
-  which DeepSpeed uses then. The plan chooses the kernel.
+- `torch_adam` only changes a default: with decoupled decay, `weight_decay` is 0.01 if it is not given, as in torch's
+  AdamW, which DeepSpeed uses then. The plan chooses the kernel.
 - `tensor_parallel.tp_size` and `pipeline_parallel.pp_size` are known, although DeepSpeed ignores them or knows them
   under another name.
 - An optimizer or schedule that the script gives replaces the one in the config, with a warning.
