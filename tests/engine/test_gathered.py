@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import cast
 
@@ -208,6 +209,51 @@ def _give(parameter: torch.Tensor, value: torch.Tensor, modifier: int | None = 0
 
 def test_data_that_is_assigned_inside_is_a_change_of_the_values() -> None:
     run_ranks(2, _give_data)
+
+
+def _give_own_memory(rank: int, world: int) -> None:
+    for stage in STAGES:
+        torch.manual_seed(5)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        mine = copy.deepcopy(plain)
+        model, optimizer = zeroshard.shard(mine, torch.optim.SGD(mine.parameters(), lr=0.1), plan=stage)
+        with zeroshard.GatheredParameters(model, modifier_rank=0):
+            loss = _rearrange(model)
+        (loss + model(torch.ones(2, 4)).square().sum()).backward()
+        optimizer.step()
+        truth = torch.optim.SGD(plain.parameters(), lr=0.1)
+        (_rearrange(plain) + plain(torch.ones(2, 4)).square().sum()).backward()
+        truth.step()
+        expected = {name: value.detach() for name, value in plain.named_parameters()}
+        assert_close(full_parameters(model), expected, what=f"stage {stage}")
+
+
+def _rearrange(model: nn.Sequential) -> torch.Tensor:
+    """Swaps two weights by their data, transposes one, and makes a loss of what they are then."""
+    first, last = model[0].weight, model[2].weight
+    first.data, last.data = last.data, first.data
+    last.data = last.data.t()
+    model[0].bias.data = model[0].bias.data.flip(0)
+    return (first.abs() * last).sum() + model[0].bias.square().sum()
+
+
+def test_data_assigned_inside_may_be_the_memory_of_another_parameter_or_a_view_of_its_own() -> None:
+    run_ranks(2, _give_own_memory)
+
+
+def _swap(rank: int, world: int) -> None:
+    for stage in STAGES:
+        model, _ = shard_task(TASK, Setting(plan=stage))
+        parameter = dict(model.named_parameters())["outer.bias"]
+        with (
+            pytest.raises(UsageError, match=r"'outer\.bias' was swapped for another tensor"),
+            zeroshard.GatheredParameters(parameter, modifier_rank=0),
+        ):
+            torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(WIDTH)))
+
+
+def test_a_parameter_that_is_swapped_inside_is_named() -> None:
+    run_ranks(2, _swap)
 
 
 def _modify_bf16(rank: int, world: int) -> None:

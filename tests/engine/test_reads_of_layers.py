@@ -33,6 +33,31 @@ def test_data_replaced_in_a_forward_is_refused() -> None:
     run_ranks(2, _replaces)
 
 
+class _Transposed(nn.Linear):
+    """Gives its weight a view of the same memory in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.t()
+        return super().forward(x)
+
+
+def _replaces_by_a_view(rank: int, world: int) -> None:
+    for stage in STAGES:
+        mine = nn.Sequential(*(_Transposed(8, 8) for _ in range(2)))
+        model, optimizer = zeroshard.shard(mine, torch.optim.SGD(mine.parameters(), lr=0.1), plan=stage)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(UsageError, match=r"'0\.weight' was given other data"):
+            step()
+
+
+def test_data_replaced_by_a_view_of_the_same_memory_is_refused() -> None:
+    run_ranks(2, _replaces_by_a_view)
+
+
 class _Pool(nn.Module):
     def __init__(self) -> None:
         super().__init__()

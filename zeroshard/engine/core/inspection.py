@@ -142,7 +142,9 @@ class Inspection:
 
     def _before_step(self, unit: Unit, group: Group, present: bool) -> None:
         for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
-            elsewhere = group.holders[index].data_ptr() != view.data_ptr() if unit.in_use else not is_resting(parameter)
+            holder = group.holders[index]
+            moved = holder.data_ptr() != view.data_ptr() or not holder.is_contiguous()  # p.data = p.data.t()
+            elsewhere = moved if unit.in_use else not is_resting(parameter)
             if elsewhere and view.numel() and not unit.gathered_beside:
                 _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)
             if not group.plan.trainable or isinstance(parameter.grad, ShardedGradient):

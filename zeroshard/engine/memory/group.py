@@ -150,10 +150,11 @@ class Group:
 
     def replaced(self) -> int | None:
         """The first parameter in use whose data is not what `show` gave it; None if all are."""
-        if self._beside is not None or list(map(torch.Tensor.data_ptr, self.holders)) == self._addresses:
+        same = list(map(torch.Tensor.data_ptr, self.holders)) == self._addresses
+        if self._beside is not None or (same and all(map(torch.Tensor.is_contiguous, self.holders))):
             return None
         for index, (holder, address) in enumerate(zip(self.holders, self._addresses, strict=True)):
-            if index not in self.opened and holder.data_ptr() != address:
+            if index not in self.opened and (holder.data_ptr() != address or not holder.is_contiguous()):
                 return index
         return None
 

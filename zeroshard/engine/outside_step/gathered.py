@@ -182,9 +182,16 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._reads.end()
-        resized = [member for member in self._held if not self._take_home(member)]
+        swapped = [place for member, place in self._places if _IN_BLOCK not in vars(member)]
+        resized = [] if swapped else self._take_all_home()
         changed = self._changed() if self._modifier is None else []
         try:
+            if kind is None and swapped:
+                raise UsageError(
+                    f"parameter {_name_at(swapped[0])!r} was swapped for another tensor inside GatheredParameters "
+                    "(torch.utils.swap_tensors), and is no longer a part of the sharded model; copy values into it: "
+                    "parameter.data.copy_(value), with modifier_rank=0"
+                )
             if kind is None and resized:
                 raise UsageError(
                     f"{_describe(resized[0])} was given data of another shape inside GatheredParameters, which is not "
@@ -209,25 +216,33 @@ class GatheredParameters:
                 if not self._keeps_anyway(parameter):
                     handle.runtime.inspection.accept(parameter)
             for member in self._held:
-                del vars(member)[_IN_BLOCK]
+                vars(member).pop(_IN_BLOCK, None)
             self._before.clear()
             self._fingerprints.clear()
 
-    def _take_home(self, member: torch.Tensor) -> bool:
-        """Where code gave a whole parameter other data, write that to where the step and the plan have it; whether the
-        shape is the parameter's still."""
-        holder, place = holder_of(member), place_of(member)
-        if place is None:
-            return tuple(holder.shape) == whole_shape(member)
-        _, _, group, index = place
-        shape = group.views[index].shape
-        given = holder.detach()
-        if index not in group.opened and given.data_ptr() != group.views[index].data_ptr():
+    def _take_all_home(self) -> list[torch.Tensor]:
+        """Where code gave whole parameters other data, write that to where the step and the plan have it.
+
+        Returns the parameters whose data has another shape now.
+        """
+        resized = [one for one, _ in self._unowned if tuple(holder_of(one).shape) != whole_shape(one)]
+        given: list[tuple[torch.Tensor, Group, int, torch.Tensor]] = []
+        for member, (_, _, group, index) in self._places:
+            value, home = holder_of(member).detach(), group.views[index]
+            if value.shape != home.shape:
+                resized.append(member)
+            if index not in group.opened and (value.data_ptr(), value.stride()) != (home.data_ptr(), home.stride()):
+                given.append((member, group, index, value))
+        # Parameters may have been given the memory of each other, so all values are copied before the first is written.
+        copies = [value.clone() for *_, value in given]
+        for (member, group, index, _), value in zip(given, copies, strict=True):
             group.show_one(index)
-            if given.shape == shape:
-                with torch.no_grad():
-                    holder.copy_(given)
-        return given.shape == shape
+            holder = holder_of(member)
+            # As with torch, giving data is no change that a backward of an earlier loss would refuse.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(holder):
+                if value.shape == holder.shape:
+                    holder.copy_(value)
+        return resized
 
     def _keeps_anyway(self, member: torch.Tensor) -> bool:
         """Whether a change stays, as outside of the block, though nobody asked to keep it."""
@@ -313,6 +328,10 @@ def name_of(parameter: torch.Tensor) -> str:
     """The name of a sharded model's parameter in its plan."""
     place = place_of(parameter)
     assert place is not None
+    return _name_at(place)
+
+
+def _name_at(place: Place) -> str:
     return place[2].plan.layout.segments[place[3]].name
 
 
