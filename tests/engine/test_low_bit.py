@@ -275,7 +275,7 @@ def _mismatches_are_refused() -> None:
         (lambda m: torch.optim.AdamW(m.parameters()), _made(blocked), "in 8 bits, but AdamW has them in float32"),
         (lambda m: optim.AdamWFp8(m.parameters()), 3, "AdamWFp8 of torchao has no sharded form"),
         (lambda m: optim.AdamW8bit(m.parameters(), bf16_stochastic_round=True), 3, "stochastic rounding"),
-        (lambda m: optim.AdamW8bit(m.parameters(), amsgrad=True), 3, "no amsgrad"),
+        (lambda m: optim.AdamW8bit(m.parameters(), amsgrad=True), 3, "does not support amsgrad"),
         (lambda m: zeroshard.AdamW4bit(m.parameters(), block_size=3), 3, "block_size 3: an even number"),
         (lambda m: zeroshard.AdamW8bit(m.parameters(), lr=-1.0), 3, "lr -1.0 must not be negative"),
     ):
@@ -302,7 +302,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     for module in ("torchao.optim.subclass_8bit", "torchao.optim.subclass_4bit"):
         monkeypatch.setitem(sys.modules, module, None)
     model = _Model()
-    with pytest.raises(PlanError, match=r"AdamW8bit keeps its moments in 8 bits by torchao.*pip install torchao"):
+    with pytest.raises(PlanError, match=r"AdamW8bit keeps its moments in 8 bits with torchao.*pip install torchao"):
         zeroshard.shard(model, zeroshard.AdamW8bit(model.parameters()))
     config = load_config({"train_batch_size": 1, "optimizer": {"type": "adamw4BIT"}}, world_size=1)
     assert config.optimizer is not None
