@@ -16,9 +16,9 @@ from tests.support.distributed import run_ranks
 from zeroshard.elastic.place import ROUND_VARIABLE, SOCKET_VARIABLE, Place
 from zeroshard.elastic.session import Session, set_session
 from zeroshard.engine.core.handle import handle_of
-from zeroshard.engine.saving.holding import has_copy_elsewhere, next_keeper
+from zeroshard.engine.saving.holding import has_copy_elsewhere, next_memory_server
 from zeroshard.launch.elastic.gate import Gate
-from zeroshard.launch.elastic.keeper import Keeper
+from zeroshard.launch.elastic.memory_server import MemoryServer
 
 _STEPS = 3
 
@@ -27,26 +27,26 @@ class _Node:
     """A node of one rank, in the process of that rank."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.keeper = Keeper()
-        self.keeper.token = "secret"
+        self.memory_server = MemoryServer()
+        self.memory_server.token = "secret"
         folder = directory / f"node-{rank}"
         folder.mkdir()
-        self.gate = Gate(folder, 1, lambda: None, self.keeper)
+        self.gate = Gate(folder, 1, lambda: None, self.memory_server)
         os.environ.update({SOCKET_VARIABLE: str(self.gate.path), "LOCAL_RANK": "0"})
 
     def begin(self, number: int, addresses: list[tuple[str, int]]) -> Session:
-        """A round of the ranks of the process group, each on a node of its own; `addresses` are its keepers first."""
+        """A round of the ranks of the process group, each on a node of its own; `addresses`: its memory servers first."""
         rank, size = dist.get_rank(), dist.get_world_size()
         nowhere = ("", 0)
-        keepers = tuple(addresses)
-        place = Place(number, rank, size, rank, size, nowhere, nowhere, True, "", (1,) * size, keepers, "secret")
+        memory_servers = tuple(addresses)
+        place = Place(number, rank, size, rank, size, nowhere, nowhere, True, "", (1,) * size, memory_servers, "secret")
         session = Session(place, stays=True)
         set_session(session)
         return session
 
     def flip(self, version: int, *, own: bool) -> None:
         """A bit of an image of a step turns over in memory."""
-        for image in self.keeper._images.values():
+        for image in self.memory_server._images.values():
             if image.version[1] == version and image.own is own:
                 at = image.nbytes // 2
                 byte = os.pread(image.descriptor, 1, at)[0]
@@ -97,14 +97,14 @@ def _lost(rank: int, size: int, directory: str, shard: int | None, damage: str) 
     base = Path(directory)
     node = _Node(base, rank)
     ports: list[Any] = [None] * size
-    dist.all_gather_object(ports, node.keeper.port)
+    dist.all_gather_object(ports, node.memory_server.port)
     addresses = [("127.0.0.1", port) for port in ports]
     session = node.begin(0, addresses)
     engine, *_ = made = _engine(shard)
     twins = has_copy_elsewhere(handle_of(engine.module), session.place)
     _train(made, _STEPS)
     dist.barrier()
-    held = sorted((image.version[1], image.own) for image in node.keeper._images.values())
+    held = sorted((image.version[1], image.own) for image in node.memory_server._images.values())
     engine.save_checkpoint(base / "disk")
     dist.barrier()
     session.end()
@@ -112,7 +112,7 @@ def _lost(rank: int, size: int, directory: str, shard: int | None, damage: str) 
     set_session(None)
     dist.destroy_process_group()
     if rank == size - 1:
-        node.keeper.close()
+        node.memory_server.close()
         return None
     if damage == "a replica" and rank == 0:
         node.flip(_STEPS, own=True)
@@ -124,7 +124,7 @@ def _lost(rank: int, size: int, directory: str, shard: int | None, damage: str) 
         end = time.monotonic() + 60
         while not (base / "done").exists() and time.monotonic() < end:
             time.sleep(0.01)
-        node.keeper.close()
+        node.memory_server.close()
         return None
     store = dist.FileStore(str(base / "store"), left)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=left)
@@ -144,7 +144,7 @@ def _lost(rank: int, size: int, directory: str, shard: int | None, damage: str) 
     reference.destroy()
     dist.barrier()
     (base / "done").touch()
-    node.keeper.close()
+    node.memory_server.close()
     equal = all(torch.equal(state[name], value) for name, value in expected.items())
     return twins, held, folder, steps, samples == expected_samples, equal
 
@@ -171,9 +171,9 @@ def test_the_rest_go_on_from_memory_bit_for_bit_as_from_a_checkpoint(
 
 def test_the_next_node_of_the_round_holds_the_copies() -> None:
     nowhere = ("", 0)
-    keepers = (("a", 1), ("b", 2), ("spare", 3))
-    place = Place(0, 2, 4, 1, 2, nowhere, nowhere, counts=(2, 2), keepers=keepers)
-    assert next_keeper(place) == ("a", 1)
-    alone = Place(0, 0, 2, 0, 1, nowhere, nowhere, counts=(2,), keepers=keepers[:1])
-    assert next_keeper(alone) is None
+    memory_servers = (("a", 1), ("b", 2), ("spare", 3))
+    place = Place(0, 2, 4, 1, 2, nowhere, nowhere, counts=(2, 2), memory_servers=memory_servers)
+    assert next_memory_server(place) == ("a", 1)
+    alone = Place(0, 0, 2, 0, 1, nowhere, nowhere, counts=(2,), memory_servers=memory_servers[:1])
+    assert next_memory_server(alone) is None
     assert ROUND_VARIABLE not in os.environ

@@ -25,15 +25,15 @@ from types import SimpleNamespace
 import threading
 from zeroshard.launch import peers
 from zeroshard.launch.job import Job
-from zeroshard.launch.peers import Ending, How, Peers
+from zeroshard.launch.peers import Ending, EndKind, Peers
 
 rank, count, port, how, seconds, ssh = json.loads(sys.argv[1])
-peers._SILENT_SECONDS, peers._SILENT_IN_TROUBLE_SECONDS, peers._BEAT_SECONDS = 4.0, 3.0, 0.2
+peers._SILENT_SECONDS, peers._SILENT_IN_TROUBLE_SECONDS, peers._HEARTBEAT_SECONDS = 4.0, 3.0, 0.2
 watch = SimpleNamespace(failed=threading.Event(), stopped_by=None, ended_by_peer=False, all_ended_well=False)
-watch.hears_stops = how != "starting"
+watch.handles_stops = how != "starting"
 class Ended(Exception): pass
 def ended(number, frame): raise Ended
-if watch.hears_stops: signal.signal(signal.SIGTERM, ended)
+if watch.handles_stops: signal.signal(signal.SIGTERM, ended)
 place = dict(node_rank=rank, node_name=f"h{rank}", master_addr="localhost", master_port=port)
 job = Job("t", nnodes=count, over_ssh=ssh, **place)
 us = Peers(job, watch)
@@ -43,9 +43,10 @@ try:
     time.sleep(seconds)
     if how == "lost": os._exit(9)
     if how != "ended": watch.failed.set()
-    ending = Ending(How(how), 0 if how == "ended" else 7, "" if how == "ended" else f"zeroshard: rank {rank} {how}")
+    ending = Ending(EndKind(how), 0 if how == "ended" else 7, "" if how == "ended" else f"zeroshard: rank {rank} {how}")
 except Ended:
-    ending = Ending(How.KILLED, 7, f"zeroshard: rank {rank} killed") if how == "killed" else Ending(How.ENDED, 1)
+    killed = Ending(EndKind.KILLED, 7, f"zeroshard: rank {rank} killed")
+    ending = killed if how == "killed" else Ending(EndKind.ENDED, 1)
 print("status", us.conclude(ending))
 """
 

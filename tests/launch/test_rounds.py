@@ -11,18 +11,18 @@ import pytest
 import torch.distributed as dist
 
 from zeroshard.launch.elastic.membership import Membership, Node
-from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, Round, Seen, State, choose, decide
+from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, choose, decide
 
 _LIMITS = Limits(least=2, most=3, last_call=10.0)
 _FIRST = Round(0, (0, 1, 2))
 
 
-def _seen(kind: Kind, number: int = 0, *, alive: bool = True, trouble: str = "", died: bool = False) -> Seen:
-    return Seen(State(kind, number, trouble, died), alive, ranks=2, name="host h")
+def _seen(kind: Kind, number: int = 0, *, alive: bool = True, trouble: str = "", died: bool = False) -> NodeView:
+    return NodeView(State(kind, number, trouble, died), alive, ranks=2, name="host h")
 
 
 def _decide(
-    nodes: dict[int, Seen], current: Round | None = _FIRST, quiet: float = 0.0, troubled: float = 0.0
+    nodes: dict[int, NodeView], current: Round | None = _FIRST, quiet: float = 0.0, troubled: float = 0.0
 ) -> Decision:
     return decide(current, nodes, _LIMITS, quiet_for=quiet, troubled_for=troubled)
 
@@ -44,7 +44,7 @@ def test_the_first_round_waits_for_all_nodes_or_for_the_last_call() -> None:
         _seen(Kind.LEFT, trouble="failed again and again"),
     ],
 )
-def test_a_lost_node_ends_the_round_and_the_rest_go_on_when_they_have_come_out_of_it(lost: Seen) -> None:
+def test_a_lost_node_ends_the_round_and_the_rest_go_on_when_they_have_come_out_of_it(lost: NodeView) -> None:
     running = {0: _seen(Kind.RUNNING), 1: lost, 2: _seen(Kind.RUNNING)}
     assert _decide(running).act is Act.TROUBLE
     assert _decide({**running, 0: _seen(Kind.WAITING)}).act is Act.TROUBLE

@@ -169,7 +169,7 @@ import os, signal, sys, time
 from zeroshard.launch import guard
 os.register_at_fork(**{sys.argv[1]: lambda: os.kill(os.getpid(), int(sys.argv[2]))})
 killed = lambda number: print(number.name, flush=True)
-sys.exit(guard.guarded(lambda directory: time.sleep(1000), killed))
+sys.exit(guard.run_guarded(lambda directory: time.sleep(1000), killed))
 """
 
 

@@ -162,7 +162,7 @@ def _store_of_job() -> dict[str, Any]:
     place = place_in(os.environ)
     if place is None:
         return {}
-    address, port = place.meeting
+    address, port = place.job_store
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
     return {
         "store": dist.PrefixStore(f"zeroshard/round/{place.round}", store),

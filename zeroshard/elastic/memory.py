@@ -1,9 +1,9 @@
-"""A rank's own memory that outlives it, and its words with the keepers of its node and of others.
+"""Memory of a rank that outlives its process, and connections to the memory servers of its own and of other nodes.
 
-    Slots      two pieces of memory without a name; the node holds them open too
-    KeeperLink one connection to a keeper: what it holds, and any bytes of it
+    NodeMemory     this rank's slots, two pieces of anonymous memory (memfd); the node holds them open, too
+    MemoryClient   a connection to the memory server of a node: lists and reads the images that it holds
 
-What they hold and why is in `launch/elastic/keeper.py`.
+`launch/elastic/memory_server.py` says what they hold, and why.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Slot:
     """Memory of this process that its node holds open.
 
     Attributes:
-        version: of the image that it holds; None while it is written.
+        name: the slot's name at the node.
+        values: its bytes, uint8.
+        version: version of the image that it holds; None while it is written.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Slot:
 
 
 class NodeMemory:
-    """This rank's memory at its node."""
+    """The slots of this rank, and the connection to its node. Methods raise OSError if the node has ended."""
 
     def __init__(self) -> None:
         self._node = connect_node()
@@ -52,11 +54,11 @@ class NodeMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Bytes of all slots."""
         return sum(slot.values.numel() for slot in self._slots)
 
     def take(self, nbytes: int, keep: Version | None) -> Slot:
-        """A slot of so many bytes to write to, which is none of `keep`, the newest version that all ranks hold."""
+        """A slot of so many bytes to write to; not the slot of `keep`, the newest version that all ranks hold."""
         nbytes = max(nbytes, 1)
         for slot in self._slots:
             if slot.version is None or slot.version != keep:
@@ -70,7 +72,11 @@ class NodeMemory:
         return self._make(nbytes)
 
     def hold(self, slot: Slot, version: Version, rank: int, table: str, before: Version) -> None:
-        """From now on the slot is this rank's image of a step; all that is older than `before` may go."""
+        """Declare the slot this rank's image of `version`; the node may drop images older than `before`.
+
+        Args:
+            table: which tensors the bytes are, and their checksums, as text.
+        """
         message = {
             "op": "hold",
             "slot": slot.name,
@@ -85,7 +91,7 @@ class NodeMemory:
         slot.version = version
 
     def close(self) -> None:
-        """Let go of it; the node keeps what it holds."""
+        """Close the connection and this process's descriptors; the node keeps the images."""
         self._lines.close()
         self._node.close()
         for slot in self._slots:
@@ -115,8 +121,8 @@ class NodeMemory:
             raise OSError("the node has ended")
 
 
-class KeeperLink:
-    """A connection to the keeper of some node. Methods raise OSError where it is gone."""
+class MemoryClient:
+    """A connection to the memory server of a node. Methods raise OSError if that has ended or does not answer."""
 
     def __init__(self, address: Address, token: str) -> None:
         self._token = token
@@ -126,18 +132,18 @@ class KeeperLink:
         self._stream = self._socket.makefile("rb")
 
     def images(self) -> list[dict[str, Any]]:
-        """What it holds: image, version, rank, nbytes, own."""
+        """The images that it holds, each with image (a name), version, rank, nbytes and own."""
         return self._ask({"op": "list"})["images"]
 
     def table(self, image: str) -> bytes:
-        """The table of an image. Raises LookupError where that is not there any more."""
+        """The table of an image. Raises LookupError if the image no longer exists."""
         nbytes = self._ask({"op": "table", "image": image})["nbytes"]
         if nbytes < 0:
             raise LookupError(image)
         return self._exactly(nbytes)
 
     def read_into(self, image: str, at: int, out: memoryview) -> None:
-        """Fill `out` from byte `at` on. Raises LookupError where the image, or that part of it, is not there."""
+        """Read into `out` from byte `at` on. Raises LookupError if the image, or that part of it, does not exist."""
         nbytes = self._ask({"op": "read", "image": image, "at": at, "nbytes": len(out)})["nbytes"]
         if nbytes != len(out):
             raise LookupError(image)
@@ -145,11 +151,11 @@ class KeeperLink:
         while done < nbytes:
             count = self._stream.readinto(out[done:])  # pyright: ignore[reportAttributeAccessIssue]  (a BufferedReader)
             if not count:
-                raise OSError("the keeper has closed amid an answer")
+                raise OSError("the memory_server has closed amid an answer")
             done += count
 
     def push(self, slot: Slot, version: Version, rank: int, table: bytes, before: Version) -> None:
-        """Let it have a copy of this rank's image."""
+        """Send it a copy of this rank's image; arguments as in `NodeMemory.hold`."""
         nbytes = slot.values.numel()
         head = {
             "op": "push",
@@ -165,7 +171,7 @@ class KeeperLink:
         while at < nbytes:
             at += os.sendfile(self._socket.fileno(), slot.descriptor, at, nbytes - at)
         if not self._stream.readline():
-            raise OSError("the keeper has closed amid a copy")
+            raise OSError("the memory_server has closed amid a copy")
 
     def close(self) -> None:
         self._stream.close()
@@ -175,11 +181,11 @@ class KeeperLink:
         self._socket.sendall(json.dumps({**message, "token": self._token}).encode() + b"\n")
         line = self._stream.readline()
         if not line:
-            raise OSError("the keeper has closed the connection")
+            raise OSError("the memory_server has closed the connection")
         return json.loads(line)
 
     def _exactly(self, nbytes: int) -> bytes:
         data = self._stream.read(nbytes)
         if len(data) != nbytes:
-            raise OSError("the keeper has closed amid an answer")
+            raise OSError("the memory_server has closed amid an answer")
         return data

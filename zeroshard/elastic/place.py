@@ -1,7 +1,7 @@
-"""Which rank this process is, from round to round: asked of its node, at the gate (see `launch/elastic/gate.py`).
+"""Which rank this process is in each round of an elastic job; its node says so at the gate (`launch/elastic/gate.py`).
 
-The answer goes into the environment, where torch and libraries look for it, so scripts need not know of rounds. Only
-the standard library is imported, since the launcher's runner asks before the script has chosen what to import.
+The answer is put into the environment, where torch and other libraries read it, so scripts need not know of rounds.
+Only the standard library is imported, since the launcher's runner waits here before the script imports anything.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Place:
     """A rank's place in a round.
 
     Attributes:
-        group_rank, group_world_size: the node's place among the nodes.
-        store: address and port of a store for the ranks of this round, which ends with the round's first node.
-        meeting: those of the store in which the nodes meet.
-        lost: whether ranks of the round before are gone, so that errors in it may follow from that.
+        group_rank, group_world_size: the number of this node, and the number of nodes in the round.
+        store: address and port of a store for the ranks of this round; it ends with the round's first node.
+        job_store: address and port of the store of all nodes of the job.
+        lost: whether ranks of the round before are gone; its errors may follow from that.
         why: what ended the round before.
-        counts: ranks of each node of the round, in the order of their ranks.
-        keepers: where nodes give out the memory that they hold: those of the round in order, then others that live.
-        token: what they want to be shown.
+        counts: number of ranks of each node of the round, in the order of their ranks.
+        memory_servers: addresses and ports of the nodes' memory servers: nodes of the round in order, then others.
+        token: what memory servers demand with each request.
     """
 
     round: int
@@ -38,14 +38,14 @@ class Place:
     group_rank: int
     group_world_size: int
     store: tuple[str, int]
-    meeting: tuple[str, int]
+    job_store: tuple[str, int]
     lost: bool = False
     why: str = ""
     counts: tuple[int, ...] = ()
-    keepers: tuple[tuple[str, int], ...] = ()
+    memory_servers: tuple[tuple[str, int], ...] = ()
     token: str = ""
 
-    def put(self, environ: MutableMapping[str, str]) -> None:
+    def export(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables that torch's env:// and others read."""
         address, port = self.store
         environ.update(
@@ -65,25 +65,25 @@ class Place:
     @staticmethod
     def from_json(values: dict[str, Any]) -> Place:
         address, port = values["store"]
-        where, number = values["meeting"]
-        keepers = tuple((host, at) for host, at in values.get("keepers", ()))
+        where, number = values["job_store"]
+        memory_servers = tuple((host, at) for host, at in values.get("memory_servers", ()))
         counts = tuple(values.get("counts", ()))
-        places = {"store": (address, port), "meeting": (where, number)}
-        return Place(**{**values, **places, "counts": counts, "keepers": keepers})
+        places = {"store": (address, port), "job_store": (where, number)}
+        return Place(**{**values, **places, "counts": counts, "memory_servers": memory_servers})
 
 
 def place_in(environ: MutableMapping[str, str]) -> Place | None:
-    """The place that was put there; None outside of an elastic job."""
+    """The place that `Place.export` wrote into `environ`; None outside of an elastic job."""
     text = environ.get(ROUND_VARIABLE)
     return None if text is None else Place.from_json(json.loads(text))
 
 
 def await_place(left: int = -1, trouble: str = "") -> Place:
-    """Wait at the gate for the next round, and put this process's place in it into the environment.
+    """Wait at the gate for the next round, and export this process's place in it into the environment.
 
     Args:
-        left: the round that this process was in.
-        trouble: why it left that amid a step.
+        left: the round in which this process was before; -1 for none.
+        trouble: why it left that round within a step; "" if it left between two steps.
 
     Raises:
         SystemExit: the job is over.
@@ -99,17 +99,17 @@ def await_place(left: int = -1, trouble: str = "") -> Place:
     if "end" in values:
         raise SystemExit(values["end"])
     place = Place.from_json(values)
-    place.put(os.environ)
+    place.export(os.environ)
     return place
 
 
 def local_rank() -> int:
-    """This process's number on its node; it is the same in all rounds."""
+    """This process's number on its node, which is the same in all rounds."""
     return int(os.environ["LOCAL_RANK"])
 
 
 def connect_node() -> socket.socket:
-    """A connection to the node. Raises SystemExit where it has ended."""
+    """A connection to the node's socket. Raises SystemExit if the node has ended."""
     node = socket.socket(socket.AF_UNIX)
     try:
         node.connect(os.environ[SOCKET_VARIABLE])

@@ -1,4 +1,4 @@
-"""What a rank of an elastic job does before it comes to its node's gate, where others may be waiting for it.
+"""What a rank of an elastic job does before it waits at its node's gate, since other ranks wait for it from then on.
 
 torch loads its compiler and DTensor when the first model is built, and makes a GPU's context at the first operation
 there: seconds each, which a fresh process would take in the middle of a round.

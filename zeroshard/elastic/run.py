@@ -1,4 +1,4 @@
-"""`run_elastic`: the script's training as a function, called again in the same process whenever the ranks change.
+"""`run_elastic`: calls the script's training function again in the same process whenever the ranks change.
 
     def train():                                    round 0: 8 ranks ... a node is lost
         model, engine, loader = ...                 round 1: 6 ranks, called again
@@ -7,9 +7,10 @@
 
     zeroshard.run_elastic(train)
 
-A process that stays keeps what it has imported, and its CUDA context; starting one anew takes seconds to minutes. What
-the function has made belongs to the ranks of its round, and is given up with it. Rejected: mending an engine for other
-ranks while the script holds it, whose every tensor, loader and local variable is of the ranks before.
+The process keeps its imports and its CUDA context; a new process takes seconds to minutes to start. All that the
+function has made belongs to the ranks of its round and is dropped at the end of the round. Rejected: to change an
+engine for other ranks while the script uses it; the script's tensors, loaders and variables would still be for the
+former ranks.
 """
 
 from __future__ import annotations
@@ -31,56 +32,60 @@ from zeroshard.errors import ConfigError, PlanError, RanksChanged, UsageError, Z
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("zeroshard")
-_FRUITLESS = 2
-"""Failures that no lost rank explains, without a step between them, that end the run."""
+_MOST_WITHOUT_PROGRESS = 2
+"""So many failures in succession that no lost rank explains, without a step between them, end the run."""
 
 
 def run_elastic(train: Callable[[], T]) -> T:
-    """Call `train`, which builds model, engine and loader and trains; again whenever the job goes on with other ranks.
+    """Call `train`, which builds model, engine and loader and trains; again when the job continues with other ranks.
 
-    Outside of an elastic job (`zeroshard run --nodes MIN:MAX`) it is called once. What it is to keep from round to
-    round goes through `engine.resume`.
+    Outside of an elastic job (`zeroshard run --nodes MIN:MAX`) it is called once. State is kept from round to round by
+    `engine.resume`.
 
     Returns:
-        What `train` returns when it has come to its end.
+        What `train` returns at its end.
+
+    Raises:
+        ConfigError, PlanError, UsageError: raised by `train`; a further call would raise them again.
+        ZeroShardError, RuntimeError, OSError: raised by `train` twice without a step and without a lost rank.
     """
     place = place_in(os.environ)
     if place is None:
         return train()
-    # What was imported stays for good; looking through all of it at the end of each round takes half a second.
+    # Imported modules are never freed; the garbage collector would search them for half a second after each round.
     gc.collect()
     gc.freeze()
-    best, fruitless = 0, 0
+    most_steps, without_progress = 0, 0
     while True:
-        session = Session(place, stays=True, best=best)
+        session = Session(place, stays=True, most_steps=most_steps)
         set_session(session)
         failure: Exception | None = None
         try:
-            done = train()
+            result = train()
         except RanksChanged as change:
-            _forget_frames(change)
+            _clear_frames(change)
         except (ZeroShardError, RuntimeError, OSError) as error:
             if _is_of_the_script(error) and session.trouble is None:
                 raise
             failure = error
             _log(place, error)
-            _forget_frames(error)
+            _clear_frames(error)
         else:
             set_session(None)
             session.end()
             session.close()
-            return done
-        fruitless = fruitless + 1 if session.best == best else 1
-        best = session.best
+            return result
+        without_progress = without_progress + 1 if session.most_steps == most_steps else 1
+        most_steps = session.most_steps
         place = _next_place(place, session, failure)
         if failure is None or place.lost:
-            fruitless = 0
-        elif fruitless >= _FRUITLESS:
+            without_progress = 0
+        elif without_progress >= _MOST_WITHOUT_PROGRESS:
             raise failure
 
 
 def _next_place(place: Place, session: Session, failure: Exception | None) -> Place:
-    """Give up the ranks of this round, and wait for the next one."""
+    """Drop what belongs to the ranks of this round, and wait for the next one."""
     set_session(None)
     communicators = session.end()
     if dist.is_initialized():
@@ -111,7 +116,7 @@ def drop_in_background(communicators: list[dist.ProcessGroup]) -> None:
 
 
 def _is_of_the_script(error: Exception) -> bool:
-    """Whether calling again would end in the same: the config, the plan or the calls are wrong."""
+    """Whether a further call would end in the same error, since the config, the plan or the calls are wrong."""
     caused = isinstance(error.__cause__, dist.DistError)
     return isinstance(error, (ConfigError, PlanError, UsageError)) and not caused
 
@@ -121,8 +126,8 @@ def _log(place: Place, error: Exception) -> None:
     _LOGGER.info("rank %d leaves round %d:\n%s", place.rank, place.round, text)
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Let go of what the function had: model and optimizer would be held by the traceback."""
+def _clear_frames(error: BaseException) -> None:
+    """Drop the function's local variables, which the traceback references: model and optimizer."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

@@ -1,10 +1,10 @@
-"""A round as this process lives it: what its node tells meanwhile, and what has to let go of the ranks at its end.
+"""This process in one round of an elastic job: messages of its node, and what is closed at the end of the round.
 
     node --trouble--> session --interrupt--> watchdogs: waits for other ranks end in an error
-         --regroup--> session.asked, which the engine looks at: all ranks leave after the same step
+         --regroup--> session.asked, which the engine checks: all ranks leave after the same step
 
-The session of a process is found through a context variable, which `run_elastic` sets for each round. A script that
-knows nothing of rounds gets one when its engine is made; its process can't go on in the next round, so it is ended.
+The session is in a context variable, which `run_elastic` sets for each round. A script without `run_elastic` gets one
+when its engine is made; its process can't continue in the next round, so it is ended and started again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LEAVES_SECONDS = 60.0
 
 
 class Interruptible(Protocol):
-    """What the main thread waits in for other ranks."""
+    """In which the main thread waits for other ranks: a watchdog."""
 
     def interrupt(self, error: ZeroShardError) -> None:
-        """From another thread: end the wait, now or when it begins, in this error."""
+        """Called by another thread: end the present wait, or the next one, with this error."""
         ...
 
 
@@ -39,15 +39,16 @@ class Session:
     """This process in the round of `place`.
 
     Args:
-        stays: whether the process goes on in the next round.
+        stays: whether the process continues in the next round.
+        most_steps: the number of steps that the job is known to have made.
 
     Attributes:
         asked: set when all ranks are to leave between two steps, and when the round is in trouble.
-        best: the most steps that the job is known to have made.
+        trouble: why the round can't continue; None if it can.
     """
 
-    def __init__(self, place: Place, *, stays: bool, best: int = 0) -> None:
-        self.place, self.stays, self.best = place, stays, best
+    def __init__(self, place: Place, *, stays: bool, most_steps: int = 0) -> None:
+        self.place, self.stays, self.most_steps = place, stays, most_steps
         self.asked = threading.Event()
         self.trouble: str | None = None
         self.engine: object | None = None
@@ -61,32 +62,37 @@ class Session:
         threading.Thread(target=self._listen, name="zeroshard-session", daemon=True).start()
 
     def on_end(self, close: Callable[[], None]) -> None:
-        """`close` is called when the round ends amid the script; it must not wait for other ranks."""
+        """Register `close`, which is called when the round ends; it must not wait for other ranks."""
         self._closers.append(close)
 
-    def interrupts(self, waits: Interruptible) -> None:
-        """`waits` is interrupted where the round is in trouble."""
+    def interrupt_on_trouble(self, waits: Interruptible) -> None:
+        """Register `waits`, which is interrupted when the round is in trouble, now or later."""
         with self._lock:
             self._waits.add(waits)
             trouble = self.trouble
         if trouble is not None:
             waits.interrupt(RanksChanged(trouble))
 
-    def take_engine(self, engine: object, communicators: Sequence[dist.ProcessGroup]) -> None:
-        """One engine trains in an elastic job, since all ranks leave between two of its steps. Raises UsageError.
+    def register_engine(self, engine: object, communicators: Sequence[dist.ProcessGroup]) -> None:
+        """Register the one engine that trains, between whose steps ranks leave. Raises UsageError for a second one.
 
         Args:
-            communicators: those that were made for it.
+            communicators: the process groups that were made for it.
         """
         if self.engine is not None and self.engine is not engine:
             raise UsageError(
-                "a second training engine in an elastic job: its ranks could not leave both between two steps; train "
-                "with one engine, or in a job of a fixed number of nodes"
+                "a second training engine in an elastic job: ranks leave a round between two steps of one engine; "
+                "train with one engine, or in a job with a fixed number of nodes"
             )
         self.engine, self._communicators = engine, list(communicators)
 
     def leave(self, why: str) -> NoReturn:
-        """All ranks have left between two steps. Raises RanksChanged where the process goes on in the next round."""
+        """Leave the round between two steps, as all ranks do.
+
+        Raises:
+            RanksChanged: the process continues in the next round.
+            SystemExit: it does not.
+        """
         if self.stays:
             raise RanksChanged(why)
         request = {"op": "gate", "local_rank": local_rank(), "left": self.place.round, "trouble": "", "restart": True}
@@ -98,7 +104,7 @@ class Session:
         raise SystemExit(1)
 
     def end(self) -> list[dist.ProcessGroup]:
-        """Leave the ranks of this round, and forget the engine.
+        """Call what `on_end` registered, the last first, and drop the engine.
 
         Returns:
             The engine's communicators, on which operations that a lost rank does not answer may still be running.
@@ -110,7 +116,7 @@ class Session:
         return made
 
     def close(self) -> None:
-        """Hear no more. A node takes a rank that neither hears nor is at the gate for one that hangs."""
+        """Close the connection. Its node takes a rank that has none and is not at the gate for one that hangs."""
         with suppress(OSError):
             self._node.shutdown(socket.SHUT_RDWR)
         self._node.close()
@@ -146,5 +152,5 @@ def current_session() -> Session | None:
 
 
 def set_session(session: Session | None) -> None:
-    """`session` is that of this process from now on."""
+    """Set the session of this process."""
     _SESSION.set(session)

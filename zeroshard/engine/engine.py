@@ -72,7 +72,7 @@ class Engine(TrainingEngine):
         Raises:
             UsageError: another engine trains in this round.
         """
-        session.take_engine(self, handle_of(self.module).comm.made())
+        session.register_engine(self, handle_of(self.module).comm.made())
         self._session = session
         self._leaving = Leaving(self.module, session)
         self._holding = Holding(self.module, session, every) if every else None
@@ -334,7 +334,7 @@ class Engine(TrainingEngine):
     def _saved_steps(self, directory: str | os.PathLike[str] | None) -> int:
         """The steps of the newest checkpoint on disk; 0 if this process took part in a later step itself."""
         assert self._session is not None
-        if self._session.best or directory is None:
+        if self._session.most_steps or directory is None:
             return 0
         return checkpoints.newest_steps(checkpoints.checked_directory(directory))
 

@@ -1,10 +1,10 @@
-"""Cores of its own for each rank: torch's NUMA binding on GPU hosts with numactl, else equal shares of the cores.
+"""Gives each rank CPU cores of its own: torch's NUMA binding on GPU hosts with numactl, else equal shares of the cores.
 
     cores 0-7, a thread of each          4 ranks: 0 1 | 2 3 | 4 5 | 6 7
 
-torch gives a rank cores on the NUMA node of its GPU, but knows neither a list of cores nor a host without GPUs, and
-needs numactl. The shares are affinity masks, set in each rank before its script starts (runner.py): Linux puts a page
-on the node of the core that first touches it, and numbers the cores of a node in order.
+torch gives a rank cores on the NUMA node of its GPU, but supports neither a list of cores nor a host without GPUs, and
+needs numactl. The shares are affinity masks, set in each rank before its script starts (runner.py). Linux allocates a
+page on the NUMA node of the core that first writes it, and numbers the cores of a NUMA node consecutively.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def numa_options(job: Job) -> NumaOptions | None:
-    """What torch's agent is to bind; None where it can't, or must not."""
+    """Options with which torch's agent binds the ranks; None if it can't, or must not."""
     if not job.bind_cores or job.core_list is not None or not gpu_count() or shutil.which("numactl") is None:
         return None
     return NumaOptions(AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)  # it logs why
 
 
 def bind_ranks(job: Job, nproc: int, environ: MutableMapping[str, str]) -> str:
-    """Put the ranks' cores into `environ`, with as many threads; what holds then, in words.
+    """Put the ranks' cores and number of threads into `environ`; returns a description for the user.
 
-    Raises UsageError for cores that are not there or not this process's, and for fewer cores than ranks.
+    Raises:
+        UsageError: a core does not exist or may not be used by this process, or there are fewer cores than ranks.
     """
     if not job.bind_cores:
         return set_threads(nproc, environ)
@@ -54,7 +55,7 @@ def bind_ranks(job: Job, nproc: int, environ: MutableMapping[str, str]) -> str:
 
 
 def parse_cores(text: str) -> set[int]:
-    """The cores of '0-27,56'; UsageError if it is of another form, or names a core twice."""
+    """The cores of a list like '0-27,56'. Raises UsageError for another form, or a core that is there twice."""
     cores: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -67,7 +68,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def one_thread_per_core(cpus: Path, usable: set[int]) -> set[int]:
-    """The first usable hardware thread of each core: two of them share its arithmetic."""
+    """The first usable hardware thread of each core, since the threads of a core share its arithmetic units."""
     chosen: set[int] = set()
     for cpu in sorted(usable):
         siblings = cpus / f"cpu{cpu}/topology/thread_siblings_list"
@@ -77,7 +78,7 @@ def one_thread_per_core(cpus: Path, usable: set[int]) -> set[int]:
 
 
 def divide(cores: Sequence[int], nproc: int) -> list[Sequence[int]]:
-    """Equal shares of the cores, in order."""
+    """Equal shares of the cores, in order. Raises UsageError for fewer cores than ranks."""
     if len(cores) < nproc:
         raise UsageError(
             f"--bind-cores: {nproc} ranks, but {len(cores)} core{'s' if len(cores) != 1 else ''} to divide"

@@ -1,4 +1,4 @@
-"""A pair of pipes to a node: text lines in, output with messages out, each line of output under the host's name.
+"""The pipes to a node's ssh: lines of text go in; output and messages come out, each line after the host's name.
 
 launcher --write()--> stdin [ssh] stdout, stderr --read()--> "host: line" on our own stdout, stderr; messages
 """
@@ -18,14 +18,15 @@ from zeroshard.launch.hosts import Host
 from zeroshard.launch.messages import Message, split_message
 from zeroshard.launch.starters import StarterOptions, ssh_command
 
-# A line that does not end (a progress bar) is shown when it is so long.
+# A line without end (a progress bar) is shown when it has so many bytes.
 _LONGEST = 65536
 
 
 class Channel:
-    """The ssh of one host. Nothing here blocks for long: the launcher's loop calls it when there is something.
+    """The ssh of one host. Nothing here blocks for long: the launcher's loop calls `read` when there is output.
 
-    The variables are the first line that the host gets.
+    Args:
+        variables: environment variables, which are sent as the first line.
     """
 
     def __init__(self, host: str, starter: StarterOptions, variables: Mapping[str, str]) -> None:
@@ -44,17 +45,17 @@ class Channel:
         self._errors = self._process.stderr.fileno()
         self._open = {stream.fileno(): stream for stream in (self._process.stdout, self._process.stderr)}
         self._partial = dict.fromkeys(self._open, b"")
-        # Until the node has answered, what comes is of ssh and of the host's login files: the last line, for an error.
+        # Output before the node's first message is from ssh and the host's login files; the last line is for an error.
         self.answered = False
         self.last_line = ""
         self.write(json.dumps(variables))
 
     def streams(self) -> list[int]:
-        """Descriptors to wait on."""
+        """The descriptors of output and errors, to wait for."""
         return list(self._open)
 
     def write(self, line: str) -> None:
-        """Send a line; a node that is gone is noticed by the end of its output."""
+        """Send a line. No error if the node is gone: the end of its output shows that."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
             self._process.stdin.write(line.encode() + b"\n")
@@ -66,7 +67,7 @@ class Channel:
             self._process.stdin.close()
 
     def read(self, descriptor: int) -> tuple[list[Message], bool]:
-        """Show what has come; the messages within it, and False at the end of the stream, which is closed then."""
+        """Show new output; returns the messages in it, and False at the end of the stream, which is then closed."""
         data = os.read(descriptor, 65536)
         text = self._partial[descriptor] + data
         whole = len(text) if not data or len(text) > _LONGEST else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
@@ -96,7 +97,7 @@ class Channel:
         return not self._open and self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the ssh and what it started (a proxy command)."""
+        """Kill the ssh and its child processes (a proxy command)."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -105,7 +106,7 @@ class Channel:
 def open_channels(
     hosts: Sequence[Host], starter: StarterOptions, variables: Mapping[str, str]
 ) -> Iterator[list[Channel]]:
-    """A channel to each host; all are ended on the way out."""
+    """A channel to each host; all are killed at the end of the context."""
     channels: list[Channel] = []
     try:
         for host in hosts:

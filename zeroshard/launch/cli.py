@@ -1,7 +1,7 @@
 """The `zeroshard` command.
 
-What a command needs is imported inside it: torch's launcher, or the config with its schema, takes a while to load, and
-`--help` or a mistyped option should not wait for it.
+Each command imports what it needs: torch's launcher, or the config with its schema, takes time to load, and `--help` or
+a wrong option should not wait for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroshard.launch.rendezvous import Rendezvous
 from zeroshard.launch.starters import Launcher, StarterOptions
 
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""For a command whose own application, imported when it is called, reads the arguments."""
+"""Settings of a command whose arguments are read by another application, which is imported when it is called."""
 
 app = typer.Typer(
     name="zeroshard",
@@ -52,7 +52,7 @@ def top(
     """ZeRO training for PyTorch."""
 
 
-# Options stop at the first word that is none: all that follows the script is the script's, whatever it looks like.
+# Options end at the first word that is none: all that follows the script belongs to the script.
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: o.Target,
@@ -90,8 +90,10 @@ def run(
     end_with_input: o.EndsWithInput = False,
 ) -> None:
     """Start SCRIPT once per rank, here or on several hosts. When a rank dies, say which and why, and end the others."""
-    told = os.environ.get("PET_NNODES", "")
-    nnodes, elastic_nodes = _nodes(nodes if nodes is not None or len(set(told.split(":"))) < 2 else told)
+    in_environment = os.environ.get("PET_NNODES", "")
+    nnodes, elastic_nodes = _nodes(
+        nodes if nodes is not None or len(set(in_environment.split(":"))) < 2 else in_environment
+    )
     if spares and elastic_nodes is None:
         raise UsageError("--spares: spare nodes are those of an elastic job; give --nodes MIN:MAX")
     job = Job(
@@ -211,7 +213,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point of the `zeroshard` command: our errors end in one line and status 2."""
+    """Entry point of the `zeroshard` command; a ZeroShardError ends it with one line and status 2."""
     try:
         app()
     except ZeroShardError as error:
@@ -234,7 +236,7 @@ def _nodes(text: str | None) -> tuple[int | None, tuple[int, int] | None]:
         raise UsageError(f"--nodes {text}: give a number of nodes, or the least and the most as MIN:MAX")
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
-        raise UsageError(f"--nodes {text}: at least one node, and no fewer at most than at least")
+        raise UsageError(f"--nodes {text}: MIN must be at least 1, and MAX at least MIN")
     return (least, None) if found[2] is None else (None, (least, most))
 
 

@@ -1,4 +1,4 @@
-"""From the options of `zeroshard run` to what is done: one node here, several by ssh, or another starter's command.
+"""Decides from the options of `zeroshard run` what is started: one node here, several by ssh, or an mpirun or srun.
 
 no hosts, or this one alone         this process runs the node                    (node.py)
 hosts, --launcher ssh or pdsh       a RemoteJob                                   (remote.py)
@@ -26,7 +26,7 @@ from zeroshard.launch.hosts import Host
 from zeroshard.launch.job import Job, TargetKind
 from zeroshard.launch.messages import say
 from zeroshard.launch.node import run_node
-from zeroshard.launch.rendezvous import Rendezvous, find_place, find_told
+from zeroshard.launch.rendezvous import Rendezvous, find_place, place_in_environment
 from zeroshard.launch.starters import Launcher, StarterOptions
 
 _NAMED_HOSTS = 16  # in the line that says where the job runs
@@ -51,7 +51,7 @@ class HostOptions:
 
 
 def run(job: Job, options: HostOptions) -> int:
-    """Carry the job out; the exit status."""
+    """Run the job; returns the exit status. Raises UsageError for options that contradict each other."""
     check_target(job)
     chosen = _hosts(options)
     if options.launcher in (Launcher.OPENMPI, Launcher.SLURM) and not options.no_ssh:
@@ -59,7 +59,7 @@ def run(job: Job, options: HostOptions) -> int:
     if chosen is None and options.force_multi:
         raise UsageError("--force-multi needs a --hostfile")
     if chosen is None or options.no_ssh or (_is_this_host(chosen) and not options.force_multi):
-        _take_variables(options)
+        _apply_variables(options)
         return run_node(_local(job, options, chosen))
     if options.rendezvous is not Rendezvous.ENV:
         raise UsageError(f"--rendezvous {options.rendezvous.value} is for nodes started one by one: add --no-ssh")
@@ -67,7 +67,7 @@ def run(job: Job, options: HostOptions) -> int:
 
 
 def _hosts(options: HostOptions) -> tuple[Host, ...] | None:
-    """Those of the hostfile that take part; None where there is no hostfile and no host was named."""
+    """The hosts of the hostfile that take part; None if there is no hostfile and no host was named."""
     if options.hostfile is not None:
         listed = hosts.read_hostfile(options.hostfile)
     elif options.include is not None:
@@ -83,7 +83,7 @@ def _hosts(options: HostOptions) -> tuple[Host, ...] | None:
 
 
 def _this_host(name: str) -> Host:
-    # Counted in a process of its own: a look at CUDA before the guard's fork would spoil it for the agent.
+    # Counted in a process of its own: the guard forks, and a CUDA that was initialized before can't be used after that.
     count = "from zeroshard.launch.resources import resolve_nproc; print(resolve_nproc('auto'))"
     done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True)
     return Host(name, tuple(range(int(done.stdout))))
@@ -99,7 +99,7 @@ def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job
     if options.no_ssh and chosen is not None:
         given = replace(given, nnodes=len(chosen))
     elif chosen is not None:
-        given = replace(given, nnodes=None)  # the one host: --num-nodes was about the file
+        given = replace(given, nnodes=None)  # this is the one host; --num-nodes counted hosts of the file
     if options.num_slots is not None and chosen is None:
         given = replace(given, nproc=str(options.num_slots))
     if job.nodes is not None:
@@ -117,8 +117,8 @@ def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job
     )
     if place.nnodes > 1 and (job.max_restarts or job.sizes):
         raise UsageError(
-            f"--max-restarts and --elastic with {place.nnodes} nodes: a job of a fixed number of nodes ends with any "
-            "of them; --nodes MIN:MAX is one that goes on"
+            f"--max-restarts and --elastic with {place.nnodes} nodes: a job of a fixed number of nodes ends when any "
+            "of them ends; --nodes MIN:MAX starts a job that continues"
         )
     if chosen is None:
         return job
@@ -126,24 +126,24 @@ def _local(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> Job
 
 
 def _elastic(job: Job, options: HostOptions, given: NodePlace) -> Job:
-    """A node of an elastic job: it needs no number, but to know where the nodes meet."""
+    """A node of an elastic job. It needs no number, only the address of the job's store."""
     if options.hostfile is not None or options.include is not None or options.exclude is not None:
         raise UsageError(
             "--hostfile, --include and --exclude with --nodes MIN:MAX: hosts of an elastic job come and go, so a list "
             "of them is not obeyed; leave it out, and start the same command on each host"
         )
     if given.node_rank is not None:
-        raise UsageError("--node-rank: nodes of an elastic job come and go, and need no numbers; leave it out")
-    told = find_told(options.rendezvous, os.environ)
-    address = given.master_addr or told.master_addr
+        raise UsageError("--node-rank: nodes of an elastic job have no fixed numbers; leave it out")
+    in_environment = place_in_environment(options.rendezvous, os.environ)
+    address = given.master_addr or in_environment.master_addr
     if address is None:
         raise UsageError("--nodes MIN:MAX: give the address at which the nodes meet as --master-addr")
-    port = given.master_port or told.master_port or DEFAULT_PORT
-    return replace(job, nproc=given.nproc or told.nproc or "auto", master_addr=address, master_port=port)
+    port = given.master_port or in_environment.master_port or DEFAULT_PORT
+    return replace(job, nproc=given.nproc or in_environment.nproc or "auto", master_addr=address, master_port=port)
 
 
-def _take_variables(options: HostOptions) -> None:
-    """Ranks of this host have all of its variables; those of a file that was named are put beside them."""
+def _apply_variables(options: HostOptions) -> None:
+    """Check --export, and set the variables of --env-file; ranks on this host have all other variables already."""
     for name in options.exports:
         environment.check_asked(name, os.environ)
     if options.env_file is not None:
@@ -195,7 +195,7 @@ def _env_files(options: HostOptions) -> list[Path]:
 
 
 def _run_by_starter(job: Job, options: HostOptions, chosen: Sequence[Host] | None) -> NoReturn:
-    """Hand over to mpirun or srun, which run `zeroshard run` once per host, each finding its place by itself."""
+    """Become mpirun or srun, which runs `zeroshard run` on each host; each finds its place in the environment."""
     if options.launcher is Launcher.SLURM and chosen is not None:
         raise UsageError(
             "--launcher slurm: Slurm knows its hosts; leave out --hostfile, --include and --exclude, and choose with "
@@ -213,16 +213,16 @@ def _run_by_starter(job: Job, options: HostOptions, chosen: Sequence[Host] | Non
     sys.stdout.flush()
     sys.stderr.flush()
     if options.launcher is Launcher.SLURM:
-        _hold_input()
-    # This process becomes the starter, so that what is sent to it or kills it reaches the starter. The values are in
-    # its environment; its arguments hold names.
+        _keep_input_open()
+    # This process becomes the starter, so that signals to it reach the starter. The variables' values are in its
+    # environment; its arguments have only their names.
     os.execve(command[0], command, {**os.environ, **variables})
 
 
-def _hold_input() -> None:
-    """An input that ends when this process does, whatever it becomes: both ends of a pipe.
+def _keep_input_open() -> None:
+    """Make standard input a pipe whose both ends this process holds, so that it ends when the process ends.
 
-    srun passes it on to its tasks. A step outlives an srun that is killed, but its tasks' input ends.
+    srun passes its input on to its tasks. Tasks survive an srun that is killed, but see their input end.
     """
     read, write = os.pipe()
     os.set_inheritable(write, True)
@@ -252,7 +252,7 @@ def _ranks_of_node(options: HostOptions, chosen: Sequence[Host] | None) -> list[
     if chosen is None or options.hostfile is None:
         nproc = str(options.num_slots) if options.num_slots is not None else options.given.nproc
         return [] if nproc is None else ["--nproc", nproc]
-    # All nodes run the same command: each reads its line, so the file is on all of them, as the script is.
+    # All nodes run the same command, and each reads its line of the file, which must be on all of them like the script.
     words = ["--hostfile", str(options.hostfile.absolute())]
     for option, value in (
         ("--include", options.include),
@@ -266,7 +266,7 @@ def _ranks_of_node(options: HostOptions, chosen: Sequence[Host] | None) -> list[
 
 
 def job_options(job: Job) -> list[str]:
-    """The options that make the same job on a node, ending with the target and its arguments."""
+    """The command-line options of the same job on a node, followed by the target and its arguments."""
     words = ["--rendezvous-timeout", str(job.rendezvous_timeout)]
     if job.log_dir is not None:
         words += ["--log-dir", str(Path(job.log_dir).expanduser().absolute()), "--console", job.console.value]
@@ -279,7 +279,7 @@ def job_options(job: Job) -> list[str]:
 
 
 def check_target(job: Job) -> None:
-    """A missing script is told here, once, and not by every rank."""
+    """Raises UsageError for a target that does not exist, once here instead of in every rank."""
     match job.kind:
         case TargetKind.SCRIPT:
             path = Path(job.target)
@@ -292,6 +292,6 @@ def check_target(job: Job) -> None:
                 raise UsageError(f"--no-python {job.target}: no such program, or it may not be executed")
         case TargetKind.MODULE:
             sys.path.insert(0, str(Path.cwd()))
-            # The first name only: finding a submodule would import its package, in the launcher.
+            # Only the first name: to find a submodule would import its package in the launcher.
             if importlib.util.find_spec(job.target.partition(".")[0]) is None:
                 raise UsageError(f"-m {job.target}: no such module in {Path.cwd()} or among the installed packages")

@@ -1,10 +1,10 @@
-"""Which variables go from the launcher to the nodes: those of an allow-list, those asked for, those of files.
+"""Chooses the variables that the launcher sends to the nodes: an allow-list, names that were asked for, and files.
 
     launcher's environment --allow-list, --export--> |
     .zeroshard_env or .deepspeed_env  -------------> | one JSON line --> standard input of the node
 
-Values travel on a pipe and never as arguments: arguments are public to every user of both machines (ps). The whole
-environment is not sent: it holds what is true of one machine only, and secrets that the job does not need.
+Values are sent through a pipe and never as arguments, which every user of both machines can read (ps). The whole
+environment is not sent: some variables are correct on one machine only, and some are secrets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from zeroshard.bounded import read_bounded
 from zeroshard.errors import UsageError
 
-# Networking and numerics that must agree between nodes, and where Python finds its modules.
+# Settings of networking and numerics that must be equal on all nodes, and where Python finds its modules.
 ALLOWED = (
     "NCCL_*",
     "TORCH_*",
@@ -38,7 +38,7 @@ ALLOWED = (
     "LD_LIBRARY_PATH",
     "LOGLEVEL",
 )
-# True of one node only, or set anew by each node's launcher.
+# Correct on one node only, or set by each node's launcher.
 _NEVER = (
     "CUDA_VISIBLE_DEVICES",
     "ZEROSHARD_RANK_FILES",
@@ -46,15 +46,19 @@ _NEVER = (
     "ZEROSHARD_CORES",
     "ZEROSHARD_RESTART",
 )
-# Allowed by prefix, but what they hold by their names is for the launcher's user alone.
+# Variables that an allowed prefix matches, but that are secrets by their names.
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 FILES = (".zeroshard_env", ".deepspeed_env")
 
 
 def exported(environ: Mapping[str, str], asked: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
-    """Names and values for the nodes; a file's value stands above the launcher's, an asked-for name above `_NEVER`.
+    """The variables for the nodes; a file's value has precedence over the launcher's.
 
-    `asked` are names or patterns (`HF_*`); UsageError if a plain name is not set, or a file has a wrong line.
+    Args:
+        asked: names or patterns (`HF_*`), which are sent even if they are in `_NEVER`.
+
+    Raises:
+        UsageError: a plain name is not set, or a file has a wrong line.
     """
     chosen: dict[str, str] = {}
     for name, value in environ.items():
@@ -86,7 +90,7 @@ def find_files(given: Path | None, places: Sequence[Path]) -> list[Path]:
 
 
 def read_file(path: Path) -> dict[str, str]:
-    """The lines NAME=VALUE of a file; empty lines and lines that begin with # are skipped."""
+    """The lines NAME=VALUE of a file, without empty lines and lines that begin with #. Raises UsageError."""
     try:
         lines = read_bounded(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +102,7 @@ def read_file(path: Path) -> dict[str, str]:
             continue
         name, equals, value = text.removeprefix("export ").partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            # Not the line itself: it may hold a secret.
+            # The message does not show the line, which may contain a secret.
             raise UsageError(f"{path}, line {number}: not of the form NAME=VALUE")
         values[name] = _unquoted(value)
     return values

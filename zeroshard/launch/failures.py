@@ -1,13 +1,13 @@
-"""Which rank of this node failed first, and what the ranks have said of themselves: files, and the kernel's word.
+"""Finds the rank of this node that failed first, from files that the ranks write and from the kernel's signals.
 
     rank 0: started.json ........ error.json .... exit 1           a consequence: it lost rank 1
     rank 1: started.json .. killed (exit -9)                       <- first
 
-torch's agent looks at its ranks ten times a second and blames the lowest of those that have ended by then. So ends are
-heard of by SIGCHLD, nearly always before the agent takes the statuses; of a rank of which it has, the agent's status
-counts, at the time of the news. At the first failure, or when the agent is told to stop, the
-ranks that have ended or are about to are the suspects: all others end because the agent ends them. Of the suspects one
-that was killed outright goes before errors, which may follow from its death; among errors the time decides.
+torch's agent checks its ranks ten times a second and reports the lowest rank of those that have ended. Here SIGCHLD
+reports ends, nearly always before the agent reaps the process; if the agent was first, its status counts, with the time
+of the signal. At the first failure, or when the agent is told to stop, the ranks that have ended or are exiting are the
+suspects: all others end because the agent ends them. Of the suspects one that was killed by a signal is reported before
+those with errors, which may follow from that; among errors the earliest.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from zeroshard.launch.runner import PREEMPTED_FILE, SAVES_FILE, STARTED_FILE
 
-# Sent by the kernel or from outside of the job. SIGTERM is the agent's, SIGABRT often a consequence (a lost peer).
-KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# A rank that leaves without an error file is heard of so much later than its peers, whose connections close before.
-_NEWS_SECONDS = 0.05
-# Of the flags of a process in /proc (include/linux/sched.h): set before a process that ends closes its descriptors.
+# Signals from the kernel or from outside of the job. The agent sends SIGTERM; SIGABRT often follows from a lost peer.
+KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# The end of a rank without an error file is noticed so many seconds after its connections to other ranks have closed.
+_REPORT_DELAY_SECONDS = 0.05
+# A flag of a process in /proc (include/linux/sched.h), set before an exiting process closes its descriptors.
 _PF_EXITING = 0x4
 _FLAGS_FIELD = 6  # counted from the state, which follows the name
 
 
 class RankProcess(NamedTuple):
-    """What a rank says of itself when it starts."""
+    """What a rank writes into its file when it starts."""
 
     rank: int
     local_rank: int
@@ -48,37 +48,41 @@ class RankProcess(NamedTuple):
     error_file: str
 
 
-class _End(NamedTuple):
+class _ExitStatus(NamedTuple):
     status: int
     seen_at: float
 
 
 class RankWatch:
-    """Watches the `count` ranks that write their files into `directory`; a context manager of the main thread.
+    """Watches the ranks of this node; a context manager of the main thread.
 
-    Between `handle_stops` and `__exit__` a signal that stops raises torch's SignalException; not SIGTERM if all ranks
-    can save at it: then they are asked to, once, and `saving` is called.
+    Between `handle_stops` and `__exit__` a stop signal raises torch's SignalException. The exception is SIGTERM if all
+    ranks can save: then they are asked to, once, and `saving` is called.
+
+    Args:
+        directory: where the ranks write their files.
+        count: number of ranks.
 
     Attributes:
         failed: set when the first rank fails.
-        stopped_by: the signal from outside that has stopped the agent, or has come when its ranks had ended.
-        hears_stops: whether a signal that stops is handled; before ranks are about to start it ends the process.
-        ended_by_peer: set before the process sends itself SIGTERM, because another node is in trouble.
+        stopped_by: the signal from outside that stopped the agent, or that came when its ranks had ended.
+        handles_stops: whether stop signals are handled; before `handle_stops` they end the process.
+        ended_by_peer: set before the process sends itself SIGTERM because another node is in trouble.
     """
 
     def __init__(self, directory: Path, count: int, saving: Callable[[], None]) -> None:
         self._directory, self._count, self._saving = directory, count, saving
         self.failed = threading.Event()
         self.stopped_by: signal.Signals | None = None
-        self.hears_stops = self.ended_by_peer = False
-        self._ends: dict[int, _End] = {}
-        self._taken: dict[int, float] = {}
+        self.handles_stops = self.ended_by_peer = False
+        self._ends: dict[int, _ExitStatus] = {}
+        self._reaped_by_agent: dict[int, float] = {}
         self._suspects: set[int] | None = None
         self._asked = self._stopping = False
 
     def __enter__(self) -> RankWatch:
-        self._former = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, self._hear_ends)}
-        signal.siginterrupt(signal.SIGCHLD, False)  # system calls of torch go on
+        self._former = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, self._on_child_signal)}
+        signal.siginterrupt(signal.SIGCHLD, False)  # does not interrupt system calls of torch
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,33 +90,33 @@ class RankWatch:
             signal.signal(number, handler)
 
     def handle_stops(self) -> None:
-        """Called when ranks are about to start; before, a signal may end the process, which could not hear it."""
-        for number in STOPS:
-            self._former.setdefault(number, signal.signal(number, self._stop))
-        self.hears_stops = True
+        """Handle stop signals from now on; called when ranks are about to start. Before, a signal ends the process."""
+        for number in STOP_SIGNALS:
+            self._former.setdefault(number, signal.signal(number, self._on_stop_signal))
+        self.handles_stops = True
 
-    def note_stops(self) -> None:
-        """The ranks have ended: a signal that comes from now on is noted alone."""
+    def only_record_stops(self) -> None:
+        """Only record stop signals from now on, since the ranks have ended."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.stopped_by = signal.Signals(number)
 
-        for number in self._former.keys() & set(STOPS):
+        for number in self._former.keys() & set(STOP_SIGNALS):
             signal.signal(number, note)
 
     @property
     def preempted(self) -> bool:
-        """Whether a rank has ended because it was told to stop, and has saved."""
+        """Whether a rank has saved and ended because it was told to stop."""
         return any(self._directory.glob(f"*.{PREEMPTED_FILE}"))
 
     @property
     def asked_to_save(self) -> bool:
-        """Whether the ranks were told to save and end; what fails then is not to be started again."""
+        """Whether the ranks were told to save and end; a failure after that is no reason for a restart."""
         return self._asked
 
     @property
     def all_ended_well(self) -> bool:
-        """Whether no rank is left and none has failed."""
+        """Whether all ranks have ended and none has failed."""
         return len(self._ends) == self._count and not any(end.status for end in self._ends.values())
 
     def processes(self) -> list[RankProcess]:
@@ -120,9 +124,13 @@ class RankWatch:
         return [RankProcess(**json.loads(path.read_text())) for path in self._directory.glob(f"*.{STARTED_FILE}")]
 
     def first_failure(self, statuses: Mapping[int, int]) -> tuple[RankProcess, int] | None:
-        """The rank that failed first and its status, negative for a signal; `statuses`, by pid, are the agent's."""
+        """The rank that failed first and its status, negative for a signal; None if none is known to have failed.
+
+        Args:
+            statuses: exit statuses that the agent reports, by process id.
+        """
         suspects: list[tuple[bool, float, RankProcess, int]] = []
-        agent_knew_at = min((at for pid, at in self._taken.items() if statuses.get(pid, 0)), default=math.inf)
+        agent_knew_at = min((at for pid, at in self._reaped_by_agent.items() if statuses.get(pid, 0)), default=math.inf)
         for process in self.processes():
             end = self._ends.get(process.pid)
             status = end.status if end is not None else statuses.get(process.pid, 0)
@@ -133,18 +141,18 @@ class RankWatch:
                 continue
             failed_at = recorded_at
             if failed_at is None:
-                seen_at = end.seen_at if end is not None else self._taken.get(process.pid, time.time())
-                failed_at = seen_at - (_NEWS_SECONDS if status > 0 else 0)
-            suspects.append((not (suspected and -status in KILLERS), failed_at, process, status))
+                seen_at = end.seen_at if end is not None else self._reaped_by_agent.get(process.pid, time.time())
+                failed_at = seen_at - (_REPORT_DELAY_SECONDS if status > 0 else 0)
+            suspects.append((not (suspected and -status in KILL_SIGNALS), failed_at, process, status))
         if not suspects:
             return None
         _, _, process, status = min(suspects)
         return process, status
 
     def kill_ranks(self) -> None:
-        """Kill what is left of the ranks' process groups (each rank leads its own).
+        """Kill the remaining processes of the ranks' process groups (each rank leads its own).
 
-        A number that is now another process's, neither a child of ours nor free, has been reused: it is left alone.
+        A process id that belongs to a process that is no child of ours has been reused, and is skipped.
         """
         for pid in self._pids():
             if _is_child(pid) or not _exists(pid):
@@ -154,49 +162,49 @@ class RankWatch:
     def _pids(self) -> list[int]:
         return [int(path.name.partition(".")[0]) for path in self._directory.glob(f"*.{STARTED_FILE}")]
 
-    def _hear_ends(self, number: int, frame: FrameType | None) -> None:
+    def _on_child_signal(self, number: int, frame: FrameType | None) -> None:
         self._read_ends()
         if self._suspects is None and any(end.status for end in self._ends.values()):
-            self._suspect()
+            self._record_suspects()
             self.failed.set()
         if self.all_ended_well:
-            # torch's agent waits for the other nodes now, for minutes, in C code that no Python handler interrupts.
-            for number in self._former.keys() & set(STOPS):
+            # torch's agent now waits for other nodes, up to minutes, in C code that a Python handler can't interrupt.
+            for number in self._former.keys() & set(STOP_SIGNALS):
                 signal.signal(number, signal.SIG_DFL)
 
     def _read_ends(self) -> None:
-        """Statuses of ranks that have ended, left for the agent to take."""
+        """Read the statuses of ranks that have ended, without reaping them: the agent does that."""
         for pid in self._pids():
             if pid in self._ends:
                 continue
             try:
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                self._taken.setdefault(pid, time.time())
+                self._reaped_by_agent.setdefault(pid, time.time())
                 continue
             if ended is not None:
                 killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                self._ends[pid] = _End(-ended.si_status if killed else ended.si_status, time.time())
+                self._ends[pid] = _ExitStatus(-ended.si_status if killed else ended.si_status, time.time())
 
-    def _suspect(self) -> None:
+    def _record_suspects(self) -> None:
         if self._suspects is None:
             self._read_ends()
             self._suspects = {
                 process.pid
                 for process in self.processes()
                 if process.pid in self._ends
-                or process.pid in self._taken
+                or process.pid in self._reaped_by_agent
                 or _is_exiting(process.pid)
                 or _written_at(process.error_file) is not None
             }
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
         by_peer = self.ended_by_peer and not self._stopping
         if not by_peer and not self._stopping and number == signal.SIGTERM and self._ask_to_save():
             return
-        self._suspect()
+        self._record_suspects()
         if self.stopped_by is not None or self._asked:
-            self.kill_ranks()  # told twice; the agent would wait for them to end by themselves
+            self.kill_ranks()  # a second signal: kill now, since the agent would wait for the ranks to end
         if not by_peer:
             self.stopped_by = self.stopped_by or signal.Signals(number)
         if not self._stopping:
@@ -204,7 +212,7 @@ class RankWatch:
             raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
     def _ask_to_save(self) -> bool:
-        """SIGTERM to all ranks; False, and nothing done, if one would not save, was asked before or has failed."""
+        """Send SIGTERM to all ranks. Returns False, and sends none, if one can't save, was asked or has failed."""
         self._read_ends()
         running = set(self._pids()) - set(self._ends)
         can_save = {pid for pid in running if (self._directory / f"{pid}.{SAVES_FILE}").exists()}
@@ -226,7 +234,7 @@ def _written_at(error_file: str) -> float | None:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Whether the process is on its way out, though it has no status yet."""
+    """Whether the process is exiting, though it has no status yet."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -245,7 +253,7 @@ def _exists(pid: int) -> bool:
 
 
 def _is_child(pid: int) -> bool:
-    """Whether `pid` is a child of this process, running or not yet waited for; its status stays for the agent."""
+    """Whether `pid` is a child of this process, running or not yet reaped; does not reap it."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,17 +1,17 @@
-"""The process that stays when everything else of a node goes: it waits for the agent and leaves nothing behind it.
+"""The guard: a process that waits for the node's agent, and ends all processes that remain when the agent has ended.
 
-    guard (forked before torch is there) --> agent --> rank 0 --> its data loader workers
+    guard (forks before torch is loaded) --> agent --> rank 0 --> its data loader workers
       ^ signals, or the launcher's input         \\--> rank 1
 
-| killed | who ends the others |
+| killed | what ends the other processes |
 |---|---|
 | a rank | the agent |
-| the agent | the kernel ends the ranks, the guard whatever they had started |
-| the guard | the kernel tells the agent, which ends the ranks and whatever they had started |
+| the agent | the kernel ends the ranks, the guard all that the ranks have started |
+| the guard | the kernel signals the agent, which ends the ranks and all that they have started |
 
-What they had started is known by a variable that it inherits, and to the guard as its own children, which orphans
-become. Process groups were rejected: a process that makes a session of its own has left them. A job that ends well may
-leave a process behind on purpose.
+Processes that ranks have started are recognized by an inherited variable, and by the guard also as its own children,
+since it adopts orphans. Process groups were rejected: a process that starts a session leaves its group. After a job
+that ends well processes are not ended, since a script may have started them on purpose.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ _PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _AWAITED = (*FORWARDED, signal.SIGCHLD)
 _JOB_VARIABLE = "ZEROSHARD_JOB"
-# How long what is left may take to end by itself; as long again, it is waited for after SIGKILL.
-_LEFT_SECONDS = 2.0
+# Seconds that remaining processes may take to end after SIGTERM; the guard waits as long again after SIGKILL.
+_REMAINING_SECONDS = 2.0
 
 Work = Callable[[str], int]
-Tell = Callable[[signal.Signals], None]
-Control = Callable[[Tell, str], None]
+SendSignal = Callable[[signal.Signals], None]
+Control = Callable[[SendSignal, str], None]
 
 
-def guarded(work: Work, killed: Tell, control: Control | None = None) -> int:
-    """Run `work(directory)` in a child; its exit status, when no process of the node is left.
+def run_guarded(work: Work, killed: SendSignal, control: Control | None = None) -> int:
+    """Run `work` in a child process; returns its exit status when no process of the node is left.
 
-    `directory` is temporary. The child gets the signals that this process gets; `control`, which runs in a thread of
-    its own, may send it others; it gets the directory too. `killed` is told if a signal ended the child.
+    The child gets the signals that this process gets.
+
+    Args:
+        work: called with a temporary directory; returns the exit status.
+        killed: called with the signal, if one ended the child.
+        control: called in a thread of its own, with a function that sends the child a signal, and the directory.
     """
     _fill_missing_streams()
     _flush()
@@ -57,21 +61,23 @@ def guarded(work: Work, killed: Tell, control: Control | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="zeroshard-", dir=_short_directory()) as directory:
         _adopt_orphans()
         parent = os.getpid()
-        # The guard takes signals one by one where it waits for them, so that none comes amid the fork or just before
-        # it waits, where a handler would run too late: when the child has ended.
+        # The guard blocks signals and receives them where it waits. A handler for a signal that comes during the fork,
+        # or just before the wait, would run too late: after the child has ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         child = os.fork()
         if child == 0:
             os._exit(_in_child(work, directory, parent, job))
-        return _wait(child, killed, job, None if control is None else lambda tell: control(tell, directory))
+        return _wait(
+            child, killed, job, None if control is None else lambda send_signal: control(send_signal, directory)
+        )
 
 
 def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
-    # Ctrl-C at a terminal goes to its foreground group: to the guard alone, which passes it on once.
+    # Ctrl-C at a terminal goes to the foreground group: only to the guard, which forwards it once.
     os.setpgid(0, 0)
-    # Until ranks are started, a signal ends this process, whatever it is doing: handlers would not run amid C code, and
-    # an exception amid an import comes out as whatever the import makes of it.
+    # Until ranks are started, a signal ends this process: a handler would not run during C code, and an exception
+    # during an import could be turned into another one.
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
@@ -86,31 +92,31 @@ def _in_child(work: Work, directory: str, parent: int, job: str) -> int:
         print(f"zeroshard: {error}", file=sys.stderr)
         status = 2
     except BaseException:
-        traceback.print_exc()  # a fault of ours: it must not run on into the guard's code
+        traceback.print_exc()  # an error in zeroshard: this process must not continue with the guard's code
     for number in FORWARDED:
-        signal.signal(number, signal.SIG_IGN)  # it ends within seconds anyway, and a handler of torch's would raise
+        signal.signal(number, signal.SIG_IGN)  # the process ends within seconds, and torch's handler would raise
     if status != 0:
-        _end_what_is_left(job)
+        _end_remaining(job)
     _flush()
     return status
 
 
-def _wait(child: int, killed: Tell, job: str, control: Callable[[Tell], None] | None) -> int:
-    def tell(number: signal.Signals) -> None:
-        with reaping:  # else the number might be another process's by now
+def _wait(child: int, killed: SendSignal, job: str, control: Callable[[SendSignal], None] | None) -> int:
+    def send_signal(number: signal.Signals) -> None:
+        with reaping:  # after the child is reaped its id might be that of another process
             if not ended:
                 os.kill(child, number)
 
     ended: list[int] = []
     reaping = threading.Lock()
     if control is not None:
-        threading.Thread(target=control, args=(tell,), daemon=True).start()
+        threading.Thread(target=control, args=(send_signal,), daemon=True).start()
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         number = signal.sigwait(_AWAITED)
         if number == signal.SIGCHLD:
             _reap_others(child)
         else:
-            tell(signal.Signals(number))
+            send_signal(signal.Signals(number))
     with reaping:
         ended.append(child)
         _, status = os.waitpid(child, 0)
@@ -118,34 +124,34 @@ def _wait(child: int, killed: Tell, job: str, control: Callable[[Tell], None] | 
     if code < 0:
         killed(signal.Signals(-code))
     if code != 0:
-        _end_what_is_left(job)
+        _end_remaining(job)
     return code if code >= 0 else 128 - code
 
 
 def _reap_others(child: int) -> None:
-    """Take the status of orphans that have ended."""
+    """Reap adopted orphans that have ended."""
     for pid in _children(os.getpid()):
         if pid != child:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _end_what_is_left(job: str) -> None:
-    """End the processes that ranks have left: with time to do it themselves, then outright."""
+def _end_remaining(job: str) -> None:
+    """End the processes that ranks have started: with SIGTERM, and after some time with SIGKILL."""
     begun = time.monotonic()
     told: set[int] = set()
-    while pids := _left(job):
-        late = time.monotonic() - begun > _LEFT_SECONDS
+    while pids := _remaining_processes(job):
+        late = time.monotonic() - begun > _REMAINING_SECONDS
         for pid in pids if late else pids - told:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         told |= pids
-        if time.monotonic() - begun > 2 * _LEFT_SECONDS:
-            return  # in the kernel, on a device that does not answer: SIGKILL waits there
+        if time.monotonic() - begun > 2 * _REMAINING_SECONDS:
+            return  # a process in a system call of a device that does not answer does not react to SIGKILL
         time.sleep(0.02)
 
 
-def _left(job: str) -> set[int]:
-    """What runs and is a child of this process or has inherited the job's variable."""
+def _remaining_processes(job: str) -> set[int]:
+    """Running processes that are children of this process or have inherited the job's variable."""
     found: set[int] = set()
     mark = f"{_JOB_VARIABLE}={job}".encode()
     for pid, parent, state in _processes():
@@ -167,7 +173,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Number, parent and state of every process."""
+    """Process id, parent and state of every process."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             # After the name, which is in parentheses and may hold anything: state, parent.
@@ -178,7 +184,7 @@ def _processes() -> Iterator[tuple[int, int, str]]:
 
 
 def _fill_missing_streams() -> None:
-    """Of a launcher that was started without (`>&-`); else the ranks would print into whatever is opened next."""
+    """Open /dev/null for standard streams that are closed (`>&-`); else ranks would print into the next open file."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -198,6 +204,6 @@ def _adopt_orphans() -> None:
 
 
 def _short_directory() -> str:
-    """Where the socket goes: its path may have about 100 characters, which the TMPDIR of a cluster can exceed."""
+    """A directory for the socket, whose path may have about 100 characters; TMPDIR on a cluster can be longer."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= 64 else "/tmp"

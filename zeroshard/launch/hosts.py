@@ -1,11 +1,11 @@
-"""Which hosts and which slots of them: the hostfile, `--include`, `--exclude`, `--num-nodes` and `--num-gpus`.
+"""Chooses hosts and their slots: the hostfile, `--include`, `--exclude`, `--num-nodes` and `--num-gpus`.
 
     # hostfile                --include 'a:0,2@b'      a: slots 0 and 2, b: all
     a slots=4                 --exclude 'a:1@b'        all but slot 1 of a and all of b
     b slots=4
 
-The formats are those of DeepSpeed's launcher. What it lets pass is refused here: a host that is there twice, a slot
-that the host does not have, a filter that leaves nothing.
+The formats are those of DeepSpeed's launcher. Other than there, these are errors: a host that is there twice, a slot
+that a host does not have, and filters that leave no host.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from pathlib import Path
 
 from zeroshard.bounded import read_bounded
 from zeroshard.errors import UsageError
-from zeroshard.launch.resources import MOST_RANKS
+from zeroshard.launch.resources import MAX_RANKS
 
-# A name, an address, an IPv6 address bare or in brackets; no lists or ranges, which pdsh would take apart.
+# A name, an address, an IPv6 address with or without brackets; no lists or ranges, which pdsh would expand.
 _NAME = r"(?:[\w.-]+@)?(?:[\w:][\w.:%-]*|\[[\w.:%]+\])"
 _LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>[0-9]+)")
-_MOST_HOSTS = 4096  # the launcher holds an ssh to each
+_MAX_HOSTS = 4096  # the launcher has an ssh to each
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and the numbers of its slots that are used; `filtered` if these are not all that it has."""
+    """A host that takes part.
+
+    Attributes:
+        slots: the numbers of its slots that are used.
+        line: its line in the hostfile; 0 without one.
+        filtered: whether it has further slots.
+    """
 
     name: str
     slots: tuple[int, ...]
@@ -36,9 +42,10 @@ class Host:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file of lines `host slots=N`; empty lines and what follows a # are skipped.
+    """The hosts of a file of lines `host slots=N`; empty lines and comments after a # are skipped.
 
-    Raises UsageError with the number of the line that is wrong.
+    Raises:
+        UsageError: the file can't be read, names no host, or has a wrong line, whose number the message says.
     """
     try:
         text = read_bounded(path).decode("utf-8-sig")
@@ -53,16 +60,16 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise UsageError(f"{path}, line {number}: {line!r} is not of the form 'host slots=N'")
-        # Brackets are for URLs: to ssh they are part of a name, to pdsh a range.
+        # ssh would take brackets for a part of the name, and pdsh for a range.
         name, slots = match["name"].replace("[", "").replace("]", ""), int(match["slots"][:9])
-        if slots > MOST_RANKS:
-            raise UsageError(f"{path}, line {number}: {name} with {match['slots']} slots; at most {MOST_RANKS} can be")
+        if slots > MAX_RANKS:
+            raise UsageError(f"{path}, line {number}: {name} with {match['slots']} slots; at most {MAX_RANKS} can be")
         if slots == 0:
             raise UsageError(f"{path}, line {number}: {name} has no slots; leave the line out, or give slots=1 or more")
         if name in hosts:
             raise UsageError(f"{path}, line {number}: {name} is there twice, first in line {hosts[name].line}")
-        if len(hosts) == _MOST_HOSTS:
-            raise UsageError(f"{path}, line {number}: more than {_MOST_HOSTS} hosts; that many need Slurm or mpirun")
+        if len(hosts) == _MAX_HOSTS:
+            raise UsageError(f"{path}, line {number}: more than {_MAX_HOSTS} hosts; that many need Slurm or mpirun")
         hosts[name] = Host(name, tuple(range(slots)), number)
     if not hosts:
         raise UsageError(f"--hostfile {path}: it names no host; write a line 'host slots=N' for each")
@@ -78,7 +85,8 @@ def select(
 ) -> tuple[Host, ...]:
     """The hosts that take part, in the order of `hosts`.
 
-    Raises UsageError for hosts or slots that are not there, filters that can't be combined, and an empty result.
+    Raises:
+        UsageError: a host or slot does not exist, filters can't be combined, or no host is left.
     """
     if include and exclude:
         raise UsageError("--include and --exclude can't be combined; give the one that is shorter")
@@ -100,7 +108,7 @@ def _parse(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int
     known = {host.name: host for host in hosts}
     parsed: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
-        name, colon, slots = _apart(part.strip())
+        name, colon, slots = _split_name(part.strip())
         if name not in known:
             raise UsageError(f"{option} {text}: {name!r} is no host; there are {', '.join(known)}")
         if name in parsed:
@@ -109,8 +117,8 @@ def _parse(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int
     return parsed
 
 
-def _apart(part: str) -> tuple[str, str, str]:
-    """Name, colon and slots; the colons of an address are its own within brackets: `[fe80::1]:0,1`."""
+def _split_name(part: str) -> tuple[str, str, str]:
+    """Name, colon and slots; an address that contains colons must be in brackets: `[fe80::1]:0,1`."""
     if not part.startswith("["):
         return part.partition(":")
     name, _, rest = part[1:].partition("]")
@@ -140,8 +148,8 @@ def _included(hosts: Sequence[Host], wanted: dict[str, tuple[int, ...] | None]) 
 def _excluded(hosts: Sequence[Host], unwanted: dict[str, tuple[int, ...] | None]) -> list[Host]:
     chosen: list[Host] = []
     for host in hosts:
-        gone = (unwanted[host.name] or host.slots) if host.name in unwanted else ()
-        left = tuple(slot for slot in host.slots if slot not in gone)
+        removed = (unwanted[host.name] or host.slots) if host.name in unwanted else ()
+        left = tuple(slot for slot in host.slots if slot not in removed)
         if left:
             chosen.append(_with_slots(host, left))
     return chosen

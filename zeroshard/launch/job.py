@@ -1,9 +1,9 @@
-"""What one node runs: the value that a launcher sends and that an agent obeys.
+"""A node's part of a job, as a value: the launcher sends it to the node, and the agent runs it.
 
     command line, hostfile, environment  -->  Job per node  -->  guard.py  -->  agent.py  -->  torchrun's elastic agent
 
-It is plain data with a JSON form, so that the node at the other end of an ssh gets exactly what a local one would.
-Passing the command line on instead was rejected: each node would resolve it again, against its own environment.
+It has a JSON form, so that a node at the other end of an ssh gets exactly what a local node gets. Rejected: to pass the
+command line on, which each node would resolve again in its own environment.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from enum import Enum
 from zeroshard.errors import UsageError
 
 ORDERED_FILE = "ordered"
-"""In the node's directory if its launcher, which knows why, has told it to stop."""
+"""A file in the node's directory, which exists if the launcher has told the node to stop; the launcher reports why."""
 
 
 class TargetKind(str, Enum):
-    """How TARGET is started in each rank."""
+    """What the target is, and so how each rank starts it."""
 
     SCRIPT = "script"
     MODULE = "module"
@@ -27,7 +27,7 @@ class TargetKind(str, Enum):
 
 
 class Console(str, Enum):
-    """Whose output is shown when each rank's output also goes to files."""
+    """Which ranks' output is shown when all output is also written to files."""
 
     ALL = "all"
     FIRST = "first"
@@ -36,15 +36,27 @@ class Console(str, Enum):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and this node's place in it. `master_port` None on a single node: any free port.
+    """What a node runs, and the node's place in the job.
 
-    `nproc` is a number of ranks, `auto`, `gpu` or `cpu`. `devices` are the GPUs to show to the ranks, by their numbers
-    among those that the node shows to us; None for all. `node_name` is what the node is called in reports.
-    `sizes` are the numbers of ranks that there may be; None for the one that `nproc` says.
-    `nodes` are the least and the most nodes of an elastic job, whose nodes come and go; `spares` more may wait, and one
-    that was silent for `lost_after` seconds is lost. It begins with fewer than the most after `last_call` seconds.
-    `over_ssh` nodes are watched by a launcher at the other end of their standard streams; a node that `ends_with_input`
-    takes the end of its standard input for the death of what started it.
+    Attributes:
+        target, args, kind: the script, module or program, and its arguments.
+        nproc: number of ranks on this node, or `auto`, `gpu` or `cpu`.
+        devices: the GPUs that the ranks may see, by their numbers among those that this process sees; None for all.
+        nnodes, node_rank: number of nodes, and this node's number.
+        node_name: the node's name in reports; None for its host name.
+        master_addr, master_port: of node 0, or of the store of an elastic job; on a single node None is any free port.
+        rendezvous_timeout: seconds until missing nodes are an error.
+        max_restarts: how often ranks are started again after a failure.
+        sizes: the allowed numbers of ranks; None for the one that `nproc` says.
+        log_dir: folder for files with each rank's output; None for none.
+        console: which ranks' output is shown if there are such files.
+        bind_cores, core_list: whether ranks are bound to cores of their own, and to which; None for all.
+        nodes: the least and the most nodes of an elastic job; None for a job with a fixed number of nodes.
+        spares: number of further nodes of an elastic job that may wait.
+        lost_after: seconds of silence after which a node of an elastic job is lost.
+        last_call: seconds without a new node after which an elastic job begins with fewer than the most nodes.
+        over_ssh: whether a launcher watches the node through its standard streams.
+        ends_with_input: whether the end of standard input means that the process that started the node has ended.
     """
 
     target: str
@@ -72,12 +84,12 @@ class Job:
     ends_with_input: bool = False
 
     def to_json(self) -> str:
-        """One line."""
+        """The job as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Job:
-        """The job that `to_json` wrote; UsageError if it is of another version of zeroshard."""
+        """The job that `to_json` wrote. Raises UsageError if another version of zeroshard wrote it."""
         values = json.loads(text)
         known = {field.name for field in fields(Job)}
         if set(values) != known:

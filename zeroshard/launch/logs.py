@@ -1,8 +1,8 @@
 """Each rank's output in files of its own: `DIR/rank_3.out` and `DIR/rank_3.err`, shown on the console as well.
 
-A restart writes `rank_3.restart_1.out`. Named by global rank, so that nodes can share the directory. torch's own scheme
-(run, attempt, local rank, under a random name) was rejected: on two nodes with one file system nobody could tell whose
-`0/stderr.log` is whose.
+A restart writes `rank_3.restart_1.out`. Files have the global rank in their names, so that nodes can share the
+directory. Rejected: torch's names (run, attempt and local rank in a folder with a random name), which don't show the
+node of a file if two nodes share a file system.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ from zeroshard.launch.job import Console
 
 
 class RankLogs(DefaultLogsSpecs):
-    """`directory` holds the agent's error files; `logs` is where output goes, None for the console alone.
+    """Where torch's agent writes the ranks' output.
 
-    `restart` counts the starts before this one; `starting` is called when the ranks are about to start.
+    Args:
+        directory: for the agent's error files.
+        logs: for files with the ranks' output; None shows it on the console only.
+        console: which ranks' output is shown as well.
+        restart: number of starts before this one.
+        starting: called when the ranks are about to start.
+
+    Raises:
+        UsageError: `logs` can't be made.
     """
 
     def __init__(
@@ -39,7 +47,7 @@ class RankLogs(DefaultLogsSpecs):
                 raise UsageError(f"--log-dir {logs}: it can't be made ({error.strerror})") from error
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of each local rank, by the RANK that the agent has given it."""
+        """The files of each local rank, which are named by the RANK that the agent gave it."""
         self._starting()
         destinations = super().reify(envs)
         if self._logs is None:

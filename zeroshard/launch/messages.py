@@ -1,9 +1,9 @@
-"""What a process of the launcher says: to its user, or on standard error to the launcher at the other end of an ssh.
+"""Messages of a node: text for the user, or JSON on standard error for the launcher at the other end of an ssh.
 
-    "step 3" MARK {"kind": "left", "status": 0} "\\n"      one write, which the kernel mixes with no other
+    "step 3" MARK {"kind": "left", "status": 0} "\\n"      one write, so that the kernel does not mix it with others
 
-Ranks and launcher share the stream, so a message may follow text that has no newline yet. A connection of its own was
-rejected: clusters let the launcher in, not out, and a listener needs a secret.
+Ranks and node share the stream, so a message may follow text that has no newline yet. Rejected: a second connection;
+clusters allow connections to nodes, but often not from them, and a listening launcher would need a secret.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _MARK = "\x1e\x02zeroshard "
 
 
 def say(text: str) -> None:
-    """Write to standard error in one piece; an unbuffered stream would get the end of the line as a second one."""
+    """Write a line to standard error in one write; an unbuffered stream would get the newline as a second one."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def send(**message: Any) -> None:
-    """Tell the launcher; one that is gone is no error here, since the end of this node's input tells of that."""
+    """Send the launcher a message. No error if it has ended: the end of this node's input shows that."""
     with suppress(OSError):
         os.write(2, f"{_MARK}{json.dumps(message)}\n".encode())
 
 
 def split_message(line: bytes) -> tuple[bytes, Message | None]:
-    """The text of a line, and the message that follows it."""
+    """The text of a line, and the message after it; None if there is no message."""
     text, mark, message = line.partition(_MARK.encode())
     return (text, json.loads(message)) if mark else (line, None)

@@ -1,8 +1,8 @@
-"""The network interface through which a node reaches the others.
+"""Chooses the network interface on which gloo listens.
 
-gloo listens on the address of the host's name. On many hosts that name is 127.0.1.1 (Debian's installer writes it
-so), and ranks on other hosts then connect to themselves. The interface that leads to node 0 is the right one, unless
-the user has named another in GLOO_SOCKET_IFNAME. NCCL finds its interface by itself.
+gloo listens on the address of the host's name. On many hosts that is 127.0.1.1 (Debian's installer sets it), and ranks
+on other hosts would then connect to themselves. This module chooses the interface that leads to node 0, unless the user
+has set GLOO_SOCKET_IFNAME. NCCL finds its interface by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(master_addr: str, environ: MutableMapping[str, str]) -> None:
-    """Set GLOO_SOCKET_IFNAME where the host's own name leads nowhere and the user has not set it."""
+    """Set GLOO_SOCKET_IFNAME if the host's name is a loopback address and the user has not set it."""
     if _VARIABLE in environ or sys.platform != "linux" or not _name_is_loopback():
         return
     name = interface_to(master_addr)
@@ -27,7 +27,7 @@ def choose_interface(master_addr: str, environ: MutableMapping[str, str]) -> Non
 
 
 def interface_to(address: str) -> str | None:
-    """The interface from which packets to an address leave; its own interface for an address of this host."""
+    """The interface through which packets to an address leave this host; None if it can't be found."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # no packet is sent
@@ -36,7 +36,7 @@ def interface_to(address: str) -> str | None:
                 if _address_of(probe, name) == local:
                     return name
     except OSError:
-        return None  # an IPv6 address, or no route: gloo's own choice holds
+        return None  # an IPv6 address, or no route: gloo chooses by itself
     return None
 
 
@@ -44,7 +44,7 @@ def _address_of(probe: socket.socket, name: str) -> str | None:
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
     except OSError:
-        return None  # it has none
+        return None  # the interface has no address
     return socket.inet_ntoa(answer[20:24])
 
 
@@ -52,4 +52,4 @@ def _name_is_loopback() -> bool:
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
-        return True  # it can't be resolved at all
+        return True  # the name can't be resolved

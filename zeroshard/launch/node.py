@@ -1,10 +1,10 @@
-"""A node's part of a job, guarded: its devices, ranks, threads and cores are decided, then the agent runs.
+"""Runs a node's part of a job under a guard: decides devices, ranks, threads and cores, then runs the agent.
 
     zeroshard run, one node            run_node(job)
-    zeroshard run, by ssh:             python -m zeroshard.launch.node  <- job, beats, stop on standard input
+    zeroshard run, by ssh              python -m zeroshard.launch.node  <- job, heartbeats, stop on standard input
 
-The other end of an ssh can't be signalled. So the launcher holds the node's standard input: what ends the launcher,
-its ssh, the network between, ends the input or silences it, and the node ends itself.
+A launcher can't send signals through an ssh. Instead it holds the node's standard input: if the launcher, its ssh or
+the network fails, the input ends or no heartbeat comes any more, and the node ends itself.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 import zeroshard
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.launch.elastic.rounds import Limits
-from zeroshard.launch.guard import FORWARDED, Tell, guarded
+from zeroshard.launch.guard import FORWARDED, SendSignal, run_guarded
 from zeroshard.launch.job import ORDERED_FILE, Job
 from zeroshard.launch.messages import say, send
 from zeroshard.launch.network import choose_interface
 from zeroshard.launch.resources import gpu_count, resolve_nproc
 
-# The launcher sends a beat every five seconds.
+# The launcher sends a heartbeat every five seconds.
 _SILENCE_SECONDS = 60.0
 
 
 def run_node(job: Job) -> int:
-    """Run this node's ranks under a guard; the exit status."""
-    return guarded(
+    """Run this node's ranks under a guard; returns the exit status."""
+    return run_guarded(
         lambda directory: start(job, directory),
         _say_killed,
         _await_end_of_input if job.ends_with_input else None,
@@ -39,27 +39,27 @@ def run_node(job: Job) -> int:
 
 
 def _say_killed(number: signal.Signals) -> None:
-    if number in FORWARDED:  # it was meant for all of us, and came before the agent could hear it
+    if number in FORWARDED:  # a stop signal that came before the agent handled such signals
         say(f"zeroshard: {number.name} received, all ranks ended")
     else:
         say(f"zeroshard: the agent was killed by {number.name}; ending all ranks")
 
 
-def _await_end_of_input(tell: Tell, directory: str) -> None:
-    """In a thread of the guard."""
+def _await_end_of_input(send_signal: SendSignal, directory: str) -> None:
+    """Send SIGTERM when standard input ends; runs in a thread of the guard."""
     while os.read(0, 65536):
         pass
-    tell(signal.SIGTERM)
+    send_signal(signal.SIGTERM)
 
 
 def start(job: Job, directory: str) -> int:
-    """Decide what the node leaves open, and run the agent. In the guard's child: torch is loaded here."""
+    """Decide devices, ranks, threads and cores, and run the agent; in the guard's child, where torch is loaded."""
     from zeroshard.launch.binding import bind_ranks
     from zeroshard.launch.elastic.node import run_elastic
     from zeroshard.launch.restarts import Places, run_with_restarts
 
     if job.over_ssh or job.ends_with_input:
-        _leave_input()
+        _detach_input()
     if job.devices is not None:
         _show_devices(job.devices)
     if (job.nnodes > 1 or job.nodes is not None) and job.master_addr is not None:
@@ -85,40 +85,40 @@ def _limits(job: Job) -> Limits:
     )
 
 
-def _leave_input() -> None:
-    """What comes on standard input is for the guard and not for the ranks."""
+def _detach_input() -> None:
+    """Replace standard input by /dev/null: only the guard reads it, not the ranks."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
 
 def _show_devices(devices: tuple[int, ...]) -> None:
-    """Narrow CUDA_VISIBLE_DEVICES, which may be narrowed already: numbers are among those that it shows."""
+    """Restrict CUDA_VISIBLE_DEVICES to some of the GPUs that it shows at present, by their numbers among these."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else [str(number) for number in range(max(devices) + 1)]
     if shown == "":
-        return  # no GPU is shown: the slots are places on CPU
+        return  # no GPU is visible: the slots are CPU ranks
     if max(devices) >= len(names):
         raise UsageError(f"slot {max(devices)}: CUDA_VISIBLE_DEVICES={shown} shows {len(names)} GPUs on this node")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in devices)
 
 
 def main() -> int:
-    """The far end of a launcher's ssh."""
+    """Run the node at the other end of a launcher's ssh; returns the exit status."""
     lines = _Input()
     send(kind="hello", **_hello())
     text = lines.read(None)
     if not text:
-        return 1  # the launcher gave up, which it has told its user
+        return 1  # the launcher has ended, and has said why
     try:
         job = Job.from_json(text)
     except ZeroShardError as error:
         say(f"zeroshard: {error}")
         return 2
-    status = guarded(
+    status = run_guarded(
         lambda directory: start(job, directory),
         lambda number: send(kind="killed", signal=number.name),
-        lambda tell, directory: _obey(lines, tell, directory),
+        lambda send_signal, directory: _follow_launcher(lines, send_signal, directory),
     )
     send(kind="left", status=status)
     return status
@@ -134,34 +134,37 @@ def _hello() -> dict[str, str | int | None]:
     return {"version": zeroshard.__version__, "address": address, "port": port}
 
 
-def _obey(lines: _Input, tell: Tell, directory: str) -> None:
-    """In a thread of the guard: send the child what the launcher says; its end or its silence is SIGTERM."""
+def _follow_launcher(lines: _Input, send_signal: SendSignal, directory: str) -> None:
+    """Send the child the signals that the launcher asks for, and SIGTERM if its input ends or is silent for long.
+
+    Runs in a thread of the guard.
+    """
     while line := lines.read(_SILENCE_SECONDS):
         word, _, argument = line.partition(" ")
         if word == "stop":
             Path(directory, ORDERED_FILE).touch()
-            tell(signal.Signals[argument])
-    tell(signal.SIGTERM)
+            send_signal(signal.Signals[argument])
+    send_signal(signal.SIGTERM)
 
 
 class _Input:
-    """Standard input by lines, without read-ahead in a buffer that a wait for readability would not see."""
+    """Reads standard input by lines, unbuffered, so that a selector shows all input that was not read yet."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
-        self._held = b""
+        self._buffer = b""
 
     def read(self, seconds: float | None) -> str:
-        """The next line; empty at the end, or when nothing came for so long."""
-        while b"\n" not in self._held:
+        """The next line; "" at the end of the input, or if nothing came for so many seconds (None: no limit)."""
+        while b"\n" not in self._buffer:
             if not self._selector.select(seconds):
                 return ""
             data = os.read(0, 65536)
             if not data:
                 return ""
-            self._held += data
-        line, self._held = self._held.split(b"\n", 1)
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
         return line.decode()
 
 

@@ -1,6 +1,6 @@
-"""The options of `zeroshard run`, each with the spellings of torchrun and of DeepSpeed's launcher.
+"""The options of `zeroshard run`, each with its names in torchrun and in DeepSpeed's launcher.
 
-A table of types, so that the command itself (cli.py) reads as what it does.
+They are here, as types, so that the command in cli.py stays readable.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MaxRestarts = Annotated[
         "--max-restarts",
         "--max_restarts",
         min=0,
-        help="Restart all ranks so often when one dies; of an elastic job, the ranks of a node so often without a "
-        "step in between. [default: 0; of an elastic job 3]",
+        help="How often all ranks are restarted when one dies; in an elastic job, how often the ranks of a node are "
+        "without a step in between. [default: 0; in an elastic job 3]",
         show_default=False,
         rich_help_panel=_WHAT,
     ),
@@ -54,8 +54,8 @@ Elastic = Annotated[
     typer.Option(
         "--elastic",
         metavar="CONFIG",
-        help="The numbers of ranks that the elasticity section of this config allows: the largest for which there is "
-        "place is started, and a restart leaves out the place of a rank that was killed.",
+        help="Run as many ranks as the elasticity section of this config allows and there is place for; a restart "
+        "leaves out the place of a rank that was killed.",
         show_default=False,
         rich_help_panel=_WHAT,
     ),
@@ -101,7 +101,7 @@ LauncherArgs = Annotated[
     typer.Option(
         "--launcher-args",
         "--launcher_args",
-        help="Further arguments for ssh, mpirun or srun, in one word.",
+        help="Further arguments for ssh, mpirun or srun, as one quoted string.",
         rich_help_panel=_HOSTS,
     ),
 ]
@@ -160,8 +160,8 @@ Nnodes = Annotated[
         "--num-nodes",
         "--num_nodes",
         metavar="N or MIN:MAX",
-        help="Nodes of the job; with a hostfile its first so many. MIN:MAX is an elastic job, which goes on with "
-        "those that are left. [default: 1]",
+        help="Number of nodes; of a hostfile the first so many. MIN:MAX is an elastic job, which continues with the "
+        "nodes that are left. [default: 1]",
         show_default=False,
         rich_help_panel=_BY_HAND,
     ),
@@ -186,7 +186,7 @@ LastCall = Annotated[
     typer.Option(
         "--last-call",
         min=0,
-        help="Seconds without a newcomer after which an elastic job begins with fewer than MAX nodes.",
+        help="Seconds without a new node after which an elastic job begins with fewer than MAX nodes.",
         rich_help_panel=_BY_HAND,
     ),
 ]
@@ -206,7 +206,7 @@ MasterAddr = Annotated[
     typer.Option(
         "--master-addr",
         "--master_addr",
-        help="Address of node 0. [default with a hostfile: where its ssh came in]",
+        help="Address of node 0. [default with a hostfile: the address at which ssh reached it]",
         show_default=False,
         rich_help_panel=_BY_HAND,
     ),
@@ -227,8 +227,8 @@ RendezvousName = Annotated[
     Rendezvous,
     typer.Option(
         "--rendezvous",
-        help="Where this node's place comes from when the options do not say: PET_* variables, or those of a pod, "
-        "a Slurm step or an mpirun.",
+        help="Which variables say what the options leave out about this node: torchrun's PET_* variables, or those "
+        "of a pod, a Slurm step or an mpirun.",
         rich_help_panel=_BY_HAND,
     ),
 ]
@@ -282,6 +282,6 @@ OnlyLogs = Annotated[
         rich_help_panel=_PLACE,
     ),
 ]
-EndsWithInput = Annotated[bool, typer.Option("--end-with-input", hidden=True, help="Of our own srun.")]
+EndsWithInput = Annotated[bool, typer.Option("--end-with-input", hidden=True, help="Used by --launcher slurm.")]
 RendezvousPort = Annotated[int, typer.Option("--port", min=1, max=65535, help="Where to listen.")]
-Once = Annotated[bool, typer.Option("--once", help="End with the job, with its status.")]
+Once = Annotated[bool, typer.Option("--once", help="End when the job ends, with its status.")]

@@ -1,14 +1,14 @@
-"""The launcher's end of a job on several hosts: starts the nodes, shows their output, ends all when one is lost.
+"""The launcher of a job on several hosts: starts the nodes, shows their output, and ends all when one is lost.
 
-                 .-- stdin: variables, job, beats, stop ---> node 0
-    launcher ----|                                           (guard, agent, ranks)
-                 '-- stdout, stderr with messages <---------
+                 .-- stdin: variables, job, heartbeats, stop ---> node 0
+    launcher ----|                                                (guard, agent, ranks)
+                 '-- stdout, stderr with messages <--------------
 
     CONNECTING --hello--> READY --all ready: job--> RUNNING --left, end of its ssh--> ENDED
 
-No rank is started before every host has answered, so an unreachable host is one sentence and nothing has to be taken
-back. When a rank fails the nodes find out which one was first, and end, by themselves (peers.py), as nodes without a
-launcher do; the launcher hears of hosts that are lost, before they can, by the end of an ssh.
+No rank is started before every host has answered, so if a host is unreachable nothing has to be ended. When a rank
+fails, the nodes determine the first failure and end by themselves (peers.py), as nodes without a launcher do. A lost
+host is noticed first by the launcher, since its ssh ends.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from zeroshard.launch.job import Job
 from zeroshard.launch.messages import SAVED, SAVING, Message, say
 from zeroshard.launch.runner import PREEMPTED
 
-_BEAT_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 5.0
 _HELLO_SECONDS = 120.0
-# What the nodes have, after one of them has left with a failure, to tell of it and to end by themselves.
+# Seconds that nodes may take to report and to end by themselves after one of them has left with a failure.
 _PEERS_SECONDS = 3.0
-# Agents give their ranks 10 seconds; then nodes are ended outright, then the ssh's to them.
+# Agents give their ranks 10 seconds; then nodes get SIGKILL, then the ssh processes are killed.
 _STOP_SECONDS = 15.0
 _KILL_SECONDS = 5.0
-_LINGER_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class State(Enum):
-    """Of a node, as the launcher sees it."""
+    """The state of a node in the launcher."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -53,7 +53,14 @@ class State(Enum):
 
 @dataclass
 class Node:
-    """A host of the job. `status` is what it said at its end; `saving` says that its ranks were asked to save."""
+    """A host of the job.
+
+    Attributes:
+        hello: the node's first message; None before it.
+        status: its exit status, from its last message; None before it.
+        left_at: when that message came.
+        saving: whether its ranks were asked to save.
+    """
 
     host: Host
     job: Job
@@ -65,13 +72,20 @@ class Node:
     saving: bool = False
 
     def has_failed(self) -> bool:
-        """Whether it has left with a failure."""
+        """Whether the node has left with a failure."""
         return self.status not in (None, 0, PREEMPTED)
 
 
 @dataclass
 class _Stop:
-    """The way down: by a signal of the user's, or because of a lost host (None)."""
+    """A stop of the job in progress.
+
+    Attributes:
+        number: the user's signal; None if a lost or failed host is the reason.
+        since: when it began.
+        killed: whether nodes have got SIGKILL.
+        again: whether a second signal came.
+    """
 
     number: signal.Signals | None
     since: float
@@ -80,18 +94,18 @@ class _Stop:
 
 
 class RemoteJob:
-    """A job over hosts; `run` returns the exit status when nothing of it is left."""
+    """A job on several hosts."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = list(nodes)
         self._stop: _Stop | None = None
         self._first: Node | None = None
         self._refusal: str | None = None
-        self._began = self._beaten = time.monotonic()
+        self._began = self._heartbeat_at = time.monotonic()
         self._signals: list[signal.Signals] = []
 
     def run(self) -> int:
-        """Until all nodes have ended. UsageError if one could not be reached."""
+        """Run until all nodes have ended; returns the exit status. Raises UsageError if a host can't be reached."""
         with selectors.DefaultSelector() as selector, _Wakeup(self._signals) as wakeup:
             selector.register(wakeup, selectors.EVENT_READ)
             for node in self._nodes:
@@ -104,13 +118,13 @@ class RemoteJob:
                         continue
                     messages, open_ = key.data.channel.read(key.fd)
                     for message in messages:
-                        self._hear(key.data, message)
+                        self._on_message(key.data, message)
                     if not open_:
                         selector.unregister(key.fd)
-                self._tick(time.monotonic())
+                self._on_tick(time.monotonic())
         return self._conclude()
 
-    def _hear(self, node: Node, message: Message) -> None:
+    def _on_message(self, node: Node, message: Message) -> None:
         match message["kind"]:
             case "hello":
                 node.hello, node.state = message, State.READY
@@ -123,7 +137,7 @@ class RemoteJob:
                     say(SAVING)
                 node.saving = True
             case "killed":
-                self._lose(node, f"the agent on it was killed by {message['signal']}")
+                self._on_lost(node, f"the agent on it was killed by {message['signal']}")
             case "left":
                 node.status, node.left_at = message["status"], time.monotonic()
             case other:
@@ -155,7 +169,7 @@ class RemoteJob:
         self._refusal = reason
         self._begin_stop(None)
 
-    def _tick(self, now: float) -> None:
+    def _on_tick(self, now: float) -> None:
         while self._signals:
             self._interrupt(self._signals.pop(0))
         for node in self._nodes:
@@ -163,15 +177,15 @@ class RemoteJob:
                 self._check_end(node, now)
         if self._refusal is not None and all(node.state is not State.CONNECTING for node in self._nodes):
             self._begin_stop(None)
-        # Nodes whose ranks save take as long as they take; they still want to hear that the launcher lives. One that
-        # has not got its job would take a beat for it.
-        if (self._stop is None or self._is_saving()) and now - self._beaten >= _BEAT_SECONDS:
-            self._beaten = now
+        # Nodes whose ranks are saving need heartbeats for as long as that takes. A node that waits for its job gets
+        # none, since it would read the heartbeat as the job.
+        if (self._stop is None or self._is_saving()) and now - self._heartbeat_at >= _HEARTBEAT_SECONDS:
+            self._heartbeat_at = now
             for node in self._nodes:
                 if node.state is State.RUNNING:
-                    node.channel.write("beat")
+                    node.channel.write("heartbeat")
         if self._stop is not None:
-            self._press(self._stop, now)
+            self._enforce_stop(self._stop, now)
         elif any(node.has_failed() and now - node.left_at > _PEERS_SECONDS for node in self._nodes):
             self._begin_stop(None)
         elif now - self._began > _HELLO_SECONDS:
@@ -180,20 +194,20 @@ class RemoteJob:
                 self._refuse(f"no answer within {_HELLO_SECONDS:.0f} s from {', '.join(silent)}")
 
     def _check_end(self, node: Node, now: float) -> None:
-        """A node has ended when its ssh has, or soon after it said so: what a rank left may hold the ssh open."""
-        if not node.channel.has_ended() and (node.status is None or now - node.left_at < _LINGER_SECONDS):
+        """Whether a node has ended: its ssh has, or it said so some time ago, since a process may keep the ssh open."""
+        if not node.channel.has_ended() and (node.status is None or now - node.left_at < _CLOSE_SECONDS):
             return
         was_saving = self._is_saving()
         before, node.state = node.state, State.ENDED
         if was_saving and node.status != PREEMPTED:
-            self._interrupt(signal.SIGTERM)  # it could not save: the others would wait for it
+            self._interrupt(signal.SIGTERM)  # it could not save, and the others would wait for it
         if node.status is None and before is State.RUNNING:
-            self._lose(node, "the connection to it ended")
+            self._on_lost(node, "the connection to it ended")
         elif node.status is None and self._stop is None:
-            self._refusal = self._refusal or ""  # the others are heard out first: several may be unreachable
+            self._refusal = self._refusal or ""  # wait for the other hosts, too: several may be unreachable
 
-    def _lose(self, node: Node, how: str) -> None:
-        """The node is the first to go, unless another was, or it was the launcher's own stop."""
+    def _on_lost(self, node: Node, how: str) -> None:
+        """A node was lost: report it if it is the first one and the launcher is not stopping, and stop the job."""
         if self._first is None and self._stop is None:
             self._first = node
             say(f"zeroshard: host {node.host.name} was lost first: {how}")
@@ -209,7 +223,7 @@ class RemoteJob:
             if node.state is State.RUNNING:
                 node.channel.write(f"stop {number.name}")
             elif node.state is not State.ENDED:
-                node.channel.close_input()  # it waits for its job, and leaves when there is none
+                node.channel.close_input()  # it waits for its job, and ends when its input does
 
     def _interrupt(self, number: signal.Signals) -> None:
         if self._stop is None:
@@ -222,14 +236,14 @@ class RemoteJob:
         self._tell_to_stop(number)
 
     def _is_saving(self) -> bool:
-        """Whether all nodes that have not ended were asked, once, by the user, to save."""
+        """Whether all running nodes are saving, since the user has sent SIGTERM once."""
         stop = self._stop
         asked = stop is not None and stop.number is signal.SIGTERM and not stop.again
         running = [node for node in self._nodes if node.state is State.RUNNING]
         return asked and bool(running) and all(node.saving for node in running)
 
-    def _press(self, stop: _Stop, now: float) -> None:
-        """A node that does not end when told to is ended; then the ssh to it."""
+    def _enforce_stop(self, stop: _Stop, now: float) -> None:
+        """Send SIGKILL to nodes that do not end in time, and kill the ssh processes after that."""
         if self._is_saving():
             return
         if now - stop.since > _STOP_SECONDS and not stop.killed:
@@ -259,7 +273,7 @@ def _unreachable(nodes: Sequence[Node]) -> str:
     failed = [node for node in nodes if node.hello is None]
     lines = [
         f"host {node.host.name}{f' (hostfile line {node.host.line})' if node.host.line else ''} can't be used: "
-        f"{node.channel.last_line or 'it ended without a word'}"
+        f"{node.channel.last_line or 'ssh ended without a message'}"
         for node in failed
     ]
     return (
@@ -268,7 +282,7 @@ def _unreachable(nodes: Sequence[Node]) -> str:
 
 
 def _address(first: Node, hosts: int) -> str:
-    """Where the others find node 0: where its ssh came in, unless that is an address of that machine only."""
+    """The address of node 0 for the other nodes: that at which ssh reached it, unless it is a loopback address."""
     assert first.hello is not None
     reached = first.hello["address"]
     for candidate in (reached, first.host.name):
@@ -284,11 +298,11 @@ def _is_loopback(name: str) -> bool:
     try:
         return socket.gethostbyname(name).startswith("127.") if ":" not in name else name == "::1"
     except OSError:
-        return False  # known to ssh's configuration alone, perhaps; the others will say
+        return False  # maybe a name of ssh's configuration; other nodes report an error if they can't resolve it
 
 
 class _Wakeup:
-    """Signals as something to select on."""
+    """Makes a socket readable when a signal comes, so that a selector can wait for signals, too."""
 
     def __init__(self, received: list[signal.Signals]) -> None:
         self._received = received

@@ -1,4 +1,4 @@
-"""This node's place when it is started by itself: options first, then what the environment says.
+"""Finds this node's place in its job if each node is started separately: from options, else from the environment.
 
     --nnodes 2 --node-rank 1 --master-addr a        by hand, or by a script
     PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=a  torchrun's variables, always read
@@ -18,7 +18,7 @@ from zeroshard.errors import UsageError
 
 
 class Rendezvous(str, Enum):
-    """Whose variables say where this node is."""
+    """Which variables of the environment are read."""
 
     ENV = "env"
     KUBERNETES = "kubernetes"
@@ -34,22 +34,24 @@ _READ = {
 }
 
 
-def find_told(rendezvous: Rendezvous, environ: Mapping[str, str]) -> NodePlace:
-    """What the environment says."""
+def place_in_environment(rendezvous: Rendezvous, environ: Mapping[str, str]) -> NodePlace:
+    """This node's place as the environment says; None for what it does not say."""
     return _READ[rendezvous](environ)
 
 
 def find_place(given: NodePlace, rendezvous: Rendezvous, environ: Mapping[str, str]) -> NodePlace:
-    """`given` with its gaps filled; UsageError for a place that can't be."""
-    told = find_told(rendezvous, environ)
-    if told.nnodes is not None and given.nnodes is not None and given.nnodes != told.nnodes:
-        raise UsageError(f"--nnodes {given.nnodes}: the environment says {told.nnodes} nodes; leave the option out")
+    """`given`, completed from the environment and by defaults. Raises UsageError for a place that is impossible."""
+    in_environment = place_in_environment(rendezvous, environ)
+    if in_environment.nnodes is not None and given.nnodes is not None and given.nnodes != in_environment.nnodes:
+        raise UsageError(
+            f"--nnodes {given.nnodes}: the environment says {in_environment.nnodes} nodes; leave the option out"
+        )
     place = NodePlace(
-        nnodes=_first(given.nnodes, told.nnodes, 1),
-        node_rank=_first(given.node_rank, told.node_rank, 0),
-        master_addr=given.master_addr or told.master_addr,
-        master_port=_first(given.master_port, told.master_port),
-        nproc=given.nproc or told.nproc,
+        nnodes=_first(given.nnodes, in_environment.nnodes, 1),
+        node_rank=_first(given.node_rank, in_environment.node_rank, 0),
+        master_addr=given.master_addr or in_environment.master_addr,
+        master_port=_first(given.master_port, in_environment.master_port),
+        nproc=given.nproc or in_environment.nproc,
     )
     assert place.nnodes is not None
     assert place.node_rank is not None

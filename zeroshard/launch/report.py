@@ -1,6 +1,6 @@
-"""The words in which the launcher tells of a dead rank: the cause first, its traceback, then the others in a line each.
+"""The launcher's report of a failure: the rank that failed first, its traceback, then one line for each other rank.
 
-Torch's own summary puts the first failure last, below the others, and shows no traceback for undecorated scripts.
+torch's own summary has the first failure last, below the others, and no traceback of a script without its decorator.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _HINTS = {
 
 
 def first_failure(process: RankProcess, status: int, host: str) -> str:
-    """The report of the rank that failed first: its traceback, or the signal or exit code if it left no error.
+    """The report of the rank that failed first: its traceback, or the signal or exit code if it wrote no error file.
 
-    `status` is negative for a signal.
+    Args:
+        status: its exit code, negative for a signal.
     """
     where = f"local rank {process.local_rank}, host {host}, pid {process.pid}"
     where += f", restart {process.restart}" if process.restart else ""
@@ -37,7 +38,7 @@ def first_failure(process: RankProcess, status: int, host: str) -> str:
 
 
 def consequences(others: Mapping[int, ProcessFailure]) -> list[str]:
-    """A line for each rank that failed after the first, and one for those that were ended."""
+    """A line for each rank that failed after the first, and one line for all ranks that were ended."""
     lines: list[str] = []
     stopped = 0
     for rank, other in sorted(others.items()):
@@ -54,7 +55,7 @@ def consequences(others: Mapping[int, ProcessFailure]) -> list[str]:
 
 
 def exit_status(code: int) -> int:
-    """The launcher's own exit status: the rank's, in the shell's manner for signals."""
+    """The launcher's exit status for a rank's: for a signal 128 plus its number, as in shells."""
     return code if code > 0 else 128 - code
 
 
@@ -67,7 +68,7 @@ def _cause(code: int) -> str:
 
 
 def _recorded(error_file: str) -> tuple[str, str] | None:
-    """Summary and traceback from a rank's error file; a plain string there is from a handler of the user's."""
+    """Summary and traceback from a rank's error file; the user's error handler may have written a plain string."""
     if not os.path.exists(error_file):
         return None
     message = json.loads(Path(error_file).read_text())["message"]
@@ -77,7 +78,7 @@ def _recorded(error_file: str) -> tuple[str, str] | None:
 
 
 def _fatal_stacks(error_file: str) -> str:
-    """Where Python was when native code crashed."""
+    """The Python stacks at a crash of native code, which faulthandler wrote; "" if there are none."""
     stacks = Path(error_file).with_name(FATAL_STACKS)
     return stacks.read_text() if stacks.exists() else ""
 

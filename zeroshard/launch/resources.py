@@ -1,8 +1,8 @@
-"""How many ranks and how many threads: from the cores and GPUs that this process may use.
+"""Decides the numbers of ranks and of threads from the cores and GPUs that this process may use.
 
-torchrun sets OMP_NUM_THREADS=1 whatever the machine, which leaves the CPU optimizer and every CPU kernel serial. Here
-the usable cores are divided among the ranks. "Usable" heeds the affinity mask and the container's CPU quota: a
-container with two cores' time on a 64-core host would else run 64 threads on two cores.
+torchrun always sets OMP_NUM_THREADS=1, with which the CPU optimizer and all CPU kernels are serial. Here the usable
+cores are divided among the ranks. Usable cores respect the affinity mask and the container's CPU quota: else a
+container with a quota of two cores on a 64-core host would run 64 threads on two cores.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from zeroshard.errors import UsageError
 
-MOST_RANKS = 4096
-"""Of one node; a slip of the keyboard would else fill it with processes."""
+MAX_RANKS = 4096
+"""The largest number of ranks on one node, so that a typing error does not start too many processes."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -38,7 +38,8 @@ def gpu_count() -> int:
 def resolve_nproc(text: str, count_gpus: Callable[[], int] = gpu_count) -> int:
     """Ranks on this node from `--nproc`: a number, `gpu`, `cpu`, or `auto` (GPUs if there are any, else cores).
 
-    Raises UsageError for anything else, and for more ranks than the node has GPUs if it has any.
+    Raises:
+        UsageError: another text, or more ranks than the node has GPUs, if it has any.
     """
     if text == "cpu":
         return usable_cores()
@@ -47,8 +48,8 @@ def resolve_nproc(text: str, count_gpus: Callable[[], int] = gpu_count) -> int:
         if not gpus and text == "gpu":
             raise UsageError("--nproc gpu: torch sees no GPU on this node; give a number to train on CPU")
         return gpus or usable_cores()
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_RANKS:
-        raise UsageError(f"--nproc {text}: expected a number from 1 to {MOST_RANKS}, or auto, gpu or cpu")
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_RANKS:
+        raise UsageError(f"--nproc {text}: expected a number from 1 to {MAX_RANKS}, or auto, gpu or cpu")
     nproc, gpus = int(text), count_gpus()
     if 0 < gpus < nproc:
         raise UsageError(
@@ -59,7 +60,7 @@ def resolve_nproc(text: str, count_gpus: Callable[[], int] = gpu_count) -> int:
 
 
 def set_threads(nproc: int, environ: MutableMapping[str, str]) -> str:
-    """Set OMP_NUM_THREADS for the ranks unless the user has; returns what holds now, in words."""
+    """Set OMP_NUM_THREADS for the ranks unless the user has set it; returns a description for the user."""
     chosen = environ.get("OMP_NUM_THREADS")
     if chosen is not None:
         return f"OMP_NUM_THREADS={chosen}, as set in the environment"

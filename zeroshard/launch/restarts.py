@@ -1,13 +1,13 @@
-"""Starts this node's ranks, and again after failures; under `zeroshard run --elastic CONFIG` as many as are left.
+"""Starts this node's ranks, and restarts them after failures; with `zeroshard run --elastic CONFIG` maybe fewer ranks.
 
-    4 places, 1 2 4 allowed --> 4 ranks --rank 2 is killed--> places 0 1 3 --> 2 ranks: they load, the batch stays
+    4 places, 1 2 4 allowed --> 4 ranks --rank 2 is killed--> places 0 1 3 --> 2 ranks load, with the same global batch
 
-With --elastic a place (a GPU, or a share of the cores) whose rank was killed by a signal is left out from the next
-start on, and one whose rank failed first twice running; a rank that failed once with an error may go on where it was.
+With --elastic, a place (a GPU, or a share of the cores) is not used again if a signal killed its rank, or if its rank
+failed first in two consecutive starts; after a single error it is used again.
 
-Each start is an agent with a rendezvous and a store of its own. The agent's own restarts were rejected: they know one
-number of ranks, and its store keeps what the ranks before have written, addresses of the dead included, so that gloo
-waits for them (torch 2.13).
+Each start is a new agent with a new rendezvous and store. The agent's own restarts were rejected: they have one number
+of ranks, and its store keeps what the former ranks have written, also addresses of ended ranks, for which gloo waits
+(torch 2.13).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Places:
-    """Where ranks may run on this node.
+    """The places for ranks on this node.
 
     Attributes:
-        devices: what CUDA_VISIBLE_DEVICES may name, one per place; None without GPUs.
-        suspect: the place where a rank failed first with an error in the last start.
+        count: number of places.
+        devices: the name of each place's GPU for CUDA_VISIBLE_DEVICES; None without GPUs.
+        suspect: the place whose rank failed first with an error in the last start; None if there is none.
     """
 
     count: int
@@ -41,7 +42,7 @@ class Places:
 
     @staticmethod
     def of_this_node(ranks: int, gpus: int) -> Places:
-        """As many as ranks are wanted."""
+        """One place for each rank."""
         if not gpus:
             return Places(ranks)
         shown = os.environ.get(_DEVICES)
@@ -49,7 +50,7 @@ class Places:
         return Places(ranks, names[:ranks])
 
     def after(self, outcome: Outcome) -> Places:
-        """Those for the next start."""
+        """The places for the next start."""
         place = outcome.first_local_rank
         if place is None or not (outcome.killed or place == self.suspect):
             return replace(self, suspect=place)
@@ -60,10 +61,10 @@ class Places:
 
 
 def run_with_restarts(job: Job, directory: Path, places: Places, prepare: Callable[[int], str]) -> int:
-    """Start, and after failures start again, at most `job.max_restarts` times; the exit status.
+    """Start the ranks, and restart them after failures at most `job.max_restarts` times; returns the exit status.
 
     Args:
-        prepare: sets threads and cores for so many ranks, and says so.
+        prepare: sets threads and cores for so many ranks, and returns a description for the user.
 
     Raises:
         UsageError: there are fewer places than the smallest allowed number of ranks.
@@ -85,7 +86,7 @@ def run_with_restarts(job: Job, directory: Path, places: Places, prepare: Callab
             return outcome.status
         ranks = _allowed(job, places)
         if ranks is None:
-            say(f"zeroshard: place for {places.count} ranks is left, and the config allows no number so small")
+            say(f"zeroshard: there is place for {places.count} ranks, and the config allows no number so small")
             return outcome.status
         say(f"zeroshard: restart {restart + 1} of {job.max_restarts}")
     raise AssertionError("unreachable")

@@ -1,19 +1,19 @@
-"""What runs in each rank: the user's script, with its end written down for the launcher.
+"""Runs in each rank: the user's script, and a record of its end for the launcher.
 
     launcher --- agent --> python runner.py script train.py --lr 1
         ^                      | started.json, error.json, saves, preempted
         +---- one directory ---+
 
-Plain torchrun shows a rank's traceback only if the script is decorated with `record`; here every script is covered.
-The traceback goes into the agent's error file, in its format, and is printed once, by the launcher, above the errors
-that the other ranks suffer in consequence.
+torchrun shows a rank's traceback only if the script is decorated with `record`; here this works for every script. The
+traceback is written into the agent's error file, in its format, and the launcher prints it once, above the errors of
+other ranks that follow from it.
 
-A script that was told to stop and has saved leaves with status 75 (PREEMPTED). The agent would take that for a failure
-and restart it, so to the agent it has ended well, and a file tells the launcher. A script that wants SIGTERM as a
-request writes a file too, into the directory that FILES_VARIABLE names.
+A script that was told to stop and has saved ends with status 75 (PREEMPTED), which the agent would take for a failure.
+So this process ends with status 0 then, and writes a file for the launcher. A script that handles SIGTERM as a request
+to save writes a file, too, into the directory that FILES_VARIABLE names.
 
-It is started by path and imports only the standard library, so that the script still decides what is imported first
-and in which environment (thread counts, visible devices).
+This file is started by its path and imports only the standard library, so that the script decides what is imported
+first and in which environment (thread counts, visible devices).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from pathlib import Path
 from types import TracebackType
 
 FILES_VARIABLE = "ZEROSHARD_RANK_FILES"
-"""The directory of the ranks' files; for the script with the number of its process before it."""
+"""The directory of the ranks' files; for the script the number of its process and a colon stand before it."""
 CORES_VARIABLE = "ZEROSHARD_CORES"
 SOCKET_VARIABLE = "ZEROSHARD_NODE"
 RESTART_VARIABLE = "ZEROSHARD_RESTART"
 PREEMPTED = 75
-# Each after the number of the process and a dot.
+# Names of a rank's files, after the number of its process and a dot.
 STARTED_FILE, SAVES_FILE, PREEMPTED_FILE = "started.json", "saves", "preempted"
 FATAL_STACKS = "fatal.txt"
 SAVING_THREAD = "checkpoint "
-"""How the names of threads begin that write a checkpoint."""
+"""The names of threads that write a checkpoint begin with this."""
 _THREADS_SECONDS = 60.0
-_NEWS_SECONDS = 1.0
+_REPORT_AFTER_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run `argv[2:]`: `argv[1]` says whether that is a script, a module or a program."""
+    """Run the target `argv[2]` with the arguments after it; `argv[1]` is 'script', 'module' or 'program'."""
     _die_with_the_launcher()
-    _write_lines()
-    _bind()
+    _buffer_by_line()
+    _bind_cores()
     kind, *sys.argv = sys.argv[1:]
     error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    # Left open for the life of the process: a crash in native code writes the Python stacks there.
+    # Open until the process ends: at a crash of native code the Python stacks are written there.
     faulthandler.enable(file=error_file.with_name(FATAL_STACKS).open("w"))
     files = _write_start(error_file)
     _set_path(kind, sys.argv[0])
@@ -66,7 +66,7 @@ def main() -> None:
         _run(kind, sys.argv[0])
     except KeyboardInterrupt as error:
         _record(error, error_file)
-        _end_in_time(128 + signal.SIGINT)
+        _exit_within_limit(128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except SystemExit as stop:
         if stop.code == PREEMPTED:
@@ -74,7 +74,7 @@ def main() -> None:
             sys.exit(0)
         if stop.code not in (None, 0):
             _record(stop, error_file)
-            _end_in_time(stop.code if isinstance(stop.code, int) else 1)
+            _exit_within_limit(stop.code if isinstance(stop.code, int) else 1)
         raise
     except _ProgramError as error:
         _write_error(str(error), "", error_file)
@@ -83,41 +83,41 @@ def main() -> None:
         _record(error, error_file)
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, _user_frames(error))  # the script's own, such as a crash reporter
-        _end_in_time()
+        _exit_within_limit()
         sys.exit(1)
 
 
 def _die_with_the_launcher() -> None:
-    """A launcher that is killed outright can't end its ranks; the kernel does it (Linux only)."""
+    """Let the kernel end this process when the launcher is killed and can't do it itself (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _write_lines() -> None:
-    """Write each line at once and whole.
+def _buffer_by_line() -> None:
+    """Buffer output by lines, so that each line is one write.
 
-    The agent starts ranks unbuffered, so that nothing is lost or late. A `print` of several words would then be several
-    writes, and what another rank prints meanwhile would land among them.
+    The agent starts ranks unbuffered, so that no output is lost or late. But a `print` of several words would be
+    several writes, and output of other ranks could come between them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _bind() -> None:
-    """Keep to the cores that `--bind-cores` gave this rank."""
+def _bind_cores() -> None:
+    """Bind this process to the cores that `--bind-cores` gave this rank."""
     text = os.environ.pop(CORES_VARIABLE, None)
     if text is not None:
         os.sched_setaffinity(0, json.loads(text)[int(os.environ["LOCAL_RANK"])])
 
 
 def _write_start(error_file: Path) -> Path:
-    """Tell the launcher that this rank has started; the directory of the ranks' files."""
-    # The agent, which does not restart, says 0 to both.
+    """Write a file that says that this rank has started; returns the directory of the ranks' files."""
+    # The agent, which does not restart, sets both to 0.
     restart, most = os.environ.pop(RESTART_VARIABLE).split()
     os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"] = restart, most
     files = Path(os.environ[FILES_VARIABLE])
-    # With the number of this process, since its children inherit the variable and do not speak for it.
+    # With the number of this process, since its children inherit the variable, but may not write for it.
     os.environ[FILES_VARIABLE] = f"{os.getpid()}:{files}"
     start = {
         "rank": int(os.environ["RANK"]),
@@ -131,9 +131,9 @@ def _write_start(error_file: Path) -> Path:
 
 
 def _await_round(kind: str) -> None:
-    """In an elastic job: come to the node's gate, and wait there to be told which rank this is, and of how many.
+    """In an elastic job: wait at the node's gate for this process's rank and the number of ranks.
 
-    What takes long is done before, for the others wait from then on.
+    What takes long is done before, since other ranks wait from then on.
     """
     if kind != "program":
         from zeroshard.elastic.preload import start_device
@@ -145,10 +145,10 @@ def _await_round(kind: str) -> None:
 
 
 def _set_path(kind: str, target: str) -> None:
-    """Let imports be found as if Python had been started with the script."""
+    """Set `sys.path[0]` as if Python had been started with the script."""
     own = str(Path(__file__).resolve().parent)
     first = str(Path.cwd()) if kind == "module" else str(Path(target).resolve().parent)
-    # Python put this file's directory first, but not under PYTHONSAFEPATH, which forbids the script's just as well.
+    # Python has put this file's directory first, unless PYTHONSAFEPATH is set, which excludes the script's, too.
     if sys.path and os.path.realpath(sys.path[0]) == own:
         sys.path[0] = first
 
@@ -163,7 +163,7 @@ def _run(kind: str, target: str) -> None:
 
 
 def _run_program() -> None:
-    """Run `sys.argv` as a process of its own and end as it ended: a signal that ends it ends this one."""
+    """Run `sys.argv` as a child process, and end like it: with its exit code or by its signal."""
     code = subprocess.Popen(sys.argv, preexec_fn=_die_with_the_launcher).wait()
     if code < 0:
         if -code != signal.SIGKILL:
@@ -174,28 +174,28 @@ def _run_program() -> None:
 
 
 class _ProgramError(Exception):
-    """A program that ended with another exit code than 0; it has printed why itself."""
+    """A program ended with an exit code other than 0; it has printed the reason itself."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
 
 
-def _end_in_time(code: int = 1) -> None:
-    """Of a process that failed, don't let threads of the script keep it for good: its peers would wait for it.
+def _exit_within_limit(code: int = 1) -> None:
+    """End this process, which has failed, even if threads of the script don't end: other ranks would wait for it.
 
-    Python waits for all threads that are no daemons before it ends. One that writes a checkpoint is waited for.
+    Before it ends Python waits for all threads that are no daemons. A thread that writes a checkpoint may finish.
     """
 
     def watch() -> None:
-        time.sleep(_NEWS_SECONDS)
+        time.sleep(_REPORT_AFTER_SECONDS)
         rank = f"zeroshard: rank {os.environ['RANK']} has failed"
-        names = ", ".join(map(repr, _keepers())) or "what runs at exit"
+        names = ", ".join(map(repr, _blocking_threads())) or "what runs at exit"
         print(f"{rank}; it ends when {names} has ended", file=sys.stderr, flush=True)
         end = time.monotonic() + _THREADS_SECONDS
-        while time.monotonic() < end or any(name.startswith(SAVING_THREAD) for name in _keepers()):
+        while time.monotonic() < end or any(name.startswith(SAVING_THREAD) for name in _blocking_threads()):
             time.sleep(0.1)
-        names = ", ".join(map(repr, _keepers())) or "what runs at exit"
+        names = ", ".join(map(repr, _blocking_threads())) or "what runs at exit"
         print(
             f"{rank} and is ended now: {names} kept it for {_THREADS_SECONDS:.0f} s longer. Make such threads daemons",
             file=sys.stderr,
@@ -206,14 +206,14 @@ def _end_in_time(code: int = 1) -> None:
     threading.Thread(target=watch, name="end-in-time", daemon=True).start()
 
 
-def _keepers() -> list[str]:
-    """Names of the threads for which Python waits."""
+def _blocking_threads() -> list[str]:
+    """Names of the threads for which Python waits before it ends."""
     main_thread = threading.main_thread()
     return [thread.name for thread in threading.enumerate() if not (thread.daemon or thread is main_thread)]
 
 
 def _record(error: BaseException, error_file: Path) -> None:
-    """Write the error file of torch.distributed.elastic; its own writer would import torch before the script does."""
+    """Write the error file of torch.distributed.elastic, whose own function would import torch before the script."""
     stack = "".join(traceback.format_exception(type(error), error, _user_frames(error)))
     _write_error(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, stack, error_file)
 
@@ -224,7 +224,7 @@ def _write_error(summary: str, stack: str, error_file: Path) -> None:
 
 
 def _write(path: Path, value: object) -> None:
-    """So that whoever sees the file sees all of it."""
+    """Write a JSON file under another name and rename it, so that a reader sees all of it."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)

@@ -1,13 +1,13 @@
 """The commands that start the nodes of a job on other hosts.
 
-    ssh       one ssh per host, its input held by the launcher
-    pdsh      the same: another name for it, which DeepSpeed's scripts use
-    openmpi   one mpirun, a process per host
-    slurm     one srun, a task per node
+    ssh       one ssh per host, whose input the launcher holds
+    pdsh      the same as ssh, under the name that DeepSpeed's scripts use
+    openmpi   one mpirun, with a process per host
+    slurm     one srun, with a task per node
 
-With ssh the launcher feeds and watches each node (remote.py). mpirun and srun have their own way to start,
-feed and end processes; there a node finds its place in their environment (`--rendezvous`), and they end all nodes when
-one fails. No command holds a variable's value: only names are arguments.
+With ssh the launcher sends each node its job and watches it (remote.py). mpirun and srun start and end processes
+themselves: a node finds its place in the environment (`--rendezvous`), and they end all nodes when one fails. The
+commands contain names of variables, but no values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Launcher(str, Enum):
 
 @dataclass(frozen=True)
 class StarterOptions:
-    """How to reach the hosts: port and further arguments of ssh, or of mpirun and srun."""
+    """How to reach the hosts: the port of their sshd, and further arguments of ssh, mpirun or srun."""
 
     port: int | None = None
     arguments: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ _PACKAGE = {
     Launcher.SLURM: "run on a machine of a Slurm cluster",
 }
 
-# Takes the first line of its input as variables and becomes the node, so that they hold before the interpreter starts.
+# Reads variables from the first line of input, then becomes the node: they are set before that interpreter starts.
 _BOOTSTRAP = (
     "import json,os,sys\n"
     "line=b''\n"
@@ -62,7 +62,7 @@ _BOOTSTRAP = (
 
 
 def require(launcher: Launcher) -> str:
-    """The path of the launcher's program; UsageError if it is not installed."""
+    """The path of the launcher's program. Raises UsageError if it is not installed."""
     path = shutil.which(_PROGRAM[launcher])
     if path is None:
         raise UsageError(f"--launcher {launcher.value}: there is no {_PROGRAM[launcher]} here; {_PACKAGE[launcher]}")
@@ -70,12 +70,12 @@ def require(launcher: Launcher) -> str:
 
 
 def node_command(directory: Path) -> str:
-    """What the shell of a host runs: in the same directory and with the same Python as here."""
+    """The command for the shell of a host; it runs in the same directory and with the same Python as this process."""
     return f"cd {shlex.quote(str(directory))} && exec {shlex.join([sys.executable, '-c', _BOOTSTRAP])}"
 
 
 def ssh_command(host: str, starter: StarterOptions, directory: Path) -> list[str]:
-    """The ssh to a host: it never asks, notices a dead connection in 30 s, and shares none (it may be killed)."""
+    """The ssh to a host: without prompts, with an end after 30 s without answers, and with its own connection."""
     options = ["BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3"]
     options += ["ControlMaster=no", "ControlPath=none", "ForwardX11=no", "LogLevel=ERROR"]
     words = [require(Launcher.SSH), "-T", *(word for option in options for word in ("-o", option))]

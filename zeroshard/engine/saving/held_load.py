@@ -1,6 +1,6 @@
 """Loads the state that the nodes of an elastic job hold in memory: the newest version that is complete.
 
-    rank 0       asks all keepers for their versions ---> broadcasts the list, newest first
+    rank 0       asks all memory_servers for their versions ---> broadcasts the list, newest first
     every rank   reads the tables of one version, verifies all of it, and loads its part
 
 If some rank can't read a version completely, all ranks try the one before. If none is left, the job continues from its
@@ -19,7 +19,7 @@ from torch import nn
 
 from zeroshard.checkpoint.error_barrier import on_all_ranks
 from zeroshard.checkpoint.state_images import ImageReader, StateImage, parse_table
-from zeroshard.elastic.memory import KeeperLink, Version
+from zeroshard.elastic.memory import MemoryClient, Version
 from zeroshard.elastic.place import Place
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.saving.all_stages import WholeModel, whole_model
@@ -32,16 +32,16 @@ _LOGGER = logging.getLogger("zeroshard")
 _MOST_VERSIONS = 8
 
 
-class _Keepers:
-    """The keepers that answer, this node's first."""
+class _MemoryServers:
+    """The memory_servers that answer, this node's first."""
 
     def __init__(self, place: Place) -> None:
-        order = [place.keepers[place.group_rank], *place.keepers]
-        self._links: dict[tuple[str, int], KeeperLink] = {}
-        self._images: list[tuple[KeeperLink, str, dict[str, Any]]] = []
+        order = [place.memory_servers[place.group_rank], *place.memory_servers]
+        self._links: dict[tuple[str, int], MemoryClient] = {}
+        self._images: list[tuple[MemoryClient, str, dict[str, Any]]] = []
         for address in dict.fromkeys(order):
             with suppress(OSError):
-                link = KeeperLink(address, place.token)
+                link = MemoryClient(address, place.token)
                 self._links[address] = link
                 where = f"{address[0]}:{address[1]}"
                 self._images += [(link, where, image) for image in link.images()]
@@ -77,25 +77,30 @@ def load_held(model: nn.Module, place: Place, scheduler: Any, least: int) -> Loa
     handle = handle_of(model)
     barrier = saver_of(handle).barrier()
     saver_of(handle).wait()
-    keepers = _Keepers(place)
+    memory_servers = _MemoryServers(place)
     try:
-        own = [version for version in keepers.versions() if version[1] >= least] if barrier.rank == 0 else []
+        own = [version for version in memory_servers.versions() if version[1] >= least] if barrier.rank == 0 else []
         versions: list[Sequence[int]] = json.loads(barrier.broadcast_text(json.dumps(own), 0))
         names = whole_model(handle, model) if versions else None
         for number, step in versions:
             assert names is not None
             try:
-                return _load(handle, model, scheduler, keepers, (number, step), names)
+                return _load(handle, model, scheduler, memory_servers, (number, step), names)
             except CheckpointError as error:
                 if barrier.rank == 0:
                     _LOGGER.warning("the state of step %d in memory is not used: %s", step, error)
         return None
     finally:
-        keepers.close()
+        memory_servers.close()
 
 
 def _load(
-    handle: Handle, model: nn.Module, scheduler: Any, keepers: _Keepers, version: Version, names: WholeModel
+    handle: Handle,
+    model: nn.Module,
+    scheduler: Any,
+    memory_servers: _MemoryServers,
+    version: Version,
+    names: WholeModel,
 ) -> Loaded:
     """Raises CheckpointError, on all ranks, where the version is not whole; nothing was changed then."""
     barrier, what = saver_of(handle).barrier(), f"step {version[1]} of round {version[0]} in memory"
@@ -103,7 +108,7 @@ def _load(
     def prepare() -> PreparedLoad:
         handle.runtime.drain()
         handle.check_members()
-        reader = ImageReader(keepers.images(version), what)
+        reader = ImageReader(memory_servers.images(version), what)
         return PreparedLoad(handle, model, find_stepper(model), scheduler, reader, EVERYTHING, names)
 
     prepared = on_all_ranks(barrier, prepare, what, "; nothing was changed here")

@@ -25,7 +25,7 @@ from torch import nn
 from zeroshard.checkpoint.generators import generator_states
 from zeroshard.checkpoint.state_images import copy_pieces, describe, image_nbytes
 from zeroshard.checkpoint.writer import Piece
-from zeroshard.elastic.memory import KeeperLink, NodeMemory, Slot, Version
+from zeroshard.elastic.memory import MemoryClient, NodeMemory, Slot, Version
 from zeroshard.elastic.place import Place
 from zeroshard.elastic.session import Session
 from zeroshard.engine.core.handle import Handle, handle_of
@@ -59,7 +59,7 @@ class Holding:
         self._memory = NodeMemory()
         self._store = _round_store(handle, self._place)
         self._ranks, self._rank = handle.comm.ranks, handle.comm.rank
-        self._next_keeper = None if has_copy_elsewhere(handle, self._place) else next_keeper(self._place)
+        self._next_memory_server = None if has_copy_elsewhere(handle, self._place) else next_memory_server(self._place)
         self._names: WholeModel | None = None
         self._running: threading.Thread | None = None
         self._whole, self._latest = _NOTHING, _NOTHING
@@ -140,8 +140,8 @@ class Holding:
         try:
             table = describe(copied.parts, copied.slot.values, copied.rest)
             self._memory.hold(copied.slot, copied.version, self._rank, table, copied.before)
-            if self._next_keeper is not None:
-                link = KeeperLink(self._next_keeper, self._place.token)
+            if self._next_memory_server is not None:
+                link = MemoryClient(self._next_memory_server, self._place.token)
                 try:
                     link.push(copied.slot, copied.version, self._rank, table.encode(), copied.before)
                 finally:
@@ -164,10 +164,10 @@ def _key(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def next_keeper(place: Place) -> tuple[str, int] | None:
-    """The keeper of the next node of the round; None where there is one node alone."""
+def next_memory_server(place: Place) -> tuple[str, int] | None:
+    """The memory_server of the next node of the round; None where there is one node alone."""
     nodes = len(place.counts)
-    return place.keepers[(place.group_rank + 1) % nodes] if nodes > 1 else None
+    return place.memory_servers[(place.group_rank + 1) % nodes] if nodes > 1 else None
 
 
 def has_copy_elsewhere(handle: Handle, place: Place) -> bool:

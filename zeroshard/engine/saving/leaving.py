@@ -23,16 +23,16 @@ class Leaving:
     def __init__(self, model: nn.Module, session: Session) -> None:
         comm = handle_of(model).comm
         store, watchdog = comm.mesh.store(), comm.watchdog
-        session.interrupts(watchdog)
+        session.interrupt_on_trouble(watchdog)
         if comm.stages is not None:
             store, watchdog = comm.stages.store, comm.stages.watchdog
-            session.interrupts(watchdog)
+            session.interrupt_on_trouble(watchdog)
         self._session = session
         self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, session.asked.wait, self._leave_within_step)
 
     def due(self, steps: int) -> bool:
         """Called after step number `steps`; whether it was the last one of the round, which is equal on all ranks."""
-        self._session.best = max(self._session.best, steps)
+        self._session.most_steps = max(self._session.most_steps, steps)
         return self._stopping.boundary()
 
     def leave(self) -> NoReturn:

@@ -1,13 +1,13 @@
-"""Where the ranks of one node wait for a round, and hear of its end: a socket in the node's private directory.
+"""The gate of a node: a socket in its private directory, where its ranks wait for a round and are told of its end.
 
     rank --{"op": "gate", "local_rank": 0, "left": 0, "trouble": "rank 3 is gone"}--> node      waits for its answer
          <--{"round": 1, "rank": 2, "world_size": 6, ...}-----------------------------
     rank --{"op": "watch", "local_rank": 0, "stays": true}--------------------------> node      a second connection
          <--{"event": "trouble", "why": ...}, {"event": "regroup", ...}---------------
 
-A line of JSON each way, and descriptors of memory beside it (`Extra`). The directory is readable for the node's user
-alone, so whoever can connect may. Rejected: signals, which say nothing and interrupt the script, and files, which would
-have to be polled.
+Messages are lines of JSON; descriptors of memory are sent with them (`RequestHandler`). Only the node's user can read
+the directory, so every connection is accepted. Rejected: signals, which carry no text and interrupt the script; files,
+which would have to be polled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CHUNK = 1 << 16
 _MOST_DESCRIPTORS = 4
 
 
-class Extra(Protocol):
-    """Answers what ranks ask beside the gate."""
+class RequestHandler(Protocol):
+    """Answers requests of ranks that are not about the gate."""
 
     def answer(self, owner: object, message: Message, descriptors: list[int]) -> Message:
-        """A request of a rank over the connection `owner`; whoever gets the descriptors closes them."""
+        """Answer a request of a rank that came over the connection `owner`; takes over the descriptors."""
         ...
 
     def closed(self, owner: object) -> None:
@@ -42,12 +42,12 @@ class Extra(Protocol):
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank said when it came to the gate.
+    """A rank at the gate.
 
     Attributes:
-        left: the round that it was in.
-        trouble: why it left that amid a step.
-        restart: whether it can't go on as a process.
+        left: the round in which it was before; -1 for none.
+        trouble: why it left that round within a step; "" if it left between two steps.
+        restart: whether its process can't continue, and has to be started again.
     """
 
     connection: socket.socket
@@ -60,13 +60,16 @@ class Gate:
     """The gate of a node with `ranks` ranks.
 
     Args:
-        changed: called when a rank has come to the gate, has gone from it, or has begun to listen.
-        extra: answers all other requests.
+        directory: where the socket is made.
+        changed: called when a rank has come to the gate, has left it, or has begun to listen.
+        other_requests: answers all other requests.
     """
 
-    def __init__(self, directory: Path, ranks: int, changed: Callable[[], None], extra: Extra) -> None:
+    def __init__(
+        self, directory: Path, ranks: int, changed: Callable[[], None], other_requests: RequestHandler
+    ) -> None:
         self.path = directory / SOCKET_FILE
-        self._ranks, self._changed, self._extra = ranks, changed, extra
+        self._ranks, self._changed, self._other_requests = ranks, changed, other_requests
         self._lock = threading.Lock()
         self._waiting: dict[int, Waiting] = {}
         self._watching: dict[int, tuple[socket.socket, bool]] = {}
@@ -80,23 +83,23 @@ class Gate:
         with self._lock:
             return dict(self._waiting)
 
-    def all_wait(self) -> bool:
+    def all_are_waiting(self) -> bool:
         return len(self.waiting()) == self._ranks
 
     def listening(self) -> dict[int, bool]:
-        """The ranks that hear what is told, and whether they stay as processes from round to round."""
+        """The local ranks that receive events, and whether their processes stay from round to round."""
         with self._lock:
             return {local: stays for local, (_, stays) in self._watching.items()}
 
     def open(self, places: Mapping[int, Message]) -> None:
-        """Let the ranks go, each with its answer."""
+        """Answer all waiting ranks, each with its entry of `places` by local rank; they leave the gate."""
         with self._lock:
             going, self._waiting = self._waiting, {}
         for local, waiting in going.items():
             _send(waiting.connection, places[local])
 
     def tell(self, event: Message) -> None:
-        """To all that listen."""
+        """Send an event to all ranks that listen."""
         with self._lock:
             connections = [connection for connection, _ in self._watching.values()]
         for connection in connections:
@@ -112,7 +115,7 @@ class Gate:
                 threading.Thread(target=self._serve, args=(connection,), name="gate-rank", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """One connection until its end, which is the rank's where that has died."""
+        """Serve one connection until its end, which is the rank's end if that dies."""
         lines = Lines(connection)
         with suppress(OSError, ValueError), connection:
             while (got := lines.read()) is not None:
@@ -128,8 +131,8 @@ class Gate:
                         self._watching[message["local_rank"]] = (connection, message["stays"])
                     self._changed()
                 else:
-                    _send(connection, self._extra.answer(connection, message, descriptors))
-        self._extra.closed(connection)
+                    _send(connection, self._other_requests.answer(connection, message, descriptors))
+        self._other_requests.closed(connection)
         with self._lock:
             self._waiting = {rank: one for rank, one in self._waiting.items() if one.connection is not connection}
             self._watching = {rank: one for rank, one in self._watching.items() if one[0] is not connection}
@@ -137,25 +140,25 @@ class Gate:
 
 
 class Lines:
-    """Messages of a connection, each with the descriptors that came before its end."""
+    """Reads messages from a connection, each with the descriptors that came with it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._descriptors: list[int] = []
 
     def read(self) -> tuple[Message, list[int]] | None:
-        """The next one; None at the end."""
-        while (end := self._held.find(b"\n")) < 0:
+        """The next message and its descriptors; None at the end of the connection."""
+        while (end := self._buffer.find(b"\n")) < 0:
             data, descriptors, _, _ = socket.recv_fds(self._connection, _CHUNK, _MOST_DESCRIPTORS)
             self._descriptors += descriptors
             if not data:
                 for descriptor in self._descriptors:
                     os.close(descriptor)
                 return None
-            self._held += data
-        line = bytes(self._held[:end])
-        del self._held[: end + 1]
+            self._buffer += data
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         descriptors, self._descriptors = self._descriptors, []
         return json.loads(line), descriptors
 

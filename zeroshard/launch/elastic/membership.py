@@ -1,19 +1,19 @@
-"""This node among all nodes of an elastic job, through one store: it beats, says what it does, hears what is decided.
+"""This node's membership in an elastic job: it writes heartbeats and its state into a store, and reads decisions there.
 
     joined          0,1,2,            numbers of nodes in the order in which they came
-    node/1          name, ranks       what stays as it is
+    node/1          name, ranks       properties that don't change
     state/1         running, 0, ...   what the node does (rounds.State)
-    beat/1          42                counted on all the time: silence is loss
-    trouble/0       why               round 0 can't go on; its ranks go to their gates
+    heartbeat/1     42                a count that grows; a node whose count stops is lost
+    trouble/0       why               round 0 can't continue; its ranks go to their gates
     regroup/0       why               round 0 ends between two steps
-    round/1         0,2               who is in round 1; whoever writes it first has decided
+    round/1         0,2               the nodes of round 1; the first node that writes this key has decided
 
-The node with the lowest number that lives leads: it decides by `rounds.decide` and writes it down. Two that both think
-so do no harm, since the first one who writes `round/1` has written it. Rejected: a leader that is elected, which has to
-be found lost before anything is decided, and callbacks between nodes, which need a port on each.
+Of the nodes that live the one with the lowest number decides, by `rounds.decide`, and writes the decision. If two nodes
+both consider themselves the lowest, the first write of `round/1` counts. Rejected: an elected leader, whose loss has to
+be noticed before anything can be decided; callbacks between nodes, which need a port on each.
 
-The store is torch's TCPStore, served by the node whose address was given, or by `zeroshard rendezvous` on a host of its
-own. It is the one thing that must not be lost.
+The store is torch's TCPStore, served by the node whose address was given, or by `zeroshard rendezvous` on another host.
+If the store is lost, the job ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from zeroshard.errors import UsageError
-from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, Round, Seen, State, decide
+from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, decide
 from zeroshard.launch.report import one_line
 
 TICK_SECONDS = 0.1
@@ -41,7 +41,13 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says of itself when it comes: its name for people, and where it gives out the memory it holds."""
+    """What a node writes about itself when it joins.
+
+    Attributes:
+        name: for messages.
+        ranks: number of ranks.
+        address, port: of its memory server.
+    """
 
     name: str
     ranks: int
@@ -57,18 +63,24 @@ class Node:
 
 
 class Listener(Protocol):
-    """Who hears what was decided; called in the thread of the membership."""
+    """Is informed of decisions; called in the thread of the membership."""
 
     def serve_round(self, begun: Round, nodes: dict[int, Node]) -> int:
-        """This node is the first of a round: it serves the store in which the ranks meet; the port."""
+        """This node is the first of a round: serve the store of the round's ranks; returns the port."""
         ...
 
     def round_begins(self, begun: Round, nodes: dict[int, Node], alive: set[int], port: int) -> None:
-        """This node is in it. `nodes` are all that have ever come, `alive` those of which something is heard."""
+        """A round begins, with this node in it.
+
+        Args:
+            nodes: all nodes that have ever joined, by number.
+            alive: those with heartbeats.
+            port: port of the round's store, at the address of the round's first node.
+        """
         ...
 
     def trouble(self, number: int, why: str) -> None:
-        """Round `number`, in which this node is, can't go on."""
+        """Round `number`, in which this node is, can't continue."""
         ...
 
     def regroup(self, number: int, why: str) -> None:
@@ -81,14 +93,14 @@ class Listener(Protocol):
 
 
 def connect(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """The store of a job; served here where the address is this host's and nobody listens there yet.
+    """The store of a job; served by this process if the address is this host's and no other process listens there.
 
     Raises:
-        UsageError: nobody serves it in time.
+        UsageError: the store can't be reached within `timeout` seconds.
     """
     limit = timedelta(seconds=timeout)
-    if _is_here(address):
-        with suppress(dist.DistError):  # the port is taken: by the rendezvous, or by another node of this host
+    if _is_own_address(address):
+        with suppress(dist.DistError):  # the port is taken: by `zeroshard rendezvous`, or by another node of this host
             return dist.TCPStore(address, port, is_master=True, timeout=limit, wait_for_workers=False)
     try:
         return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
@@ -96,7 +108,7 @@ def connect(address: str, port: int, timeout: float) -> dist.TCPStore:
         raise UsageError(f"the nodes did not meet at {address}:{port}: {one_line(str(error))}") from error
 
 
-def _is_here(address: str) -> bool:
+def _is_own_address(address: str) -> bool:
     """Whether an address is one of this host's."""
     try:
         with socket.socket() as probe:
@@ -107,17 +119,17 @@ def _is_here(address: str) -> bool:
 
 
 def status_of_job(store: dist.Store) -> int | None:
-    """The status with which the job of a store has ended; None while it goes on."""
+    """The status with which the job of a store has ended; None while it runs."""
     job = dist.PrefixStore(_PREFIX, store)
     return json.loads(job.get("end"))[0] if job.check(["end"]) else None
 
 
 class Membership:
-    """This node in its job; `enter` begins it. Methods are called from any thread.
+    """This node in its job; `enter` begins it. Methods may be called from any thread.
 
     Attributes:
-        number: this node's, known after `enter`.
-        token: what nodes of this job show each other, known after `enter`.
+        number: this node's number, known after `enter`.
+        token: the token of the job's memory servers, known after `enter`.
     """
 
     def __init__(self, store: dist.Store, own: Node, limits: Limits, listener: Listener) -> None:
@@ -126,12 +138,12 @@ class Membership:
         self.number, self.token = -1, ""
         self._lock = threading.Lock()
         self._state = State(Kind.DOWN)
-        self._told: State | None = None
+        self._written_state: State | None = None
         self._nodes: dict[int, Node] = {}
-        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._heartbeats: dict[int, tuple[bytes, float]] = {}
         self._newest: Round | None = None
-        self._heard: set[tuple[str, int]] = set()
-        self._newcomer_at = self._waits_since = self._entered_at = time.monotonic()
+        self._notified: set[tuple[str, int]] = set()
+        self._newcomer_at = self._waiting_since = self._entered_at = time.monotonic()
         self._trouble_since: float | None = None
         self._answered_at = time.monotonic()
         self._over, self._woken = threading.Event(), threading.Event()
@@ -141,18 +153,18 @@ class Membership:
         ]
 
     def enter(self) -> None:
-        """Come to the job."""
+        """Join the job, and start the threads."""
         self.number = self._store.add("numbers", 1) - 1
         self._store.set(f"node/{self.number}", self._own.to_text())
         self._store.set(f"state/{self.number}", self._state.to_text())
-        self._store.add(f"beat/{self.number}", 1)
+        self._store.add(f"heartbeat/{self.number}", 1)
         self._store.append("joined", f"{self.number},")  # pyright: ignore[reportAttributeAccessIssue]  (as clone)
         self.token = self._store.compare_set("token", "", secrets.token_hex(16)).decode()
         for thread in self._threads:
             thread.start()
 
-    def say(self, state: State) -> None:
-        """What this node does from now on."""
+    def set_state(self, state: State) -> None:
+        """Set what this node does from now on; its thread writes it into the store."""
         with self._lock:
             self._state = state
         self._woken.set()
@@ -162,7 +174,7 @@ class Membership:
         return self._state
 
     def leave(self, why: str = "") -> None:
-        """Take part no more; returns when it is written."""
+        """Leave the job; returns when that is written into the store."""
         self._over.set()
         self._woken.set()
         if self._threads[0].is_alive() and threading.current_thread() is not self._threads[0]:
@@ -176,49 +188,49 @@ class Membership:
             while not self._over.is_set():
                 self._woken.wait(TICK_SECONDS)
                 self._woken.clear()
-                self._tell()
-                self._look()
+                self._write_state()
+                self._read_store()
                 self._answered_at = time.monotonic()
-                self._hear()
+                self._notify()
                 if not self._over.is_set():
-                    self._lead()
+                    self._decide_if_first()
         except dist.DistError as error:
             self._listener.over(1, f"the rendezvous is gone ({one_line(str(error))})")
 
     def _await_answers(self) -> None:
-        """The second thread: a store that can't be reached does not answer, and gives no error for long."""
+        """The second thread: notices that the store does not answer, for which torch raises no error for long."""
         while not self._over.wait(TICK_SECONDS):
             silent = time.monotonic() - self._answered_at
             if silent > max(2 * self._limits.lost_after, self._limits.lost_after + 2):
                 self._over.set()
                 self._listener.over(1, f"the rendezvous has not answered for {silent:.0f} s: is the network cut?")
 
-    def _tell(self) -> None:
+    def _write_state(self) -> None:
         with self._lock:
             state = self._state
-        if state != self._told:
-            self._told = state
+        if state != self._written_state:
+            self._written_state = state
             self._store.set(f"state/{self.number}", state.to_text())
             if state.trouble and state.round >= 0:
                 self._announce(state.round, f"{self._own.name}: {state.trouble}")
-        self._store.add(f"beat/{self.number}", 1)
+        self._store.add(f"heartbeat/{self.number}", 1)
 
     def _announce(self, number: int, why: str) -> None:
         if not self._store.check([f"trouble/{number}"]):
             self._store.set(f"trouble/{number}", why)
 
-    def _look(self) -> None:
-        """Read what is new."""
+    def _read_store(self) -> None:
+        """Read new nodes, heartbeats, states and rounds."""
         now = time.monotonic()
         numbers = [int(text) for text in self._store.get("joined").decode().split(",") if text]
         for number in numbers:
             if number not in self._nodes:
                 self._nodes[number] = Node.from_text(self._store.get(f"node/{number}").decode())
                 self._newcomer_at = now
-        beats = self._store.multi_get([f"beat/{number}" for number in numbers])
+        beats = self._store.multi_get([f"heartbeat/{number}" for number in numbers])
         for number, beat in zip(numbers, beats, strict=True):
-            if number not in self._beats or self._beats[number][0] != beat:
-                self._beats[number] = (beat, now)
+            if number not in self._heartbeats or self._heartbeats[number][0] != beat:
+                self._heartbeats[number] = (beat, now)
         states = self._store.multi_get([f"state/{number}" for number in numbers])
         self._states = {n: State.from_text(text.decode()) for n, text in zip(numbers, states, strict=True)}
         after = 0 if self._newest is None else self._newest.number + 1
@@ -227,17 +239,17 @@ class Membership:
             self._trouble_since = None
             after += 1
 
-    def _seen(self) -> dict[int, Seen]:
-        """All nodes. When ranks have lost a peer, half the silence is enough to know which one it was."""
+    def _node_views(self) -> dict[int, NodeView]:
+        """All nodes as this one sees them. During trouble a node is lost after half as many seconds of silence."""
         now, silence = time.monotonic(), self._limits.lost_after / (1 if self._trouble_since is None else 2)
         return {
-            number: Seen(state, now - self._beats[number][1] < silence, node.ranks, node.name)
+            number: NodeView(state, now - self._heartbeats[number][1] < silence, node.ranks, node.name)
             for number, state in self._states.items()
             for node in [self._nodes[number]]
         }
 
-    def _hear(self) -> None:
-        """Pass on what was decided."""
+    def _notify(self) -> None:
+        """Inform the listener of new decisions."""
         if self._store.check(["end"]):
             self._over.set()
             status, why = json.loads(self._store.get("end"))
@@ -245,25 +257,25 @@ class Membership:
             return
         newest, state = self._newest, self._state
         if newest is None:
-            self._give_up_waiting(state)
+            self._check_waiting(state)
             return
         for kind, told in (("trouble", self._listener.trouble), ("regroup", self._listener.regroup)):
             own = state.kind in (Kind.RUNNING, Kind.LEAVING) and state.round >= 0
-            if own and (kind, state.round) not in self._heard and self._store.check([f"{kind}/{state.round}"]):
-                self._heard.add((kind, state.round))
+            if own and (kind, state.round) not in self._notified and self._store.check([f"{kind}/{state.round}"]):
+                self._notified.add((kind, state.round))
                 told(state.round, self._store.get(f"{kind}/{state.round}").decode())
         if self.number in newest.nodes and state.kind is Kind.WAITING and newest.number > state.round:
             self._begin(newest, state)
         elif state.kind in (Kind.RUNNING, Kind.LEAVING) and newest.number > state.round:
-            if ("trouble", state.round) not in self._heard:
-                self._heard.add(("trouble", state.round))
+            if ("trouble", state.round) not in self._notified:
+                self._notified.add(("trouble", state.round))
                 self._listener.trouble(state.round, "the others went on without this node, which had fallen silent")
         else:
-            self._give_up_waiting(state)
+            self._check_waiting(state)
 
     def _begin(self, newest: Round, state: State) -> None:
-        """Begin a round, as soon as it is known where its ranks meet."""
-        self._waits_since = time.monotonic()
+        """Begin a round, as soon as the port of its store is known."""
+        self._waiting_since = time.monotonic()
         key, nodes = f"port/{newest.number}", dict(self._nodes)
         if newest.nodes[0] == self.number:
             self._store.set(key, str(self._listener.serve_round(newest, nodes)))
@@ -274,37 +286,37 @@ class Membership:
         with self._lock:
             if self._state == state:
                 self._state = State(Kind.RUNNING, newest.number)
-        alive = {number for number, seen in self._seen().items() if seen.alive}
+        alive = {number for number, seen in self._node_views().items() if seen.alive}
         self._listener.round_begins(newest, nodes, alive, int(self._store.get(key)))
 
-    def _give_up_waiting(self, state: State) -> None:
-        """A job that can't go on, or begin, ends; a spare waits for as long as the others train."""
+    def _check_waiting(self, state: State) -> None:
+        """End the job if this node has waited too long; while other nodes train it may wait without limit."""
         if self._is_too_many():
             self._over.set()
             limits = self._limits
             self._listener.over(2, f"the job has its {limits.most} nodes and {limits.spares} spares already")
             return
         training = self._newest is not None and any(
-            seen.alive and seen.state.kind in (Kind.RUNNING, Kind.LEAVING) for seen in self._seen().values()
+            seen.alive and seen.state.kind in (Kind.RUNNING, Kind.LEAVING) for seen in self._node_views().values()
         )
         if state.kind is not Kind.WAITING or training:
-            self._waits_since = time.monotonic()
-        elif time.monotonic() - self._waits_since > self._limits.timeout:
-            here = sum(seen.alive and seen.state.kind is Kind.WAITING for seen in self._seen().values())
+            self._waiting_since = time.monotonic()
+        elif time.monotonic() - self._waiting_since > self._limits.timeout:
+            here = sum(seen.alive and seen.state.kind is Kind.WAITING for seen in self._node_views().values())
             why = f"{here} nodes have waited for {self._limits.timeout:.0f} s for others"
             self._end(
                 1, f"{why}: at least {self._limits.least}, in a number of ranks that the batch allows, are needed"
             )
 
     def _is_too_many(self) -> bool:
-        """Whether as many as there may be were here before; known when the dead among them have been silent."""
+        """Whether the job had all its nodes and spares before this one; known when dead nodes have been silent."""
         if self._newest is not None and self.number in self._newest.nodes:
             return False
         if time.monotonic() - self._entered_at < self._limits.lost_after + 1.0:
             return False
         before = sum(
             seen.alive and seen.state.kind is not Kind.LEFT
-            for number, seen in self._seen().items()
+            for number, seen in self._node_views().items()
             if number < self.number
         )
         return before >= self._limits.most + self._limits.spares
@@ -312,9 +324,9 @@ class Membership:
     def _end(self, status: int, why: str) -> None:
         self._store.set("end", json.dumps([status, why]))
 
-    def _lead(self) -> None:
-        """Decide, if this node is the first that lives."""
-        seen = self._seen()
+    def _decide_if_first(self) -> None:
+        """Decide, if this node is the living one with the lowest number."""
+        seen = self._node_views()
         alive = [number for number, one in seen.items() if one.alive and one.state.kind is not Kind.LEFT]
         if not alive or min(alive) != self.number:
             return
@@ -345,7 +357,7 @@ class Membership:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on the way to another one."""
+    """This host's address on the interface that leads to another host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]

@@ -1,11 +1,11 @@
-"""A node of an elastic job: starts its ranks, leads them from round to round, and starts those again that have died.
+"""A node of an elastic job: starts its ranks, informs them of rounds, and starts them again when they have ended.
 
     membership (store) --round, trouble, regroup, over--> Node --gate--> ranks
     torch's agent      --ranks have ended---------------> Node --state--> membership
 
-Ranks are processes of torch's elastic agent, as those of any node; which number a rank has in the job, and with whom it
-trains, it is told at the gate. A rank that can stay as a process (`zeroshard.run_elastic`) goes from round to round in
-it; others are ended and started anew.
+Ranks are processes of torch's elastic agent, as on any node. At the gate a rank gets its number in the job and the size
+of the round. With `zeroshard.run_elastic` its process stays from round to round; otherwise it is ended and started
+again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from zeroshard.launch.agent import Ranks, launch
 from zeroshard.launch.elastic.gate import Gate, Message
-from zeroshard.launch.elastic.keeper import Keeper
 from zeroshard.launch.elastic.membership import Membership, Node, address_towards, connect
+from zeroshard.launch.elastic.memory_server import MemoryServer
 from zeroshard.launch.elastic.rounds import Kind, Limits, Round, State
 from zeroshard.launch.failures import RankWatch
 from zeroshard.launch.job import Job
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.5
 
 
 @dataclass
-class _Over:
+class _JobEnd:
     """How the job ended for this node."""
 
     status: int
@@ -50,28 +50,35 @@ class ElasticNode:
         self._job, self._ranks, self._directory, self._limits = job, ranks, directory, limits
         self._lock = threading.RLock()
         self._watch: RankWatch | None = None
-        self._over: _Over | None = None
+        self._over: _JobEnd | None = None
         self._round: Round | None = None
-        self._died, self._why = False, ""
+        self._ranks_died, self._why = False, ""
         self._ended_by_us = False
         self._round_store: dist.TCPStore | None = None
-        self._keeper = Keeper()
-        self._gate = Gate(directory, ranks, self._gate_changed, self._keeper)
+        self._memory_server = MemoryServer()
+        self._gate = Gate(directory, ranks, self._gate_changed, self._memory_server)
         os.environ[SOCKET_VARIABLE] = str(self._gate.path)
         self._membership: Membership | None = None
 
     def run(self, prepare: Callable[[], str]) -> int:
-        """Take part until the job is over; the exit status."""
+        """Take part until the job is over; returns the exit status.
+
+        Args:
+            prepare: sets threads and cores for the ranks, and returns a description for the user.
+
+        Raises:
+            UsageError: the job's store can't be reached.
+        """
         job = self._job
         assert job.master_addr is not None
         assert job.master_port is not None
         store = connect(job.master_addr, job.master_port, self._limits.timeout)
         own = address_towards(job.master_addr, job.master_port)
         name = job.node_name or os.uname().nodename
-        node = Node(f"host {name} ({own})", self._ranks, own, self._keeper.port)
+        node = Node(f"host {name} ({own})", self._ranks, own, self._memory_server.port)
         self._membership = Membership(store, node, self._limits, self)
         self._membership.enter()
-        self._keeper.token = self._membership.token
+        self._memory_server.token = self._membership.token
         ranks = f"{self._ranks} rank{'s' if self._ranks > 1 else ''}"
         say(f"zeroshard: node {self._membership.number} of an elastic job, {ranks}, {prepare()}")
         try:
@@ -82,15 +89,15 @@ class ElasticNode:
             if over is None or over.status == 0 or "rendezvous" not in over.why:
                 self._membership.leave()
             self._gate.close()
-            self._keeper.close()
+            self._memory_server.close()
 
     def _run_ranks(self, membership: Membership) -> int:
-        """Start the ranks, and again as long as that makes sense."""
-        fruitless, start = 0, 0
+        """Start the ranks, and again after failures, unless they fail too often without a round between."""
+        without_progress, start = 0, 0
         while True:
             self._ended_by_us = False
             inner = replace(self._job, nnodes=1, node_rank=0, master_addr=None, master_port=None)
-            outcome = launch(Ranks(inner, self._ranks, self._directory, start), self._control)
+            outcome = launch(Ranks(inner, self._ranks, self._directory, start), self._watch_ranks)
             start += 1
             with self._lock:
                 over, round_, by_us = self._over, self._round, self._ended_by_us
@@ -102,28 +109,28 @@ class ElasticNode:
             if outcome.status == 0:
                 return self._finish(membership, number)
             if not (outcome.failed or by_us):
-                return outcome.status  # told to stop from outside
-            fruitless = fruitless + 1 if number <= self._last_fruit else 1
-            self._last_fruit = number
-            if fruitless > self._job.max_restarts + 1:
-                say(f"zeroshard: the ranks of this node have ended {fruitless} times without a step: giving up")
+                return outcome.status  # stopped by a signal from outside
+            without_progress = without_progress + 1 if number <= self._last_progress else 1
+            self._last_progress = number
+            if without_progress > self._job.max_restarts + 1:
+                say(f"zeroshard: the ranks of this node have ended {without_progress} times without a step: giving up")
                 membership.leave("its ranks failed again and again")
                 return outcome.status or 1
-            self._died, self._why = True, "a rank has failed" if outcome.failed else "its ranks start anew"
-            membership.say(State(Kind.DOWN, number, self._why, True))
+            self._ranks_died, self._why = True, "a rank has failed" if outcome.failed else "its ranks start anew"
+            membership.set_state(State(Kind.DOWN, number, self._why, True))
             say(f"zeroshard: starting the ranks of this node again (start {start + 1})")
 
-    _last_fruit = -2
+    _last_progress = -2
 
     def _finish(self, membership: Membership, number: int) -> int:
-        """All ranks of this node have ended well: wait for those of the others, whose memory may be asked for here."""
-        membership.say(State(Kind.DONE, number))
+        """All ranks of this node have ended well: wait for other nodes, which may need this node's memory server."""
+        membership.set_state(State(Kind.DONE, number))
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._over is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return 0
 
-    def _control(self, watch: RankWatch | None) -> None:
+    def _watch_ranks(self, watch: RankWatch | None) -> None:
         """The agent is about to start the ranks, or they have ended."""
         with self._lock:
             self._watch = watch
@@ -131,9 +138,9 @@ class ElasticNode:
             threading.Thread(target=self._end_with_first, args=(watch,), name="first-failure", daemon=True).start()
 
     def _end_with_first(self, watch: RankWatch) -> None:
-        """When a rank has failed end the others at once: the job waits for this node's ranks to start anew.
+        """When a rank has failed, end the others at once: the job waits until this node's ranks have started again.
 
-        A rank that stays stopped is killed: to the others it is one that lives, and is slow.
+        A rank that stays stopped (SIGSTOP) is killed: other nodes can't distinguish it from a slow one.
         """
         stopped: dict[int, float] = {}
         while not watch.failed.wait(_POLL_SECONDS):
@@ -149,7 +156,7 @@ class ElasticNode:
         with self._lock:
             if self._watch is watch and self._membership is not None:
                 number = -1 if self._round is None else self._round.number
-                self._membership.say(State(Kind.DOWN, number, "a rank has failed", True))
+                self._membership.set_state(State(Kind.DOWN, number, "a rank has failed", True))
                 watch.kill_ranks()
 
     # What the ranks do.
@@ -157,7 +164,7 @@ class ElasticNode:
     def _gate_changed(self) -> None:
         membership = self._membership
         with self._lock:
-            if membership is None or self._over is not None or not self._gate.all_wait():
+            if membership is None or self._over is not None or not self._gate.all_are_waiting():
                 return
             waiting = self._gate.waiting().values()
             if any(one.restart for one in waiting):
@@ -167,7 +174,7 @@ class ElasticNode:
             trouble = next((one.trouble for one in waiting if one.trouble), self._why)
             number = max(number, -1 if self._round is None else self._round.number)
             if membership.state.kind is not Kind.WAITING:
-                membership.say(State(Kind.WAITING, number, trouble, self._died))
+                membership.set_state(State(Kind.WAITING, number, trouble, self._ranks_died))
 
     # What is decided.
 
@@ -185,19 +192,19 @@ class ElasticNode:
         counts = [nodes[number].ranks for number in begun.nodes]
         base, world = sum(counts[:place]), sum(counts)
         with self._lock:
-            self._round, self._died, self._why = begun, False, ""
+            self._round, self._ranks_died, self._why = begun, False, ""
             common = {
                 "round": begun.number,
                 "world_size": world,
                 "group_rank": place,
                 "group_world_size": len(counts),
                 "store": [nodes[begun.nodes[0]].address, port],
-                "meeting": [self._job.master_addr, self._job.master_port],
+                "job_store": [self._job.master_addr, self._job.master_port],
                 "lost": bool(begun.lost),
                 "why": begun.why,
                 "counts": counts,
-                "keepers": [[nodes[n].address, nodes[n].port] for n in (*begun.nodes, *others)],
-                "token": self._keeper.token,
+                "memory_servers": [[nodes[n].address, nodes[n].port] for n in (*begun.nodes, *others)],
+                "token": self._memory_server.token,
             }
             self._gate.open({local: {**common, "rank": base + local} for local in range(self._ranks)})
         if place == 0:
@@ -207,14 +214,14 @@ class ElasticNode:
 
     def trouble(self, number: int, why: str) -> None:
         """See Listener."""
-        self._part({"event": "trouble", "round": number, "why": why})
+        self._end_round({"event": "trouble", "round": number, "why": why})
 
     def regroup(self, number: int, why: str) -> None:
         """See Listener."""
-        self._part({"event": "regroup", "round": number, "why": why})
+        self._end_round({"event": "regroup", "round": number, "why": why})
 
-    def _part(self, event: Message) -> None:
-        """The round ends: ranks that listen go to the gate by themselves; others are ended."""
+    def _end_round(self, event: Message) -> None:
+        """End the round: ranks that listen go to the gate by themselves; if there are others, all ranks are ended."""
         with self._lock:
             if self._watch is None or self._over is not None:
                 return
@@ -225,22 +232,22 @@ class ElasticNode:
             if any(local not in hears and local not in at_gate for local in range(self._ranks)):
                 self._end_ranks()
                 return
-        threading.Thread(target=self._end_late, args=(event["round"],), name="late-ranks", daemon=True).start()
+        threading.Thread(target=self._end_late_ranks, args=(event["round"],), name="late-ranks", daemon=True).start()
 
-    def _end_late(self, number: int) -> None:
-        """End ranks that have not come to the gate in time: they hang, or were stopped."""
+    def _end_late_ranks(self, number: int) -> None:
+        """End the ranks if not all have come to the gate in time: they hang, or were stopped."""
         deadline = time.monotonic() + self._limits.patience
         while time.monotonic() < deadline:
             time.sleep(0.1)
             with self._lock:
-                if self._over is not None or self._gate.all_wait():
+                if self._over is not None or self._gate.all_are_waiting():
                     return
                 if self._round is None or self._round.number != number or self._watch is None:
                     return
                 if _stopped(self._watch):
                     break
         with self._lock:
-            if self._round is not None and self._round.number == number and not self._gate.all_wait():
+            if self._round is not None and self._round.number == number and not self._gate.all_are_waiting():
                 say("zeroshard: ranks of this node did not leave the round in time; ending them")
                 self._end_ranks()
 
@@ -249,17 +256,17 @@ class ElasticNode:
         with self._lock:
             if self._over is not None:
                 return
-            self._over = _Over(status, why)
+            self._over = _JobEnd(status, why)
             end = {"end": status}
             self._gate.open(dict.fromkeys(range(self._ranks), end))
             finished = status == 0
         if finished:
-            return  # ranks at the gate have gone, others are about to end by themselves
+            return  # ranks at the gate have been told, others are about to end by themselves
         with self._lock:
             self._end_ranks()
 
     def _end_ranks(self) -> None:
-        """Kill them: they may hang, and what is to be kept of them is in memory that outlives them."""
+        """Kill the ranks: they may hang, and state that is kept is in memory that outlives them."""
         watch = self._watch
         if watch is None or watch.ended_by_peer or watch.stopped_by:
             return
@@ -270,7 +277,7 @@ class ElasticNode:
 
 
 def _stopped(watch: RankWatch) -> list[int]:
-    """The ranks that were stopped by a signal (SIGSTOP, a debugger)."""
+    """The process ids of ranks that are stopped (SIGSTOP, a debugger)."""
     found: list[int] = []
     for process in watch.processes():
         with suppress(OSError, IndexError):
@@ -281,5 +288,5 @@ def _stopped(watch: RankWatch) -> list[int]:
 
 
 def run_elastic(job: Job, ranks: int, directory: Path, limits: Limits, prepare: Callable[[], str]) -> int:
-    """This node's part of an elastic job; the exit status."""
+    """Run this node's part of an elastic job; returns the exit status. Arguments as of `ElasticNode.run`."""
     return ElasticNode(job, ranks, directory, limits).run(prepare)

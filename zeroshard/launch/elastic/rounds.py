@@ -1,14 +1,14 @@
-"""Which nodes train together, decided from what is known of all of them: values in, a decision out.
+"""Decides which nodes train together, as a pure function of the states of all nodes.
 
     round 0: nodes 0 1 2 3  --node 1 is lost-->  round 1: nodes 0 2 3  --node 4 comes-->  round 2: nodes 0 2 3 4
 
-A round is a set of nodes whose ranks form one process group. It ends amid a step when a node is lost (trouble), or
-between two steps when another set of nodes is wanted (regroup). The next one begins when all who are left of it wait
-at their gates. Nodes of the round before go first, then those that have waited longest, as many as `most` and as the
-batch allows; what is left over are spares.
+A round is a set of nodes whose ranks form one process group. It ends within a step when a node is lost (trouble), or
+between two steps when the set of nodes is to change (regroup). The next round begins when all remaining nodes of the
+last one wait at their gates. It has the nodes of the last round, then those that have waited longest, as many as `most`
+and the batch allow; the others are spares.
 
-torch's own dynamic rendezvous was rejected (docs/decisions/0033): it knows no numbers that a batch allows, can't be
-told that a node is lost, and polls by the second.
+torch's own dynamic rendezvous was rejected (docs/decisions/0033): it does not know which numbers of ranks a batch
+allows, can't be told that a node is lost, and polls once a second.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Kind(str, Enum):
     """All its ranks wait for a round."""
     RUNNING = "running"
     LEAVING = "leaving"
-    """It runs, and wants to be let out between two steps."""
+    """Its ranks run, but it asks to leave between two steps."""
     DOWN = "down"
-    """Its ranks have ended amid a round; it is about to start them again."""
+    """Its ranks have ended within a round; it is about to start them again."""
     DONE = "done"
     """All its ranks have ended well."""
     LEFT = "left"
-    """It takes part no more."""
+    """It has left the job."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a node says of itself.
+    """The state of a node, which it writes itself.
 
     Attributes:
-        round: the last one that it was in; -1 before the first.
-        trouble: why its ranks left that round amid a step; empty where they left between two.
-        died: whether they ended as processes, so that what they had in their own memory is gone.
+        round: the last round in which it was; -1 before the first.
+        trouble: why its ranks left that round within a step; "" if they left between two steps.
+        died: whether the ranks' processes have ended, so that the state in their memory is lost.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Round:
     """Nodes that train together, in the order of their ranks.
 
     Attributes:
-        lost: nodes of the round before of which at least the ranks are gone.
+        lost: nodes of the round before that are lost, or whose ranks are.
         why: what ended the round before.
     """
 
@@ -84,15 +84,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Limits:
-    """How many nodes there may be, and for how long anybody waits.
+    """Limits of the number of nodes, and of waiting.
 
     Attributes:
-        least, most: nodes in a round.
-        spares: nodes beside them that may wait.
-        sizes: the numbers of ranks that the batch allows; None for all.
+        least, most: number of nodes in a round.
+        spares: number of further nodes that may wait.
+        sizes: the allowed numbers of ranks; None for all.
         lost_after: seconds of silence after which a node is lost.
-        last_call: seconds without a newcomer after which the first round begins with fewer than `most` nodes.
-        patience: seconds that ranks of a round that is over may take to their gate; else their node ends them.
+        last_call: seconds without a new node after which the first round begins with fewer than `most` nodes.
+        patience: seconds after which a node ends ranks that have not come to the gate since their round ended.
         timeout: seconds until missing nodes are an error.
     """
 
@@ -107,8 +107,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A node as another one sees it; `name` is for messages."""
+class NodeView:
+    """A node as another node sees it.
+
+    Attributes:
+        alive: whether it has sent a heartbeat lately.
+        ranks: number of ranks.
+        name: for messages.
+    """
 
     state: State
     alive: bool
@@ -128,7 +134,12 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done, why, and with which nodes a round is formed."""
+    """What is to be done, and why.
+
+    Attributes:
+        nodes: for FORM, the nodes of the next round.
+        lost: nodes of the present round that are lost.
+    """
 
     act: Act
     why: str = ""
@@ -139,8 +150,12 @@ class Decision:
 _WAIT = Decision(Act.WAIT)
 
 
-def choose(nodes: Mapping[int, Seen], former: Sequence[int], limits: Limits) -> tuple[int, ...]:
-    """The nodes of the next round, of those that wait or soon will; empty where there are too few."""
+def choose(nodes: Mapping[int, NodeView], former: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    """The nodes of the next round, from nodes that wait or will wait; () if there are too few.
+
+    Args:
+        former: the nodes of the last round, in its order.
+    """
     first = [number for number in former if number in nodes]
     ordered = first + sorted(set(nodes) - set(first))
     for count in range(min(len(ordered), limits.most), limits.least - 1, -1):
@@ -151,13 +166,13 @@ def choose(nodes: Mapping[int, Seen], former: Sequence[int], limits: Limits) -> 
 
 
 def decide(
-    current: Round | None, nodes: Mapping[int, Seen], limits: Limits, *, quiet_for: float, troubled_for: float
+    current: Round | None, nodes: Mapping[int, NodeView], limits: Limits, *, quiet_for: float, troubled_for: float
 ) -> Decision:
-    """What the node that leads is to do.
+    """What the deciding node has to do.
 
     Args:
-        quiet_for: seconds since a node has come.
-        troubled_for: seconds since the current round has been in trouble.
+        quiet_for: seconds since the last node came.
+        troubled_for: seconds since the trouble of the current round began; 0 without trouble.
     """
     waiting = {number: seen for number, seen in nodes.items() if seen.alive and seen.state.kind is Kind.WAITING}
     if current is None:
@@ -179,16 +194,16 @@ def decide(
     return _form(waiting, current, limits, "nodes come or go", lost)
 
 
-def _runs(seen: Seen, current: Round) -> bool:
-    """Whether a node is in the round, or about to be: one that waits has not heard of it yet."""
+def _runs(seen: NodeView, current: Round) -> bool:
+    """Whether a node is in the round, or about to be: one that still waits has not read it yet."""
     state = seen.state
     if state.kind is Kind.WAITING:
         return state.round < current.number
     return state.kind in (Kind.RUNNING, Kind.LEAVING) and state.round <= current.number
 
 
-def _lost(current: Round, members: Mapping[int, Seen]) -> tuple[int, ...]:
-    """Members of the round whose ranks are gone without having ended well."""
+def _lost(current: Round, members: Mapping[int, NodeView]) -> tuple[int, ...]:
+    """Members of the round whose ranks are gone but have not ended well."""
     return tuple(
         number
         for number in current.nodes
@@ -199,14 +214,14 @@ def _lost(current: Round, members: Mapping[int, Seen]) -> tuple[int, ...]:
     )
 
 
-def _trouble(current: Round, members: Mapping[int, Seen], lost: Sequence[int]) -> str:
-    """Why the round can't go on; empty where it can. What has died outright goes before what follows from it."""
+def _trouble(current: Round, members: Mapping[int, NodeView], lost: Sequence[int]) -> str:
+    """Why the round can't continue; "" if it can. A lost node is named rather than errors that follow from it."""
     for number in lost:
         seen = members.get(number)
         if seen is None:
             return f"node {number} is gone"
         if seen.state.kind is Kind.LEFT and not seen.state.trouble:
-            continue  # it was let out between two steps
+            continue  # it left between two steps
         silent = not seen.alive and seen.state.kind in (Kind.RUNNING, Kind.WAITING)
         return f"{seen.name} fell silent" if silent else f"{seen.name}: {seen.state.trouble or 'its ranks have ended'}"
     for seen in members.values():
@@ -215,8 +230,10 @@ def _trouble(current: Round, members: Mapping[int, Seen], lost: Sequence[int]) -
     return ""
 
 
-def _regroup(current: Round, members: Mapping[int, Seen], waiting: Mapping[int, Seen], limits: Limits) -> Decision:
-    """Whether other nodes are wanted while the round runs."""
+def _regroup(
+    current: Round, members: Mapping[int, NodeView], waiting: Mapping[int, NodeView], limits: Limits
+) -> Decision:
+    """Regroup if a node leaves, or if waiting nodes allow more ranks, while the round runs."""
     leaving = [number for number, seen in members.items() if seen.state.kind is Kind.LEAVING]
     staying = {number: seen for number, seen in members.items() if number not in leaving}
     chosen = choose({**staying, **waiting}, current.nodes, limits)
@@ -229,6 +246,6 @@ def _regroup(current: Round, members: Mapping[int, Seen], waiting: Mapping[int, 
     return _WAIT
 
 
-def _form(waiting: Mapping[int, Seen], current: Round, limits: Limits, why: str, lost: tuple[int, ...]) -> Decision:
+def _form(waiting: Mapping[int, NodeView], current: Round, limits: Limits, why: str, lost: tuple[int, ...]) -> Decision:
     chosen = choose(waiting, current.nodes, limits)
     return Decision(Act.FORM, why, chosen, lost) if chosen else Decision(Act.WAIT, why, (), lost)

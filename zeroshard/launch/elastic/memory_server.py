@@ -1,14 +1,13 @@
-"""The memory that a node holds for its job: what its ranks keep of the state after a step, and copies for other nodes.
+"""The memory server of a node: holds images of its ranks' state after a step, and copies of images of other nodes.
 
-    rank     --slot (a descriptor of memory)--> keeper         the memory outlives the rank: the keeper holds it open
-             --hold: slot, round, step, table-> keeper         from now on that slot is an image of this step
-    node 1   --push: table and bytes----------> keeper         a copy of an image of node 1, for the loss of node 1
-    any rank --list, table, read--------------> keeper         what is there, to go on from
+    rank     --slot (a descriptor of memory)--> server         it holds the memory open, so that it outlives the rank
+             --hold: slot, round, step, table-> server         from now on that slot is an image of this step
+    node 1   --push: table and bytes----------> server         a copy of an image of node 1, for the loss of node 1
+    any rank --list, table, read--------------> server         reads images, to continue from them
 
-An image is a rank's part of the state as bytes, and a table that says which tensors they are and has their checksums,
-which whoever reads them compares. Nothing has a name in a file system, and nothing is written to a disk. Over the
-network every request shows a token, which is in the job's store: whoever may join the job may read its state, and
-nobody else.
+An image is a rank's part of the state as bytes, and a table that says which tensors they are, with checksums, which
+readers compare. The memory has no name in a file system, and nothing is written to a disk. Requests over the network
+need a token, which is in the job's store, so only members of the job can read its state.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ class Image:
     """A rank's part of the state after a step.
 
     Attributes:
-        version: the round and the step, in the order in which images are newer.
-        rank: in that round.
-        own: whether a rank of this node made it; else it is a copy.
+        version: (round, step); a larger one is newer.
+        rank: the rank in that round.
+        own: whether a rank of this node made it; else it is a copy from another node.
+        table: which tensors the bytes are, and their checksums.
+        descriptor: of the memory.
     """
 
     name: str
@@ -50,17 +51,18 @@ class Image:
 
 @dataclass
 class _Slot:
-    """Memory of a rank; `owner` is its connection, None when that has ended: then it lasts as long as an image."""
+    """Memory of a rank; `owner` is its connection, or None if that has ended: the slot then ends with its image."""
 
     descriptor: int
     owner: object | None
 
 
-class Keeper:
-    """What one node holds; requests of its own ranks come through `answer`, those of others through a port.
+class MemoryServer:
+    """The images that a node holds; its own ranks' requests come through `answer`, those of others through a port.
 
     Attributes:
-        port: where others ask.
+        port: the TCP port for requests of other nodes.
+        token: what these requests must contain; none is answered while it is "".
     """
 
     def __init__(self) -> None:
@@ -69,22 +71,22 @@ class Keeper:
         self._images: dict[str, Image] = {}
         self._count = 0
         self.token = ""
-        keeper = self
+        memory_server = self
 
         class Handler(socketserver.StreamRequestHandler):
-            # An answer is a line and bytes behind it; these would wait for the other end to acknowledge the line.
+            # An answer is a line and then bytes, which Nagle's algorithm would delay until the line is acknowledged.
             disable_nagle_algorithm = True
 
             def handle(self) -> None:
-                keeper._serve(self)
+                memory_server._serve(self)
 
         self._server = socketserver.ThreadingTCPServer(("", 0), Handler, bind_and_activate=True)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="keeper", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="memory_server", daemon=True).start()
 
     def close(self) -> None:
-        """Give everything back."""
+        """End the server, and free all memory."""
         self._server.shutdown()
         self._server.server_close()
         with self._lock:
@@ -99,24 +101,24 @@ class Keeper:
     # Requests of this node's ranks.
 
     def answer(self, owner: object, message: Message, descriptors: Sequence[int]) -> Message:
-        """Carry out a request of a rank of this node, which has come over the connection `owner`."""
+        """See RequestHandler; a request of a rank of this node."""
         op = message["op"]
         if op == "slot":
             with self._lock:
                 self._slots[message["slot"]] = _Slot(descriptors[0], owner)
         elif op == "drop":
             with self._lock:
-                self._forget([image for image in self._images.values() if image.name == message["slot"]])
+                self._drop_images([image for image in self._images.values() if image.name == message["slot"]])
                 if message["ends"]:
                     os.close(self._slots.pop(message["slot"]).descriptor)
         elif op == "hold":
-            self._hold(message)
+            self._make_image(message)
         else:
             return {"error": f"unknown request {op!r}"}
         return {}
 
     def closed(self, owner: object) -> None:
-        """A rank, or its part in a round, has ended: its images stay."""
+        """See RequestHandler; the images of the rank stay."""
         with self._lock:
             used = {image.name for image in self._images.values()}
             for name, slot in list(self._slots.items()):
@@ -125,18 +127,18 @@ class Keeper:
                     if name not in used:
                         os.close(self._slots.pop(name).descriptor)
 
-    def _hold(self, message: Message) -> None:
+    def _make_image(self, message: Message) -> None:
         slot, version = message["slot"], (message["round"], message["step"])
         with self._lock:
             table, descriptor = message["table"].encode(), self._slots[slot].descriptor
             self._images[slot] = Image(slot, version, message["rank"], True, table, descriptor, message["nbytes"])
-            self._forget_before((message["before"][0], message["before"][1]))
+            self._drop_images_before((message["before"][0], message["before"][1]))
 
-    def _forget_before(self, version: Version) -> None:
-        """Give back images that are older, which nobody goes on from any more."""
-        self._forget([image for image in self._images.values() if image.version < version])
+    def _drop_images_before(self, version: Version) -> None:
+        """Drop images that are older than a version that all ranks hold."""
+        self._drop_images([image for image in self._images.values() if image.version < version])
 
-    def _forget(self, images: Sequence[Image]) -> None:
+    def _drop_images(self, images: Sequence[Image]) -> None:
         for image in images:
             del self._images[image.name]
             if not image.own:
@@ -166,10 +168,10 @@ class Keeper:
         elif op == "push":
             self._take_copy(connection, message)
         else:
-            self._give(connection, message)
+            self._send_image(connection, message)
 
-    def _give(self, connection: socketserver.StreamRequestHandler, message: Message) -> None:
-        """A table, or bytes of an image; -1 bytes of one that is not there any more."""
+    def _send_image(self, connection: socketserver.StreamRequestHandler, message: Message) -> None:
+        """Send a table, or bytes of an image; answers nbytes -1 if the image no longer exists."""
         with self._lock:
             image = self._images.get(message["image"])
             descriptor = None if image is None else os.dup(image.descriptor)
@@ -190,7 +192,7 @@ class Keeper:
             os.close(descriptor)
 
     def _take_copy(self, connection: socketserver.StreamRequestHandler, message: Message) -> None:
-        """A copy of another node's image. It counts when all of it is here."""
+        """Receive a copy of another node's image, which becomes an image when all of it has arrived."""
         table = connection.rfile.read(message["table_nbytes"])
         nbytes, at = message["nbytes"], 0
         descriptor = os.memfd_create("zeroshard-copy", os.MFD_CLOEXEC)
@@ -209,7 +211,7 @@ class Keeper:
             self._count += 1
             name = f"copy-{self._count}"
             self._images[name] = Image(name, version, message["rank"], False, table, descriptor, nbytes)
-            self._forget_before((message["before"][0], message["before"][1]))
+            self._drop_images_before((message["before"][0], message["before"][1]))
         _write_line(connection, {"nbytes": nbytes})
 
 
