@@ -35,7 +35,7 @@ class _Node:
         os.environ.update({SOCKET_VARIABLE: str(self.gate.path), "LOCAL_RANK": "0"})
 
     def begin(self, number: int, addresses: list[tuple[str, int]]) -> Session:
-        """A round of the ranks of the process group, each on a node of its own; `addresses`: its memory servers first."""
+        """A round of the ranks of the process group, each on its own node; `addresses`: its memory servers first."""
         rank, size = dist.get_rank(), dist.get_world_size()
         nowhere = ("", 0)
         memory_servers = tuple(addresses)
