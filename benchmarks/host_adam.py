@@ -69,10 +69,10 @@ class Memory:
 
 def kernel_rows(name: str, kernel: HostKernel, memory: Memory) -> list[Contender]:
     scalars = adam_scalars({**ADAMW.defaults, "lr": RATE}, 10)
-    master, (first, second), out = memory.master, memory.moments, memory.out
+    master, moments, out = memory.master, memory.moments, memory.out
 
     def step(grad: torch.Tensor, written: torch.Tensor | None) -> Callable[[], object]:
-        return lambda: kernel.adam(scalars, master, grad, first, second, written)
+        return lambda: kernel.step(scalars, master, grad, moments, written)
 
     works = step(memory.grad, None), step(memory.grad, out), step(memory.half_grad, out)
     return [Contender(name, job, nbytes, work) for (job, nbytes), work in zip(JOBS.items(), works, strict=True)]

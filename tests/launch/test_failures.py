@@ -84,7 +84,7 @@ def test_a_rank_whose_status_the_agent_took_before_the_news_goes_before_those_th
             (directory / f"{process.pid}.{STARTED_FILE}").write_text(json.dumps(start._asdict()))
         first.wait()
         with RankWatch(directory, 2, lambda: None) as watch:
-            watch._hear_ends(signal.SIGCHLD, None)
+            watch._on_child_signal(signal.SIGCHLD, None)
             assert not watch.failed.is_set()
             other.send_signal(number)
             assert watch.failed.wait(20), "of the one that was ended, the news comes in time"
@@ -169,7 +169,7 @@ def test_threads_of_a_script_do_not_keep_a_rank_that_has_failed_for_good_but_a_s
         runner._THREADS_SECONDS = 0.3
         threading.Thread(target=lambda: time.sleep(2) or print("saved", flush=True), name="checkpoint one").start()
         threading.Thread(target=time.sleep, args=(1000,), name="forever").start()
-        runner._end_in_time(3)
+        runner._exit_within_limit(3)
         sys.exit(3)
         """,
     )

@@ -112,7 +112,7 @@ class _Ranks:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.membership = Membership(store, Node("host h", 2, "127.0.0.1", 0), limits, self)
         self.membership.enter()
-        self.membership.say(State(Kind.WAITING))
+        self.membership.set_state(State(Kind.WAITING))
         return self
 
     def serve_round(self, begun: Round, nodes: dict[int, Node]) -> int:
@@ -130,7 +130,7 @@ class _Ranks:
 
     def _out(self, number: int) -> None:
         assert self.membership is not None
-        self.membership.say(State(Kind.WAITING, number))
+        self.membership.set_state(State(Kind.WAITING, number))
 
     def over(self, status: int, why: str) -> None:
         self.ends.append((status, why))

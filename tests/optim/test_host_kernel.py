@@ -16,8 +16,7 @@ from zeroshard.optim.host import choose
 from zeroshard.optim.host.choose import host_kernel
 from zeroshard.optim.host.kernel import HostKernel, Squares
 from zeroshard.optim.host.native import NativeBackend, instruction_sets, load_library
-from zeroshard.optim.host.scalars import adagrad_scalars, adam_scalars, lion_scalars
-from zeroshard.optim.host.steps import Piece, host_step
+from zeroshard.optim.host.scalars import adagrad_scalars, adam_scalars, lion_scalars, scalars_of
 from zeroshard.optim.host.torch_twin import BLOCK, TorchTwin
 from zeroshard.optim.kernels.adam import adam_twin
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, SGD, Rule
@@ -43,16 +42,16 @@ def natives(threads: Sequence[int]) -> list[HostKernel]:
 
 def adam(decoupled: bool) -> Run:
     hyper = {**ADAMW.defaults, "weight_decay": 0.1, "decoupled": decoupled}
-    return lambda kernel, p, g, s, out: kernel.adam(adam_scalars(hyper, 7, 0.37), p, g, s[0], s[1], out)
+    return lambda kernel, p, g, s, out: kernel.step(adam_scalars(hyper, 7, 0.37), p, g, s, out)
 
 
 def lion(kernel: HostKernel, p: torch.Tensor, g: torch.Tensor, s: Tensors, out: torch.Tensor | None) -> None:
-    kernel.lion(lion_scalars({**LION.defaults, "weight_decay": 0.1}, 0.37), p, g, s[0], out)
+    kernel.step(lion_scalars({**LION.defaults, "weight_decay": 0.1}, 7, 0.37), p, g, s[:1], out)
 
 
 def adagrad(kernel: HostKernel, p: torch.Tensor, g: torch.Tensor, s: Tensors, out: torch.Tensor | None) -> None:
     hyper = {**ADAGRAD.defaults, "weight_decay": 0.1, "lr_decay": 0.1}
-    kernel.adagrad(adagrad_scalars(hyper, 7, 0.37), p, g, s[1], out)
+    kernel.step(adagrad_scalars(hyper, 7, 0.37), p, g, s[1:], out)
 
 
 RULES: dict[str, Run] = {"adamw": adam(True), "adam": adam(False), "lion": lion, "adagrad": adagrad}
@@ -147,7 +146,7 @@ def test_adam_agrees_with_the_device_kernels_twin_to_float32_rounding(rule: Rule
     hyper = {**rule.defaults, "weight_decay": 0.1}
     for step in (1, 2, 3):
         scalars = adam_scalars(hyper, step, 0.3)
-        kernel.adam(scalars, mine[0], grad, mine[1], mine[2], mine[3])
+        kernel.step(scalars, mine[0], grad, mine[1:3], mine[3])
         values = [scalars.coefficient, scalars.decay, scalars.step_size, scalars.correction, scalars.eps]
         rows = torch.tensor([[1.0, *values, scalars.one_beta1, scalars.beta2, scalars.one_beta2]])
         tiles = torch.tensor([[0, numel, 0]], dtype=torch.int32)
@@ -166,8 +165,8 @@ def test_adam_agrees_with_the_device_kernels_twin_to_float32_rounding(rule: Rule
 def test_a_rule_on_the_host_agrees_with_the_rule_to_float32_rounding(rule: Rule, kernel: HostKernel) -> None:
     numel = 5000
     torch.manual_seed(1)
-    step_of = host_step(rule)
-    assert step_of is not None
+    scalars = scalars_of(rule)
+    assert scalars is not None
     hyper = {**rule.defaults, "weight_decay": 0.1}
     mine, theirs = ([torch.randn(numel, generator=torch.Generator().manual_seed(2))] for _ in range(2))
     for tensors in (mine, theirs):
@@ -175,7 +174,7 @@ def test_a_rule_on_the_host_agrees_with_the_rule_to_float32_rounding(rule: Rule,
     param = torch.empty(numel, dtype=torch.bfloat16)
     for step in (1, 2, 3):
         grad = torch.randn(numel).bfloat16()
-        step_of(kernel, Piece(mine[0], param, grad, mine[1:]), hyper, step, 0.3)
+        kernel.step(scalars(hyper, step, 0.3), mine[0], grad, mine[1:], param)
         rule.update(theirs[0], grad.float().mul_(0.3), theirs[1:], hyper, step)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=2.0**-21, atol=1e-7)
@@ -183,7 +182,7 @@ def test_a_rule_on_the_host_agrees_with_the_rule_to_float32_rounding(rule: Rule,
 
 
 def test_a_rule_that_no_kernel_computes_is_left_to_itself() -> None:
-    assert host_step(SGD) is None
+    assert scalars_of(SGD) is None
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS)
@@ -205,7 +204,7 @@ def test_squares_are_summed_in_float64_whatever_the_threads(dtype: torch.dtype, 
 def test_nothing_is_a_step_too() -> None:
     empty = torch.empty(0)
     for kernel in (TWIN, host_kernel()):
-        kernel.adam(adam_scalars(ADAMW.defaults, 1), empty, empty, empty, empty, empty)
+        kernel.step(adam_scalars(ADAMW.defaults, 1), empty, empty, (empty, empty), empty)
         assert kernel.squares(empty) == Squares(0.0, None)
 
 
@@ -265,6 +264,6 @@ def test_what_a_kernel_can_not_take_is_refused_by_name() -> None:
         "master and out overlap|out and master overlap": {"out": good["master"]},
     }
     for message, change in wrong.items():
-        tensors = {**good, **change}
+        master, grad, first, second, out = {**good, **change}.values()
         with pytest.raises(UsageError, match=message):
-            kernel.adam(scalars, *(tensors[name] for name in good))
+            kernel.step(scalars, master, grad, (first, second), out)

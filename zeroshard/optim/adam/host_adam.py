@@ -157,7 +157,7 @@ class CPUAdam(UnshardedOptimizer):
         values = parameter.contiguous().view(-1)
         master, out = (state["master"].view(-1), values) if "master" in state else (values, None)
         first, second = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        self.kernel.adam(scalars, master, grad.contiguous().view(-1), first, second, out)
+        self.kernel.step(scalars, master, grad.contiguous().view(-1), (first, second), out)
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
         self._written[id(parameter)] = parameter._version

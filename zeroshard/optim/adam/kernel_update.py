@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from zeroshard.optim.host.choose import host_kernel
-from zeroshard.optim.host.scalars import adam_scalars
-from zeroshard.optim.host.steps import Piece, host_step
+from zeroshard.optim.host.scalars import adam_scalars, scalars_of
 from zeroshard.optim.kernels.adam import COLUMNS, adam_kernel
 from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region, Run
@@ -29,8 +28,8 @@ class KernelUpdate(FlatUpdate):
 
     def __init__(self, rule: Rule, regions: Sequence[Region], groups: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(rule, regions, groups)
-        self._step = host_step(rule)
-        self._kernel = None if self._step is None else host_kernel()
+        self._scalars = scalars_of(rule)
+        self._kernel = None if self._scalars is None else host_kernel()
         self._tiles: dict[int, torch.Tensor] = {}
         if rule in (ADAM, ADAMW) and find_spec("triton") is not None:
             for number, region in enumerate(regions):
@@ -65,10 +64,10 @@ class KernelUpdate(FlatUpdate):
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
     ) -> None:
         on_host = region.allocate is not None and region.master.dtype == torch.float32
-        if self._step is None or self._kernel is None or not on_host:
+        if self._scalars is None or self._kernel is None or not on_host:
             super()._update_run(region, state, run, hyper, coefficient)
             return
         cut = slice(run.start, run.end)
         param = None if region.param is None else region.param[cut]
-        piece = Piece(region.master[cut], param, region.grad()[cut], [kind[cut] for kind in state])
-        self._step(self._kernel, piece, hyper, run.step, coefficient)
+        scalars = self._scalars(hyper, run.step, coefficient)
+        self._kernel.step(scalars, region.master[cut], region.grad()[cut], [kind[cut] for kind in state], param)

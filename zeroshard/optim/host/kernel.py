@@ -12,7 +12,7 @@ processor has, and which is not faster since memory bandwidth is the limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from zeroshard.errors import UsageError
-from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
+from zeroshard.optim.host.scalars import Scalars
 
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 MOMENTS = (torch.float32, torch.bfloat16)
@@ -49,33 +49,12 @@ class Backend(Protocol):
         """Instruction set, or 'torch'."""
         ...
 
-    def adam(
+    def step(
         self,
-        scalars: AdamScalars,
+        scalars: Scalars,
         master: torch.Tensor,
         grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None: ...
-
-    def lion(
-        self,
-        scalars: LionScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None: ...
-
-    def adagrad(
-        self,
-        scalars: AdagradScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        total: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         threads: int,
     ) -> None: ...
@@ -102,50 +81,29 @@ class HostKernel:
     def __str__(self) -> str:
         return f"{self.backend.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({self.reason})"
 
-    def adam(
+    def step(
         self,
-        scalars: AdamScalars,
+        scalars: Scalars,
         master: torch.Tensor,
         grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None = None,
     ) -> None:
-        """Adam (arXiv:1412.6980) with coupled or decoupled decay (arXiv:1711.05101).
+        """One step of the rule of `scalars`.
+
+        Adam (arXiv:1412.6980) with coupled or decoupled decay (arXiv:1711.05101), Lion (arXiv:2302.06675, program 1) or
+        Adagrad (Duchi, Hazan and Singer 2011).
 
         Args:
             master: float32 (n,), updated.
             grad: bfloat16, float16 or float32 (n,).
-            exp_avg, exp_avg_sq: both float32 or both bfloat16 (n,), updated; rounded to nearest even.
+            state: `scalars.state`, all float32 or all bfloat16 (n,), updated; rounded to nearest even.
             out: bfloat16, float16 or float32 (n,), overwritten with the new master in that dtype; or None.
         """
-        checked = {"master": (master, MASTER), "grad": (grad, GRADIENTS), "exp_avg": (exp_avg, MOMENTS)}
-        if _check({**checked, "exp_avg_sq": (exp_avg_sq, (exp_avg.dtype,))}, out):
-            self.backend.adam(scalars, master, grad, exp_avg, exp_avg_sq, out, self.threads)
-
-    def lion(
-        self,
-        scalars: LionScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """Lion (arXiv:2302.06675, program 1); arguments as `adam`."""
-        if _check({"master": (master, MASTER), "grad": (grad, GRADIENTS), "exp_avg": (exp_avg, MOMENTS)}, out):
-            self.backend.lion(scalars, master, grad, exp_avg, out, self.threads)
-
-    def adagrad(
-        self,
-        scalars: AdagradScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        total: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """Adagrad (Duchi, Hazan and Singer 2011); `total` is its float32 or bfloat16 sum, the rest as in `adam`."""
-        if _check({"master": (master, MASTER), "grad": (grad, GRADIENTS), "sum": (total, MOMENTS)}, out):
-            self.backend.adagrad(scalars, master, grad, total, out, self.threads)
+        kinds = MOMENTS if state[0].dtype not in MOMENTS else (state[0].dtype,)
+        checked = {"master": (master, MASTER), "grad": (grad, GRADIENTS)}
+        if _check({**checked, **{name: (one, kinds) for name, one in zip(scalars.state, state, strict=True)}}, out):
+            self.backend.step(scalars, master, grad, state, out, self.threads)
 
     def squares(self, grad: torch.Tensor) -> Squares:
         """The sum of squares, in float64, of a bfloat16, float16 or float32 (n,) gradient, and its first bad element.

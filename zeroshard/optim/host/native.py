@@ -16,7 +16,7 @@ import torch
 from zeroshard.errors import UsageError
 from zeroshard.native_library import load_versioned
 from zeroshard.optim.host.kernel import Squares
-from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
+from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars, Scalars
 
 LIBRARY = Path(__file__).with_name("libzeroshard_host.so")
 VERSION = 2
@@ -26,7 +26,7 @@ SQUARES_BLOCK = 16_384
 
 _Scalars = ctypes.c_float * 9
 _DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-_ADAM, _LION, _ADAGRAD = range(3)
+_RULES: tuple[type[Scalars], ...] = (AdamScalars, LionScalars, AdagradScalars)
 _int32, _int64, _address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 
@@ -47,42 +47,33 @@ class NativeBackend:
         self._squares = library.zeroshard_host_squares
         self._stream = library.zeroshard_host_stream
 
-    def adam(
+    def step(
         self,
-        scalars: AdamScalars,
+        scalars: Scalars,
         master: torch.Tensor,
         grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         threads: int,
     ) -> None:
         """See HostKernel."""
-        self._run(_ADAM, scalars.values, master, grad, (exp_avg, exp_avg_sq), out, threads)
-
-    def lion(
-        self,
-        scalars: LionScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None:
-        """See HostKernel."""
-        self._run(_LION, scalars.values, master, grad, (exp_avg,), out, threads)
-
-    def adagrad(
-        self,
-        scalars: AdagradScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        total: torch.Tensor,
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None:
-        """See HostKernel."""
-        self._run(_ADAGRAD, scalars.values, master, grad, (total,), out, threads)
+        numbers = _Scalars(*scalars.values)
+        code = self._step(
+            self._number,
+            _RULES.index(type(scalars)),
+            threads,
+            master.numel(),
+            numbers,
+            master.data_ptr(),
+            grad.data_ptr(),
+            _DTYPES[grad.dtype],
+            state[0].data_ptr(),
+            state[1].data_ptr() if len(state) > 1 else None,
+            _DTYPES[state[0].dtype],
+            None if out is None else out.data_ptr(),
+            0 if out is None else _DTYPES[out.dtype],
+        )
+        assert code == 0, "the library refused what was checked"
 
     def squares(self, grad: torch.Tensor, threads: int) -> Squares:
         """See HostKernel."""
@@ -119,34 +110,6 @@ class NativeBackend:
         addresses = [None if a is None else a.data_ptr(), b.data_ptr(), c.data_ptr()]
         if self._stream(self._number, threads, b.numel(), *addresses, scale) != 0:
             raise UsageError("stream takes tensors that are aligned to 64 bytes and have a multiple of 32 elements")
-
-    def _run(
-        self,
-        rule: int,
-        scalars: Sequence[float],
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None:
-        numbers = _Scalars(*scalars)
-        code = self._step(
-            self._number,
-            rule,
-            threads,
-            master.numel(),
-            numbers,
-            master.data_ptr(),
-            grad.data_ptr(),
-            _DTYPES[grad.dtype],
-            state[0].data_ptr(),
-            state[1].data_ptr() if len(state) > 1 else None,
-            _DTYPES[state[0].dtype],
-            None if out is None else out.data_ptr(),
-            0 if out is None else _DTYPES[out.dtype],
-        )
-        assert code == 0, "the library refused what was checked"
 
 
 @cache

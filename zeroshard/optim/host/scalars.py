@@ -8,24 +8,43 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, Rule
 
 
 @dataclass(frozen=True)
-class AdamScalars:
+class Scalars:
+    """The numbers of one step of a rule, its fields in the order of `csrc/job.hpp`.
+
+    Attributes:
+        state: names of the rule's state tensors.
+        coefficient: factor of the gradient, which unscales, averages and clips it.
+        decay: if decoupled 1 - lr * weight_decay, a factor of the parameter; else weight_decay itself.
+    """
+
+    state: ClassVar[tuple[str, ...]]
+    coefficient: float
+    decay: float
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All fields in their order."""
+        return tuple(vars(self).values())
+
+
+@dataclass(frozen=True)
+class AdamScalars(Scalars):
     """One step of Adam or AdamW.
 
     Attributes:
-        coefficient: factor of the gradient, which unscales, averages and clips it.
-        decay: if decoupled 1 - lr * weight_decay, a factor of the parameter; else weight_decay itself.
         step_size: lr / (1 - beta1 ** step).
         correction: 1 / sqrt(1 - beta2 ** step), a factor of the root of the second moment.
     """
 
-    coefficient: float
-    decay: float
+    state = ("exp_avg", "exp_avg_sq")
     step_size: float
     correction: float
     eps: float
@@ -34,44 +53,26 @@ class AdamScalars:
     one_beta2: float
     decoupled: bool
 
-    @property
-    def values(self) -> tuple[float, ...]:
-        """In the order of `csrc/job.hpp`."""
-        moments = self.one_beta1, self.beta2, self.one_beta2
-        return (self.coefficient, self.decay, self.step_size, self.correction, self.eps, *moments, self.decoupled)
-
 
 @dataclass(frozen=True)
-class LionScalars:
-    """One step of Lion; `decay` is 1 - lr * weight_decay."""
+class LionScalars(Scalars):
+    """One step of Lion, whose decay is decoupled."""
 
-    coefficient: float
-    decay: float
+    state = ("exp_avg",)
     lr: float
     beta1: float
     one_beta1: float
     beta2: float
     one_beta2: float
 
-    @property
-    def values(self) -> tuple[float, ...]:
-        """In the order of `csrc/job.hpp`."""
-        return (self.coefficient, self.decay, self.lr, self.beta1, self.one_beta1, self.beta2, self.one_beta2)
-
 
 @dataclass(frozen=True)
-class AdagradScalars:
-    """One step of Adagrad; `rate` is lr / (1 + (step - 1) * lr_decay), `decay` is added to the gradient."""
+class AdagradScalars(Scalars):
+    """One step of Adagrad; `rate` is lr / (1 + (step - 1) * lr_decay), and the decay is coupled."""
 
-    coefficient: float
-    decay: float
+    state = ("sum",)
     rate: float
     eps: float
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """In the order of `csrc/job.hpp`."""
-        return (self.coefficient, self.decay, self.rate, self.eps)
 
 
 def adam_scalars(hyper: Mapping[str, Any], step: int, coefficient: float = 1.0) -> AdamScalars:
@@ -94,8 +95,8 @@ def adam_scalars(hyper: Mapping[str, Any], step: int, coefficient: float = 1.0) 
     )
 
 
-def lion_scalars(hyper: Mapping[str, Any], coefficient: float = 1.0) -> LionScalars:
-    """Lion's numbers from hyper-parameters by the names of `rules.LION`."""
+def lion_scalars(hyper: Mapping[str, Any], _step: int, coefficient: float = 1.0) -> LionScalars:
+    """Lion's numbers, which don't depend on the step, from hyper-parameters by the names of `rules.LION`."""
     (beta1, beta2), lr = hyper["betas"], float(hyper["lr"])
     decay = 1.0 - lr * hyper["weight_decay"]
     values = (coefficient, decay, lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2)
@@ -111,3 +112,12 @@ def adagrad_scalars(hyper: Mapping[str, Any], step: int, coefficient: float = 1.
 def single(value: float) -> float:
     """The float32 number nearest to `value`."""
     return ctypes.c_float(float(value)).value
+
+
+def scalars_of(rule: Rule) -> Callable[[Mapping[str, Any], int, float], Scalars] | None:
+    """What makes the scalars of a rule from (hyper-parameters, step counted from 1, coefficient of the gradient).
+
+    None if no host kernel computes the rule.
+    """
+    made = {ADAM.name: adam_scalars, ADAMW.name: adam_scalars, LION.name: lion_scalars, ADAGRAD.name: adagrad_scalars}
+    return made[rule.name] if rule in (ADAM, ADAMW, LION, ADAGRAD) else None

@@ -12,13 +12,13 @@ It moves the tensors between cache and registers about twenty times, the native 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from zeroshard.optim.host.kernel import Squares
-from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars
+from zeroshard.optim.host.scalars import AdagradScalars, AdamScalars, LionScalars, Scalars
 
 BLOCK = 1 << 16
 """Elements of a block: 256 KiB in float32."""
@@ -30,13 +30,12 @@ class TorchTwin:
     name = "torch"
 
     @torch.no_grad()
-    def adam(
+    def step(
         self,
-        scalars: AdamScalars,
+        scalars: Scalars,
         master: torch.Tensor,
         grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        state: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         threads: int,
     ) -> None:
@@ -44,65 +43,16 @@ class TorchTwin:
         buffers = _buffers(4, master.numel())
         for cut in _blocks(master.numel()):
             g, t, *room = (buffer[: cut.stop - cut.start] for buffer in buffers)
-            p, m, v = master[cut], _as_float32(exp_avg[cut], room[0]), _as_float32(exp_avg_sq[cut], room[1])
+            p, moments = master[cut], [_as_float32(kind[cut], one) for kind, one in zip(state, room, strict=False)]
             g.copy_(grad[cut]).mul_(scalars.coefficient)
-            if scalars.decoupled:
-                p.mul_(scalars.decay)
-            else:
-                g.add_(torch.mul(p, scalars.decay, out=t))
-            m.add_(torch.sub(g, m, out=t).mul_(scalars.one_beta1))
-            v.mul_(scalars.beta2).add_(g.mul_(g).mul_(scalars.one_beta2))
-            _root(v, g).mul_(scalars.correction).add_(scalars.eps)
-            p.sub_(torch.mul(m, scalars.step_size, out=t).div_(g))
-            _copy_back(m, exp_avg[cut])
-            _copy_back(v, exp_avg_sq[cut])
-            if out is not None:
-                out[cut].copy_(p)
-
-    @torch.no_grad()
-    def lion(
-        self,
-        scalars: LionScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None:
-        """See HostKernel."""
-        buffers = _buffers(4, master.numel())
-        for cut in _blocks(master.numel()):
-            g, t, u, room = (buffer[: cut.stop - cut.start] for buffer in buffers)
-            p, m = master[cut], _as_float32(exp_avg[cut], room)
-            g.copy_(grad[cut]).mul_(scalars.coefficient)
-            torch.mul(m, scalars.beta1, out=t).add_(torch.mul(g, scalars.one_beta1, out=u))
-            p.mul_(scalars.decay).sub_(torch.sign(t, out=t).mul_(scalars.lr))
-            m.mul_(scalars.beta2).add_(g.mul_(scalars.one_beta2))
-            _copy_back(m, exp_avg[cut])
-            if out is not None:
-                out[cut].copy_(p)
-
-    @torch.no_grad()
-    def adagrad(
-        self,
-        scalars: AdagradScalars,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        total: torch.Tensor,
-        out: torch.Tensor | None,
-        threads: int,
-    ) -> None:
-        """See HostKernel."""
-        buffers = _buffers(3, master.numel())
-        for cut in _blocks(master.numel()):
-            g, t, room = (buffer[: cut.stop - cut.start] for buffer in buffers)
-            p, s = master[cut], _as_float32(total[cut], room)
-            g.copy_(grad[cut]).mul_(scalars.coefficient)
-            g.add_(torch.mul(p, scalars.decay, out=t))
-            s.add_(torch.mul(g, g, out=t))
-            _root(s, t).add_(scalars.eps)
-            p.sub_(g.mul_(scalars.rate).div_(t))
-            _copy_back(s, total[cut])
+            if isinstance(scalars, AdamScalars):
+                _adam(scalars, p, g, moments[0], moments[1], t)
+            elif isinstance(scalars, LionScalars):
+                _lion(scalars, p, g, moments[0], t, room[1])
+            elif isinstance(scalars, AdagradScalars):
+                _adagrad(scalars, p, g, moments[0], t)
+            for kind, moment in zip(state, moments, strict=True):
+                _copy_back(moment, kind[cut])
             if out is not None:
                 out[cut].copy_(p)
 
@@ -115,6 +65,34 @@ class TorchTwin:
             if first_bad is None and not grad[cut].isfinite().all():
                 first_bad = cut.start + int(grad[cut].isfinite().logical_not_().nonzero()[0, 0])
         return Squares(total, first_bad)
+
+
+def _adam(
+    scalars: AdamScalars, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, t: torch.Tensor
+) -> None:
+    if scalars.decoupled:
+        p.mul_(scalars.decay)
+    else:
+        g.add_(torch.mul(p, scalars.decay, out=t))
+    m.add_(torch.sub(g, m, out=t).mul_(scalars.one_beta1))
+    v.mul_(scalars.beta2).add_(g.mul_(g).mul_(scalars.one_beta2))
+    _root(v, g).mul_(scalars.correction).add_(scalars.eps)
+    p.sub_(torch.mul(m, scalars.step_size, out=t).div_(g))
+
+
+def _lion(
+    scalars: LionScalars, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, t: torch.Tensor, u: torch.Tensor
+) -> None:
+    torch.mul(m, scalars.beta1, out=t).add_(torch.mul(g, scalars.one_beta1, out=u))
+    p.mul_(scalars.decay).sub_(torch.sign(t, out=t).mul_(scalars.lr))
+    m.mul_(scalars.beta2).add_(g.mul_(scalars.one_beta2))
+
+
+def _adagrad(scalars: AdagradScalars, p: torch.Tensor, g: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> None:
+    g.add_(torch.mul(p, scalars.decay, out=t))
+    s.add_(torch.mul(g, g, out=t))
+    _root(s, t).add_(scalars.eps)
+    p.sub_(g.mul_(scalars.rate).div_(t))
 
 
 def _blocks(numel: int) -> Iterator[slice]:
