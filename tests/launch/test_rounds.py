@@ -164,7 +164,7 @@ def test_nodes_agree_on_rounds_through_the_store_when_one_is_lost_and_others_com
     assert late.ends == [(2, "the job has its 3 nodes and 0 spares already")]
     for node in (*nodes[1:], new):
         assert node.membership is not None
-        node.membership.say(State(Kind.DONE, 2))
+        node.membership.set_state(State(Kind.DONE, 2))
     _until(lambda: all(node.ends == [(0, "")] for node in (*nodes[1:], new)))
     for thread in threading.enumerate():
         if thread.name.startswith("membership"):

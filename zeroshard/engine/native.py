@@ -48,7 +48,7 @@ from zeroshard.plan.plan import Plan
 from zeroshard.planner.predict.tiers import Offload as PlannedOffload
 from zeroshard.sharding.deferred.calls import suspended
 from zeroshard.sharding.dtensors import axes_of_model, mesh_with_model, refuse_unused
-from zeroshard.sharding.marks import mark_leaf
+from zeroshard.sharding.marks import set_z3_leaf_module
 from zeroshard.sharding.replaced import replace_in_optimizer
 from zeroshard.sharding.shared_memory import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
@@ -149,7 +149,7 @@ def shard(
         auto = AutoPlan() if isinstance(plan, str) else plan
         plan = _chosen(model, auto, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
     for path in tied:
-        mark_leaf(model.get_submodule(path))  # a unit of its own, with the same layout on each stage
+        set_z3_leaf_module(model.get_submodule(path), True)  # a unit of its own, with the same layout on each stage
     if place is not None:
         plan = stage_recipe(plan, ranks)
     made = make_plan(model, plan, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)

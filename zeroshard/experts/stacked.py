@@ -21,7 +21,7 @@ from zeroshard.errors import UsageError
 from zeroshard.experts.dispatch import attached, local_part, make_dispatch
 from zeroshard.experts.gating import Choice
 from zeroshard.sharding.dtensors import as_dtensor
-from zeroshard.sharding.marks import mark_leaf
+from zeroshard.sharding.marks import set_z3_leaf_module
 
 
 class StackedExperts(nn.Module):
@@ -46,7 +46,9 @@ class StackedExperts(nn.Module):
                 module._parameters[name] = stacks[id(parameter)]
         if not stacks:
             raise UsageError(f"experts of {type(expert).__name__}: it has no parameters, so all experts are the same")
-        mark_leaf(self)  # outside of blocks too, its parameters are gathered for its own forward, not for parts of it
+        set_z3_leaf_module(
+            self, True
+        )  # outside of blocks too, its parameters are gathered for its own forward, not for parts of it
 
     def forward(self, rows: torch.Tensor, choice: Choice) -> torch.Tensor:
         """What the experts that (tokens, width) chose make of them, weighted and summed for each token."""

@@ -33,7 +33,7 @@ from zeroshard.launch import report, runner
 from zeroshard.launch.binding import numa_options
 from zeroshard.launch.failures import KILL_SIGNALS, RankProcess, RankWatch
 from zeroshard.launch.job import ORDERED_FILE, Job
-from zeroshard.launch.logs import RankLogs, log_directory
+from zeroshard.launch.logs import RankLogs
 from zeroshard.launch.messages import SAVED, SAVING, say, send
 from zeroshard.launch.peers import Ending, EndKind, Peers
 
@@ -185,7 +185,7 @@ def _stopped(ranks: Ranks, watch: RankWatch) -> Ending:
 def _config(ranks: Ranks, watch: RankWatch) -> LaunchConfig:
     job = ranks.job
     alone = _may_use_any_port(job)
-    logs = log_directory(job.log_dir)
+    logs = None if job.log_dir is None else Path(job.log_dir).expanduser()
     return LaunchConfig(
         min_nodes=job.nnodes,
         max_nodes=job.nnodes,

@@ -130,8 +130,8 @@ def _wait(child: int, killed: SendSignal, job: str, control: Callable[[SendSigna
 
 def _reap_others(child: int) -> None:
     """Reap adopted orphans that have ended."""
-    for pid in _children(os.getpid()):
-        if pid != child:
+    for pid, parent, _ in _processes():
+        if parent == os.getpid() and pid != child:
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -166,10 +166,6 @@ def _remaining_processes(job: str) -> set[int]:
         if ours:
             found.add(pid)
     return found
-
-
-def _children(parent: int) -> list[int]:
-    return [pid for pid, theirs, _ in _processes() if theirs == parent]
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:

@@ -7,7 +7,6 @@ node of a file if two nodes share a file system.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +69,3 @@ class RankLogs(DefaultLogsSpecs):
         assert self._logs is not None
         restart = f".restart_{self._restart}" if self._restart else ""
         return self._logs / f"rank_{env['RANK']}{restart}.{kind}"
-
-
-def log_directory(given: str | None) -> Path | None:
-    return None if given is None else Path(os.path.expanduser(given))

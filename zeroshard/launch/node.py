@@ -55,7 +55,7 @@ def _await_end_of_input(send_signal: SendSignal, directory: str) -> None:
 def start(job: Job, directory: str) -> int:
     """Decide devices, ranks, threads and cores, and run the agent; in the guard's child, where torch is loaded."""
     from zeroshard.launch.binding import bind_ranks
-    from zeroshard.launch.elastic.node import run_elastic
+    from zeroshard.launch.elastic.node import ElasticNode
     from zeroshard.launch.restarts import Places, run_with_restarts
 
     if job.over_ssh or job.ends_with_input:
@@ -66,7 +66,8 @@ def start(job: Job, directory: str) -> int:
         choose_interface(job.master_addr, os.environ)
     if job.nodes is not None:
         ranks = resolve_nproc(job.nproc)
-        return run_elastic(job, ranks, Path(directory), _limits(job), lambda: bind_ranks(job, ranks, os.environ))
+        node = ElasticNode(job, ranks, Path(directory), _limits(job))
+        return node.run(lambda: bind_ranks(job, ranks, os.environ))
     places = Places.of_this_node(resolve_nproc(job.nproc), gpu_count())
     return run_with_restarts(job, Path(directory), places, lambda ranks: bind_ranks(job, ranks, os.environ))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import SavedState, Scalar, StatePart
-from zeroshard.optim.update_context import UpdateContext, flags_of, renumbered
+from zeroshard.optim.update_context import UpdateContext
 from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
 from zeroshard.tiers import RowPart
 
@@ -33,10 +33,16 @@ class Part(Generic[Update]):
     flags: Sequence[int]
 
 
-def context_of_part(context: UpdateContext, members: Sequence[int]) -> tuple[UpdateContext, list[int]]:
-    """The context with some of its regions only, whose flags count from 0, and their flags before."""
-    chosen = [context.regions[number] for number in members]
-    return replace(context, regions=renumbered(chosen)), flags_of(chosen)
+def part_of(
+    name: str, context: UpdateContext, members: Sequence[int], make: Callable[[UpdateContext], Update]
+) -> Part[Update]:
+    """A part with some of the context's regions; `make` gets a context of these alone, whose flags count from 0."""
+    flags: list[int] = []
+    regions: list[Region] = []
+    for region in (context.regions[number] for number in members):
+        regions.append(replace(region, first_flag=len(flags)))
+        flags += range(region.first_flag, region.first_flag + len(region.layout.segments))
+    return Part(name, make(replace(context, regions=regions)), members, flags)
 
 
 class _Parts(SavedState, Generic[Update]):

@@ -6,7 +6,7 @@ Element-wise rules need the regions only. Updates that need whole parameters (a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -44,18 +44,3 @@ class UpdateContext:
     def divided(self) -> bool:
         """Whether any region is one rank's shard."""
         return any(region.divided for region in self.regions)
-
-
-def flags_of(regions: Sequence[Region]) -> list[int]:
-    """Positions of the regions' parameters among all trainable parameters."""
-    return [region.first_flag + index for region in regions for index in range(len(region.layout.segments))]
-
-
-def renumbered(regions: Sequence[Region]) -> list[Region]:
-    """Copies of the regions whose flags count from 0; `flags_of` returns the flags before."""
-    found: list[Region] = []
-    first = 0
-    for region in regions:
-        found.append(replace(region, first_flag=first))
-        first += len(region.layout.segments)
-    return found

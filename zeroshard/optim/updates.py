@@ -135,17 +135,38 @@ class HostDriven(SavedState):
         return self._inner.open_part(region, index, dtypes, scalars)
 
 
-class FlatUpdate(FlatState):
-    """A rule on flat regions, with one flat state tensor per region and name.
+class RuleState(FlatState):
+    """The state of a rule: one row per region and name."""
+
+    def __init__(self, rule: Rule, regions: Sequence[Region]) -> None:
+        self._rule = rule
+        self.regions = regions
+        self._state = [[region.new_state() for _ in rule.state] for region in regions]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state that is in memory, by number of the region and name."""
+        return {
+            f"{index}.{name}": row.values
+            for index, (_, state) in enumerate(self.flat_states())
+            for name, row in state.items()
+            if row.values is not None
+        }
+
+    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
+        """See FlatState."""
+        named = [dict(zip(self._rule.state, state, strict=True)) for state in self._state]
+        return list(zip(self.regions, named, strict=True))
+
+
+class FlatUpdate(RuleState):
+    """A rule on flat regions.
 
     Args:
         groups: hyper-parameters of each optimizer group, for rules whose state does not start from 0.
     """
 
     def __init__(self, rule: Rule, regions: Sequence[Region], groups: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._rule = rule
-        self.regions = regions
-        self._state = [[region.new_state() for _ in rule.state] for region in regions]
+        super().__init__(rule, regions)
         self._windows = Windows(regions, self._state)
         self._groups = groups
         if rule.initial is not None:
@@ -212,19 +233,6 @@ class FlatUpdate(FlatState):
             self._rule.update(values, scaled(region.grad()[cut], coefficient), moments, hyper, run.step)
             for tensor, value in zip(kept, (values, *moments), strict=True):
                 tensor.copy_(value)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{index}.{name}": row.values
-            for index, rows in enumerate(self._state)
-            for name, row in zip(self._rule.state, rows, strict=True)
-            if row.values is not None
-        }
-
-    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
-        """See FlatState."""
-        named = [dict(zip(self._rule.state, state, strict=True)) for state in self._state]
-        return list(zip(self.regions, named, strict=True))
 
     def step_counts(self) -> Sequence[Sequence[float]]:
         """See FlatState."""

@@ -28,7 +28,7 @@ from zeroshard.pipeline.captured import reachable_parameters
 from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec, TiedModule
 from zeroshard.pipeline.partition import partition, weights_of
 from zeroshard.pipeline.topology import PIPE, PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from zeroshard.sharding.marks import mark_leaf
+from zeroshard.sharding.marks import set_z3_leaf_module
 
 Layer = Callable[..., Any]
 Placement = Literal["loop", "v"]
@@ -96,7 +96,7 @@ class PipelineModule(nn.Module):
         self._calls = [[self._build(number, specs[number]) for number in self._numbers(part)] for part in self.own]
         for member in [*self.children(), *self.tied_modules.values()]:
             if member is not self.tied_modules:
-                mark_leaf(member)  # each layer is gathered as a whole, and by itself
+                set_z3_leaf_module(member, True)  # each layer is gathered as a whole, and by itself
 
     @property
     def total_parts(self) -> int:

@@ -118,28 +118,18 @@ def run_checkpointed(
     """Call `forward` under torch's checkpoint with `options`; `on_host` keeps its inputs in host memory."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    with HostSaves() if on_host else nullcontext():
+    with saved_tensors_hooks(_to_host, _to_device) if on_host else nullcontext():
         return checkpoint(forward, *args, **options, **kwargs)
 
 
-class HostSaves(saved_tensors_hooks):
-    """A context in which tensors that autograd saves are copied to host memory, and back in the backward.
-
-    Owns the host copies. Hazards: the copy may still read a tensor when compute has freed it, so the allocator is told
-    of the copy's stream; the backward waits for the end of the copy before it reads.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_to_host, _to_device)
-
-
 _Saved = torch.Tensor | tuple[torch.Tensor, torch.device, torch.cuda.Event]
+"""A tensor that autograd saves: itself, or its host copy, its device, and when the copy is complete."""
 
 
 def _to_host(tensor: torch.Tensor) -> _Saved:
     if tensor.device.type != "cuda" or isinstance(tensor, nn.Parameter):
         return tensor
-    compute, copies = torch.cuda.current_stream(tensor.device), _copies(tensor.device)
+    compute, copies = torch.cuda.current_stream(tensor.device), torch.cuda.Stream(tensor.device)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copies.wait_stream(compute)  # read after write: compute must have written the tensor
     with torch.cuda.stream(copies):
@@ -156,8 +146,3 @@ def _to_device(saved: _Saved) -> torch.Tensor:
     host, device, done = saved
     torch.cuda.current_stream(device).wait_event(done)  # read after write: the copy to the host must have finished
     return host.to(device, non_blocking=True)
-
-
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    """A stream of torch's pool; all blocks share these few streams."""
-    return torch.cuda.Stream(device)

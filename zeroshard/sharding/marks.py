@@ -20,23 +20,6 @@ _LEAF = "_zeroshard_leaf"
 _EXTERNAL = "_zeroshard_external"
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether the module was marked to be gathered as a whole."""
-    need_kind(module, nn.Module, "leaf modules", "an nn.Module")
-    return module.__dict__.get(_LEAF, False)
-
-
-def mark_leaf(module: nn.Module, flag: bool = True) -> None:
-    """Set the mark of the module, or with `flag` False remove it. Raises UsageError for a sharded module."""
-    need_kind(module, nn.Module, "leaf modules", "an nn.Module")
-    if any(PARAMETER_OF in vars(parameter) for parameter in module.parameters()):
-        raise UsageError(
-            f"leaf modules: this {type(module).__name__} is sharded already, its units can't change; mark it before "
-            "shard() or initialize()"
-        )
-    module.__dict__[_LEAF] = flag
-
-
 def external_parameters(module: nn.Module) -> Sequence[torch.Tensor]:
     """Parameters of other modules that the module's forward reads."""
     return tuple(module.__dict__.get(_EXTERNAL, ()))
@@ -61,19 +44,29 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
     Call this before shard() or initialize(). A module inside a unit that is found anyway, such as a decoder block, is
     gathered with that unit and needs no mark.
+
+    Raises:
+        UsageError: the module is sharded already, or is no module.
     """
-    mark_leaf(model, flag)
+    need_kind(model, nn.Module, "leaf modules", "an nn.Module")
+    if any(PARAMETER_OF in vars(parameter) for parameter in model.parameters()):
+        raise UsageError(
+            f"leaf modules: this {type(model).__name__} is sharded already, its units can't change; mark it before "
+            "shard() or initialize()"
+        )
+    model.__dict__[_LEAF] = flag
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether the module is marked."""
-    return is_leaf(model)
+    """Whether the module was marked to be gathered as a whole."""
+    need_kind(model, nn.Module, "leaf modules", "an nn.Module")
+    return model.__dict__.get(_LEAF, False)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The marked modules of a model."""
     need_kind(model, nn.Module, "leaf modules", "an nn.Module")
-    return [module for module in model.modules() if is_leaf(module)]
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_modules(
@@ -162,5 +155,5 @@ def _mark(found: list[nn.Module], missing: list[str], flag: bool, strict: bool) 
             "raise_if_not_found=False"
         )
     for module in found:
-        mark_leaf(module, flag)
+        set_z3_leaf_module(module, flag)
     return found, missing

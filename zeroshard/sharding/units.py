@@ -24,7 +24,7 @@ from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
 from zeroshard.sharding.cut import Cut
 from zeroshard.sharding.dtensors import cut_of
-from zeroshard.sharding.marks import external_parameters, is_leaf
+from zeroshard.sharding.marks import external_parameters, z3_leaf_module
 from zeroshard.sharding.opaque import can_be_unit, is_opaque, takes_hooks
 from zeroshard.sharding.resting import whole_class
 from zeroshard.sharding.unowned import whole_numel, whole_shape
@@ -151,7 +151,7 @@ def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
 
 
 def _find_names(model: nn.Module) -> tuple[str, ...]:
-    return () if is_leaf(model) or is_opaque(model) else tuple(_unit_paths(model, ""))
+    return () if z3_leaf_module(model) or is_opaque(model) else tuple(_unit_paths(model, ""))
 
 
 def _unit_paths(module: nn.Module, path: str) -> Iterator[str]:
@@ -159,9 +159,9 @@ def _unit_paths(module: nn.Module, path: str) -> Iterator[str]:
     repeated = _repeated_children(module)
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if is_leaf(child) and isinstance(child, LISTS):
+        if z3_leaf_module(child) and isinstance(child, LISTS):
             continue  # a list has no forward, so it is gathered with the module that holds it
-        if can_be_unit(child) and (name in repeated or is_leaf(child) or _is_large(child)):
+        if can_be_unit(child) and (name in repeated or z3_leaf_module(child) or _is_large(child)):
             yield child_path
         elif not is_opaque(child):
             yield from _unit_paths(child, child_path)

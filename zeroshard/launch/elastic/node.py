@@ -285,8 +285,3 @@ def _stopped(watch: RankWatch) -> list[int]:
             if state in "Tt":
                 found.append(process.pid)
     return found
-
-
-def run_elastic(job: Job, ranks: int, directory: Path, limits: Limits, prepare: Callable[[], str]) -> int:
-    """Run this node's part of an elastic job; returns the exit status. Arguments as of `ElasticNode.run`."""
-    return ElasticNode(job, ranks, directory, limits).run(prepare)

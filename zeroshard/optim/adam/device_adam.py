@@ -15,9 +15,8 @@ from zeroshard.optim.kernels.adam import adam_kernel, adam_twin
 from zeroshard.optim.kernels.tiles import tile_table
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import Rule
-from zeroshard.optim.saved_state import FlatState
-from zeroshard.optim.updates import refuse_unsupported
-from zeroshard.tiers import Row, values_of
+from zeroshard.optim.updates import RuleState, refuse_unsupported
+from zeroshard.tiers import values_of
 
 HYPER = 8
 """Hyper-parameters per optimizer group in the table on the device."""
@@ -31,7 +30,7 @@ def _hyper(group: Mapping[str, Any]) -> tuple[float, ...]:
     return lr, beta1, beta2, corrected, shrink, float(group["eps"]), 1.0 - beta1, 1.0 - beta2
 
 
-class DeviceAdam(FlatState):
+class DeviceAdam(RuleState):
     """The update of all regions of this rank.
 
     Args:
@@ -40,10 +39,8 @@ class DeviceAdam(FlatState):
     """
 
     def __init__(self, rule: Rule, regions: Sequence[Region], device: torch.device) -> None:
-        self.regions = regions
-        self._rule = rule
+        super().__init__(rule, regions)
         self._run = adam_kernel if device.type == "cuda" else adam_twin
-        self._state = [tuple(region.new_state() for _ in rule.state) for region in regions]
         self._moments = [
             None if region.allocate else [values_of(row) for row in rows]
             for region, rows in zip(regions, self._state, strict=True)
@@ -110,18 +107,7 @@ class DeviceAdam(FlatState):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments, by the same names as in FlatUpdate, and the number of updates of each segment."""
-        moments = {
-            f"{index}.{name}": row.values
-            for index, pair in enumerate(self._state)
-            for name, row in zip(self._rule.state, pair, strict=True)
-            if row.values is not None
-        }
-        return {**moments, "steps": self._steps}
-
-    def flat_states(self) -> list[tuple[Region, dict[str, Row]]]:
-        """See FlatState."""
-        named = [dict(zip(self._rule.state, pair, strict=True)) for pair in self._state]
-        return list(zip(self.regions, named, strict=True))
+        return {**super().tensors(), "steps": self._steps}
 
     def step_counts(self) -> list[list[float]]:
         """See FlatState."""

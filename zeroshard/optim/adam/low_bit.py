@@ -22,7 +22,7 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.optim.adam.blocks import BlockedState, require_torchao
-from zeroshard.optim.parts import HostParts, Part, context_of_part
+from zeroshard.optim.parts import HostParts, part_of
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.saved_state import STEP, SavedState, Scalar, StatePart, piece_of
@@ -101,12 +101,10 @@ def _update(context: UpdateContext, name: str, rule: Rule, blocks: Blocks, group
     for number, region in enumerate(context.regions):
         _check_region(region, name, blocks)
         (blocked if region.blocks is not None else plain).append(number)
-    blocked_context, blocked_flags = context_of_part(context, blocked)
-    plain_context, plain_flags = context_of_part(context, plain)
     return HostParts(
         [
-            Part[UpdateMethod]("blocked", BlockedUpdate(name, rule, blocked_context.regions), blocked, blocked_flags),
-            Part[UpdateMethod]("plain", FlatUpdate(rule, plain_context.regions, groups), plain, plain_flags),
+            part_of("blocked", context, blocked, lambda part: BlockedUpdate(name, rule, part.regions)),
+            part_of("plain", context, plain, lambda part: FlatUpdate(rule, part.regions, groups)),
         ]
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +12,7 @@ from zeroshard.errors import PlanError
 from zeroshard.optim.adam.device_adam import DeviceAdam
 from zeroshard.optim.muon.newton_schulz import COEFFICIENTS, check_method
 from zeroshard.optim.muon.update import MatrixUpdate
-from zeroshard.optim.parts import DeviceParts, HostParts, Part, context_of_part
+from zeroshard.optim.parts import DeviceParts, HostParts, part_of
 from zeroshard.optim.rules import ADAMW, check_common
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.update_context import UpdateContext
@@ -123,19 +122,8 @@ def _check_matrices(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Kinds:
-    """The context's regions, divided into those of matrices and others; numbers and flags are those of all regions."""
-
-    matrices: list[int]
-    others: list[int]
-    matrix_context: UpdateContext
-    other_context: UpdateContext
-    matrix_flags: list[int]
-    other_flags: list[int]
-
-
-def _kinds(context: UpdateContext, groups: ParamGroups) -> _Kinds:
+def _divided(context: UpdateContext, groups: ParamGroups) -> tuple[list[int], list[int]]:
+    """The numbers of the context's regions of matrices, and of the others."""
     matrices: list[int] = []
     others: list[int] = []
     for number, region in enumerate(context.regions):
@@ -146,36 +134,26 @@ def _kinds(context: UpdateContext, groups: ParamGroups) -> _Kinds:
                 "in Recipe(matrices=...), or let zeroshard make the plan"
             )
         (matrices if kinds == {True} else others).append(number)
-    matrix_context, matrix_flags = context_of_part(context, matrices)
-    other_context, other_flags = context_of_part(context, others)
-    return _Kinds(matrices, others, matrix_context, other_context, matrix_flags, other_flags)
+    return matrices, others
 
 
 def _host_update(context: UpdateContext, groups: ParamGroups) -> UpdateMethod:
-    kinds = _kinds(context, groups)
-    matrices, others = (
-        HostDriven(MatrixUpdate(kinds.matrix_context), context.device),
-        FlatUpdate(ADAMW, kinds.other_context.regions),
-    )
+    matrices, others = _divided(context, groups)
     return HostParts(
         [
-            Part[UpdateMethod]("matrices", matrices, kinds.matrices, kinds.matrix_flags),
-            Part[UpdateMethod]("others", others, kinds.others, kinds.other_flags),
+            part_of("matrices", context, matrices, lambda part: HostDriven(MatrixUpdate(part), part.device)),
+            part_of("others", context, others, lambda part: FlatUpdate(ADAMW, part.regions)),
         ]
     )
 
 
 def device_update(context: UpdateContext, groups: ParamGroups) -> DeviceUpdate:
     """The update without host decisions: Muon for matrices, and Adam for other parameters."""
-    kinds = _kinds(context, groups)
-    matrices, others = (
-        MatrixUpdate(kinds.matrix_context),
-        DeviceAdam(ADAMW, kinds.other_context.regions, context.device),
-    )
+    matrices, others = _divided(context, groups)
     return DeviceParts(
         [
-            Part[DeviceUpdate]("matrices", matrices, kinds.matrices, kinds.matrix_flags),
-            Part[DeviceUpdate]("others", others, kinds.others, kinds.other_flags),
+            part_of("matrices", context, matrices, MatrixUpdate),
+            part_of("others", context, others, lambda part: DeviceAdam(ADAMW, part.regions, part.device)),
         ],
         context.regions,
         context.device,

@@ -1,4 +1,4 @@
-"""What 1-bit Adam and 1-bit Lamb share: a warm-up with averaged gradients, then the momentum is averaged in one bit.
+"""1-bit Adam: a warm-up with averaged gradients, then the momentum is averaged in one bit; the base of the others.
 
     warm-up (freeze_step steps)   averaged gradients -> momentum and second moment of my shard -> update
     at its end                    the whole momentum is gathered once; the second moment is frozen
@@ -10,7 +10,6 @@ moments are sharded. Tang et al. 2021 (arXiv:2102.02888, algorithm 1).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,13 @@ from zeroshard.optim.update_context import UpdateContext
 from zeroshard.tiers import Row, RowInPlace
 
 Groups = Sequence[Mapping[str, Any]]
+DEFAULTS: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "eps_inside_sqrt": False,
+    "weight_decay": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class ActivePieces:
 
 
 class OneBitUpdate(FlatState):
-    """The update of this rank's regions.
+    """1-bit Adam's update of this rank's regions.
 
     Args:
         freeze_step: steps of the warm-up.
@@ -98,13 +104,13 @@ class OneBitUpdate(FlatState):
                 hyper = groups[piece.group]
                 self._write(self.regions[number], piece, self._direction(number, piece, hyper), float(hyper["lr"]))
 
-    @abstractmethod
     def _step_frozen(self, updated: ActivePieces, groups: Groups, before: Sequence[torch.Tensor]) -> None:
         """Update parameters after the warm-up; the momentum has been averaged.
 
         Args:
             before: per region, the momentum of this rank's shard before the step; empty unless `_needs_before`.
         """
+        self._step_warmup(updated, groups)
 
     def _end_warmup(self) -> None:
         self._gather_momentum()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.optim.onebit import base
 from zeroshard.optim.onebit.base import ActivePieces, Groups, OneBitUpdate
 from zeroshard.optim.regions import Region
 from zeroshard.optim.segments import Piece
@@ -24,11 +25,7 @@ from zeroshard.tiers import Row, RowInPlace
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 DEFAULTS: Mapping[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "eps_inside_sqrt": False,
-    "weight_decay": 0.0,
+    **base.DEFAULTS,
     "max_coeff": 10.0,
     "min_coeff": 0.01,
     "coeff_beta": 0.9,

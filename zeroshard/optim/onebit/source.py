@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import PlanError
-from zeroshard.optim.onebit import adam, lamb
-from zeroshard.optim.onebit.adam import OneBitAdamUpdate
+from zeroshard.optim.onebit import base, lamb
 from zeroshard.optim.onebit.base import OneBitUpdate
 from zeroshard.optim.onebit.lamb import OneBitLambUpdate
 from zeroshard.optim.onebit.zero_one import Policy, ZeroOneAdamUpdate
@@ -31,7 +30,7 @@ class _Kind:
 
 
 _KINDS = {
-    "OneBitAdam": _Kind(adam.DEFAULTS, OneBitAdamUpdate),
+    "OneBitAdam": _Kind(base.DEFAULTS, OneBitUpdate),
     "OneBitLamb": _Kind(lamb.DEFAULTS, OneBitLambUpdate, sums=2, maxima=1, fresh=1),
 }
 
@@ -77,13 +76,13 @@ def zero_one_source(
     groups: ParamGroups, defaults: Mapping[str, Any], policy: Policy, client: torch.optim.Optimizer | None = None
 ) -> Source:
     """A source of 0/1 Adam over `groups`. Raises PlanError for hyper-parameters out of range."""
-    _check_groups(groups, {**adam.DEFAULTS, **defaults})
+    _check_groups(groups, {**base.DEFAULTS, **defaults})
 
     def make(context: UpdateContext) -> OneBitUpdate:
         return ZeroOneAdamUpdate(context, policy)
 
     moments = 3 if policy.local_step_clipper > 1 else 1
-    return Source("ZeroOneAdam", groups, {**adam.DEFAULTS, **defaults}, moments, make, compressed=make, client=client)
+    return Source("ZeroOneAdam", groups, {**base.DEFAULTS, **defaults}, moments, make, compressed=make, client=client)
 
 
 def _check_groups(groups: ParamGroups, defaults: Mapping[str, Any]) -> None:

@@ -186,9 +186,6 @@ class ZeroOneAdamUpdate(OneBitUpdate):
             for region in self.regions
         ]
 
-    def _step_frozen(self, updated: ActivePieces, groups: Groups, before: Sequence[torch.Tensor]) -> None:
-        raise AssertionError("late steps are taken by _step_after_freeze")
-
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._named()
         for number, (total, anchor) in enumerate(zip(self._sums, self._anchors, strict=True)):

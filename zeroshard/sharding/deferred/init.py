@@ -293,7 +293,9 @@ def _record_resets(model: nn.Module) -> None:
         if any(tensor.is_meta for _, tensor in _direct(module, name))
     ]
     without_reset = [
-        f"{name or 'the root'} ({type(module).__name__})" for name, module in owners if not _resets(module)
+        f"{name or 'the root'} ({type(module).__name__})"
+        for name, module in owners
+        if not isinstance(module, Resettable)
     ]
     if without_reset:
         raise UsageError(
@@ -311,10 +313,6 @@ def _record_resets(model: nn.Module) -> None:
         for _, module in owners:
             if isinstance(module, Resettable):
                 module.reset_parameters()
-
-
-def _resets(module: nn.Module) -> bool:
-    return isinstance(module, Resettable)
 
 
 def _refuse_scripted(model: nn.Module) -> None:
