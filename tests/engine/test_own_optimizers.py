@@ -50,7 +50,7 @@ from zeroshard.optim.muon.newton_schulz import orthogonalize
 from zeroshard.optim.muon.source import device_update
 from zeroshard.optim.muon.update import MatrixUpdate
 from zeroshard.optim.optimizer import ShardedOptimizer
-from zeroshard.optim.parts import context_of_part
+from zeroshard.optim.parts import part_of
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
@@ -242,7 +242,7 @@ def _exchange(model: nn.Module, groups: list[dict[str, Any]]) -> MatrixUpdate:
     """A second update over the same regions, to look at its buffers."""
     context = make_update_context(handle_of(model), groups)
     matrices = [n for n, r in enumerate(context.regions) if any(g >= 0 and groups[g]["use_muon"] for g in r.hyper)]
-    return MatrixUpdate(context_of_part(context, matrices)[0])
+    return part_of("matrices", context, matrices, MatrixUpdate).update
 
 
 def _matrix_bytes(plan: Plan) -> list[int]:

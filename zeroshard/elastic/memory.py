@@ -151,7 +151,7 @@ class MemoryClient:
         while done < nbytes:
             count = self._stream.readinto(out[done:])  # pyright: ignore[reportAttributeAccessIssue]  (a BufferedReader)
             if not count:
-                raise OSError("the memory_server has closed amid an answer")
+                raise OSError("the memory server has closed during an answer")
             done += count
 
     def push(self, slot: Slot, version: Version, rank: int, table: bytes, before: Version) -> None:
@@ -171,7 +171,7 @@ class MemoryClient:
         while at < nbytes:
             at += os.sendfile(self._socket.fileno(), slot.descriptor, at, nbytes - at)
         if not self._stream.readline():
-            raise OSError("the memory_server has closed amid a copy")
+            raise OSError("the memory server has closed during a copy")
 
     def close(self) -> None:
         self._stream.close()
@@ -181,11 +181,11 @@ class MemoryClient:
         self._socket.sendall(json.dumps({**message, "token": self._token}).encode() + b"\n")
         line = self._stream.readline()
         if not line:
-            raise OSError("the memory_server has closed the connection")
+            raise OSError("the memory server has closed the connection")
         return json.loads(line)
 
     def _exactly(self, nbytes: int) -> bytes:
         data = self._stream.read(nbytes)
         if len(data) != nbytes:
-            raise OSError("the memory_server has closed amid an answer")
+            raise OSError("the memory server has closed during an answer")
         return data

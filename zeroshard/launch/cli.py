@@ -136,7 +136,7 @@ def run(
 
 @app.command()
 def rendezvous(port: o.RendezvousPort = 29500, once: o.Once = False) -> None:
-    """Serve the place where the nodes of an elastic job meet, until it is ended: on a host that outlives the nodes."""
+    """Serve the store of an elastic job until it is ended, on a host that outlives the job's nodes."""
     from zeroshard.launch.elastic.serve import serve
 
     raise typer.Exit(serve(port, once=once))

@@ -137,7 +137,7 @@ def _elastic(job: Job, options: HostOptions, given: NodePlace) -> Job:
     in_environment = place_in_environment(options.rendezvous, os.environ)
     address = given.master_addr or in_environment.master_addr
     if address is None:
-        raise UsageError("--nodes MIN:MAX: give the address at which the nodes meet as --master-addr")
+        raise UsageError("--nodes MIN:MAX: give the address of the job's store as --master-addr")
     port = given.master_port or in_environment.master_port or DEFAULT_PORT
     return replace(job, nproc=given.nproc or in_environment.nproc or "auto", master_addr=address, master_port=port)
 

@@ -322,7 +322,7 @@ class TorchUpdate(SavedState):
                     where = region.layout.segments[index].name
                     raise CheckpointError(
                         f"optimizer state {name!r} of {where!r} is {_described(value)}: neither one number per element "
-                        "of the parameter nor a single number, so it can't be divided anew, and can't be saved"
+                        "of the parameter nor a single number, so it can't be resharded, and can't be saved"
                     )
             if elements or scalars:
                 parts = {name: RowPart.of(value) for name, value in elements.items()}

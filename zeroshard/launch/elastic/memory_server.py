@@ -201,7 +201,7 @@ class MemoryServer:
             while at < nbytes:
                 data = connection.rfile.read(min(_CHUNK, nbytes - at))
                 if not data:
-                    raise OSError("the other end has closed amid a copy")
+                    raise OSError("the other end has closed during a copy")
                 at += os.pwrite(descriptor, data, at)
         except OSError:
             os.close(descriptor)

@@ -116,7 +116,7 @@ class ElasticNode:
                 say(f"zeroshard: the ranks of this node have ended {without_progress} times without a step: giving up")
                 membership.leave("its ranks failed again and again")
                 return outcome.status or 1
-            self._ranks_died, self._why = True, "a rank has failed" if outcome.failed else "its ranks start anew"
+            self._ranks_died, self._why = True, "a rank has failed" if outcome.failed else "its ranks start again"
             membership.set_state(State(Kind.DOWN, number, self._why, True))
             say(f"zeroshard: starting the ranks of this node again (start {start + 1})")
 
@@ -228,8 +228,10 @@ class ElasticNode:
             self._gate.tell(event)
             listening = self._gate.listening()
             at_gate = self._gate.waiting()
-            hears = listening if event["event"] == "regroup" else {local for local, stays in listening.items() if stays}
-            if any(local not in hears and local not in at_gate for local in range(self._ranks)):
+            informed = (
+                listening if event["event"] == "regroup" else {local for local, stays in listening.items() if stays}
+            )
+            if any(local not in informed and local not in at_gate for local in range(self._ranks)):
                 self._end_ranks()
                 return
         threading.Thread(target=self._end_late_ranks, args=(event["round"],), name="late-ranks", daemon=True).start()
