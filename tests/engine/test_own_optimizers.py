@@ -241,7 +241,7 @@ def _planned(rank: int, world: int) -> list[int]:
 def _exchange(model: nn.Module, groups: list[dict[str, Any]]) -> MatrixUpdate:
     """A second update over the same regions, to look at its buffers."""
     context = make_update_context(handle_of(model), groups)
-    matrices = [n for n, r in enumerate(context.regions) if any(g >= 0 and groups[g]["use_muon"] for g in r.hyper)]
+    matrices = [n for n, r in enumerate(context.regions) if any(g >= 0 and groups[g]["use_muon"] for g in r.groups)]
     return part_of("matrices", context, matrices, MatrixUpdate).update
 
 

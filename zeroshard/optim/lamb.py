@@ -170,7 +170,7 @@ class LambUpdate(FlatState):
     def step_counts(self) -> list[list[float]]:
         """See FlatState."""
         counts = self._flags.steps.tolist()
-        return [counts[region.first_flag : region.first_flag + len(region.hyper)] for region in self.regions]
+        return [counts[region.first_flag : region.first_flag + len(region.groups)] for region in self.regions]
 
     def set_step(self, region: int, index: int, count: float) -> None:
         """See FlatState."""

@@ -23,13 +23,13 @@ class Run:
     """Elements [start, end) of a region that are updated together.
 
     Attributes:
-        hyper: the optimizer group.
+        group: the optimizer group.
         step: the number of this update, counted from 1.
     """
 
     start: int
     end: int
-    hyper: int
+    group: int
     step: int
 
 
@@ -46,7 +46,7 @@ class Region:
         state_dtype: dtype of the update's state.
         grad: returns the reduced gradients (n,); they may have another address in each step.
         first_flag: position of the group's first parameter among all trainable parameters.
-        hyper: optimizer group of each segment; -1 if the optimizer does not have the parameter.
+        groups: optimizer group of each segment; -1 if the optimizer does not have the parameter.
         axes: mesh axes over which the group's layout is divided.
         counts: whether this rank counts the region in sums over all ranks, so that each element counts once.
         divided: whether this region is one rank's shard; else every rank updates the whole group.
@@ -69,7 +69,7 @@ class Region:
     param: torch.Tensor | None
     grad: Callable[[], torch.Tensor]
     first_flag: int
-    hyper: Sequence[int]
+    groups: Sequence[int]
     axes: Axes = DATA
     counts: bool = True
     divided: bool = False
@@ -113,15 +113,15 @@ class Region:
         found: list[Run] = []
         previous = -2
         for index, low, high in self.pieces:
-            hyper = self.hyper[index]
-            if hyper < 0 or not active[index]:
+            group = self.groups[index]
+            if group < 0 or not active[index]:
                 continue
             step = steps[index] + 1
             last = found[-1] if found else None
-            if last is not None and index == previous + 1 and (last.hyper, last.step) == (hyper, step):
-                found[-1] = Run(last.start, high, hyper, step)
+            if last is not None and index == previous + 1 and (last.group, last.step) == (group, step):
+                found[-1] = Run(last.start, high, group, step)
             else:
-                found.append(Run(low, high, hyper, step))
+                found.append(Run(low, high, group, step))
             previous = index
         return found
 
@@ -140,6 +140,6 @@ class Region:
             active: of all trainable parameters, whether each is updated.
         """
         for index, low, high in self.pieces:
-            touched = active[self.first_flag + index] and self.hyper[index] >= 0
+            touched = active[self.first_flag + index] and self.groups[index] >= 0
             if self.param is not None and not touched:
                 self.param[low:high].copy_(self.master[low:high])

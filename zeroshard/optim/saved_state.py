@@ -155,7 +155,7 @@ class FlatState(SavedState):
         counts = self.step_counts()
         for number, (region, state) in enumerate(self.flat_states()):
             for index, low, high in region.pieces:
-                if region.hyper[index] >= 0:
+                if region.groups[index] >= 0:
                     elements = {name: RowPart(row, low, high) for name, row in state.items()}
                     scalars: dict[str, Scalar] = {}
                     if counts is not None:

@@ -36,8 +36,8 @@ class Piece:
 def pieces_of(region: Region) -> Iterator[Piece]:
     """The pieces of a region whose parameters the optimizer has."""
     for index, low, high in region.pieces:
-        if region.hyper[index] >= 0:
-            yield Piece(region.first_flag + index, index, region.hyper[index], slice(low, high))
+        if region.groups[index] >= 0:
+            yield Piece(region.first_flag + index, index, region.groups[index], slice(low, high))
 
 
 class Flags:
@@ -50,7 +50,7 @@ class Flags:
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
-        group_of = [group for region in regions for group in region.hyper]
+        group_of = [group for region in regions for group in region.groups]
         self.count = len(group_of)
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
         self.owned = self._group_of >= 0

@@ -177,8 +177,8 @@ class FlatUpdate(RuleState):
         """Set the state of each parameter to its group's initial value; padding stays 0."""
         for region, state in zip(self.regions, self._state, strict=True):
             for index, low, high in region.pieces:
-                for row in state if region.hyper[index] >= 0 else ():
-                    value = torch.tensor(float(groups[region.hyper[index]][name]), dtype=row.dtype)
+                for row in state if region.groups[index] >= 0 else ():
+                    value = torch.tensor(float(groups[region.groups[index]][name]), dtype=row.dtype)
                     store(row, slice(low, high), value.expand(high - low))
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
@@ -203,11 +203,11 @@ class FlatUpdate(RuleState):
         on = active[region.first_flag : region.first_flag + len(steps)]
         for opened, state in self._windows.open(number):
             for run in opened.runs(on, steps):
-                self._update_run(opened, state, run, hyper[run.hyper], coefficient)
+                self._update_run(opened, state, run, hyper[run.group], coefficient)
             if "master" in region.off_device:
                 opened.refresh_untouched(active)
         for index, was_active in enumerate(on):
-            steps[index] += was_active and region.hyper[index] >= 0
+            steps[index] += was_active and region.groups[index] >= 0
 
     def _update_run(
         self, region: Region, state: Sequence[torch.Tensor], run: Run, hyper: Mapping[str, Any], coefficient: float
@@ -270,10 +270,10 @@ class TorchUpdate(SavedState):
         members: list[list[torch.nn.Parameter]] = [[] for _ in hyper]
         for region in regions:
             for index, low, high in region.pieces:
-                if region.hyper[index] >= 0:
+                if region.groups[index] >= 0:
                     part = torch.nn.Parameter(region.master[low:high], requires_grad=True)
                     self._slices.append((region, index, low, high, part))
-                    members[region.hyper[index]].append(part)
+                    members[region.groups[index]].append(part)
         self._groups = [index for index, parts in enumerate(members) if parts]
         options = [{"params": members[index], **group_options(hyper[index])} for index in self._groups]
         self._inner = optimizer(options, **accepted_defaults(optimizer, defaults)) if options else None

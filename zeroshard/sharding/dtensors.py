@@ -45,11 +45,11 @@ def holder_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient in the layout of the parameter's holder; partial sums that autograd left are summed over the axis."""
-    of, found = as_dtensor(parameter), as_dtensor(gradient)
-    if of is None or found is None:
+    dtensor, found = as_dtensor(parameter), as_dtensor(gradient)
+    if dtensor is None or found is None:
         return gradient
-    if found.placements != of.placements:
-        found = found.redistribute(of.device_mesh, of.placements)
+    if found.placements != dtensor.placements:
+        found = found.redistribute(dtensor.device_mesh, dtensor.placements)
     local = found._local_tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -58,10 +58,10 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 def prepare_holder(parameter: torch.Tensor, part: torch.Tensor) -> None:
     """Give a DTensor parameter the dtype and device of `part`; the parameter stays the same object."""
-    of = as_dtensor(parameter)
-    if of is None or (of.dtype == part.dtype and of._local_tensor.device == part.device):
+    dtensor = as_dtensor(parameter)
+    if dtensor is None or (dtensor.dtype == part.dtype and dtensor._local_tensor.device == part.device):
         return
-    made = nn.Parameter(_dtensor_like(of, part), requires_grad=parameter.requires_grad)
+    made = nn.Parameter(_dtensor_like(dtensor, part), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     torch.utils.swap_tensors(parameter, made)
 
@@ -82,10 +82,10 @@ def cut_of(name: str, parameter: torch.Tensor) -> Cut | None:
     Raises:
         PlanError: it is divided in a way that plans don't support.
     """
-    of = as_dtensor(parameter)
-    if of is None:
+    dtensor = as_dtensor(parameter)
+    if dtensor is None:
         return None
-    cuts = [cut for number, axis in _axes(of) if (cut := _cut(name, of, number, axis)) is not None]
+    cuts = [cut for number, axis in _axes(dtensor) if (cut := _cut(name, dtensor, number, axis)) is not None]
     if len(cuts) > 1:
         raise PlanError(
             f"parameter {name!r} is divided over {' and '.join(cut.axis for cut in cuts)}; only one axis is supported"
@@ -93,16 +93,16 @@ def cut_of(name: str, parameter: torch.Tensor) -> Cut | None:
     return cuts[0] if cuts else None
 
 
-def _axes(of: DTensor) -> Iterator[tuple[int, str]]:
+def _axes(dtensor: DTensor) -> Iterator[tuple[int, str]]:
     """Number and name of the axes of a DTensor's mesh that have several ranks."""
-    names = of.device_mesh.mesh_dim_names
-    for number, size in enumerate(of.device_mesh.shape):
+    names = dtensor.device_mesh.mesh_dim_names
+    for number, size in enumerate(dtensor.device_mesh.shape):
         if size > 1:
             yield number, TENSOR if names is None else axis_name(names[number])
 
 
-def _cut(name: str, of: DTensor, number: int, axis: str) -> Cut | None:
-    placement, ranks = of.placements[number], of.device_mesh.shape[number]
+def _cut(name: str, dtensor: DTensor, number: int, axis: str) -> Cut | None:
+    placement, ranks = dtensor.placements[number], dtensor.device_mesh.shape[number]
     if placement.is_replicate():
         return None
     dim = getattr(placement, "dim", None)
@@ -113,8 +113,8 @@ def _cut(name: str, of: DTensor, number: int, axis: str) -> Cut | None:
             f"parameter {name!r} is divided over {axis!r} already (fully_shard, say): ZeRO itself shards parameters "
             "over data axes; pass the model without that"
         )
-    dim, blocks = dim % of.ndim, int(getattr(placement, "split_factor", 1))
-    size = torch.Tensor.size(of)[dim]
+    dim, blocks = dim % dtensor.ndim, int(getattr(placement, "split_factor", 1))
+    size = torch.Tensor.size(dtensor)[dim]
     if size % (ranks * blocks):
         parts = f"{ranks} ranks" if blocks == 1 else f"{ranks} ranks in each of {blocks} blocks"
         raise PlanError(
@@ -189,14 +189,14 @@ def data_ranks(model: nn.Module, mesh: Mesh | None) -> int:
 
 def _model_groups(parameter: torch.Tensor) -> Iterator[tuple[str, list[int]]]:
     """The model axes of a parameter, each with the ranks of this rank's group along it."""
-    of = as_dtensor(parameter)
-    for number, axis in () if of is None else _axes(of):
+    dtensor = as_dtensor(parameter)
+    for number, axis in () if dtensor is None else _axes(dtensor):
         if axis in MODEL_AXES:
-            assert of is not None
-            place = of.device_mesh.get_coordinate()
+            assert dtensor is not None
+            place = dtensor.device_mesh.get_coordinate()
             assert place is not None
             index = tuple(slice(None) if dim == number else at for dim, at in enumerate(place))
-            yield axis, of.device_mesh.mesh[index].tolist()
+            yield axis, dtensor.device_mesh.mesh[index].tolist()
 
 
 def _mesh_around(found: dict[str, list[int]], world: int, shard_size: int | None) -> Mesh:

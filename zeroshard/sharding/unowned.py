@@ -105,11 +105,11 @@ class _Copier:
     """What copy.deepcopy calls for an unowned parameter; torch's own method would not copy the shard."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self._of = weakref.ref(parameter)
+        self._parameter = weakref.ref(parameter)
 
     def __call__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A parameter with a copy of the shard; for a parameter that is whole at present, an ordinary copy."""
-        parameter = self._of()
+        parameter = self._parameter()
         assert parameter is not None
         unowned = unowned_shard_of(parameter)
         if unowned is None or not is_resting(parameter):

@@ -42,7 +42,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     param=step_param(group),
                     grad=partial(step_grad, group),
                     first_flag=first_flag,
-                    hyper=[group_of.get(id(parameter), -1) for parameter in group.parameters],
+                    groups=[group_of.get(id(parameter), -1) for parameter in group.parameters],
                     axes=unit.plan.axes_of(group.plan),
                     counts=ranks.mesh.first(ranks.rank, (*group.plan.update_axes, *group.plan.model_axes)),
                     divided=group.plan.updated_in_parts,

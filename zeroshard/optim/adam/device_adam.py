@@ -47,7 +47,7 @@ class DeviceAdam(RuleState):
         ]
         # State that rests off the device is updated in pieces, which have tiles of their own (StreamedAdam).
         self._tiles = [tile_table(region.pieces if region.allocate is None else (), device) for region in regions]
-        group_of = [group for region in regions for group in region.hyper]
+        group_of = [group for region in regions for group in region.groups]
         self._group_of = torch.tensor(group_of, dtype=torch.int64).to(device)
         self._owned = self._group_of >= 0
         self._used = frozenset(group for group in group_of if group >= 0)
@@ -112,7 +112,7 @@ class DeviceAdam(RuleState):
     def step_counts(self) -> list[list[float]]:
         """See FlatState."""
         counts = self._steps.tolist()
-        return [counts[region.first_flag : region.first_flag + len(region.hyper)] for region in self.regions]
+        return [counts[region.first_flag : region.first_flag + len(region.groups)] for region in self.regions]
 
     def set_step(self, region: int, index: int, count: float) -> None:
         """See FlatState."""

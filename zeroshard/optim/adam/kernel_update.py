@@ -50,7 +50,7 @@ class KernelUpdate(FlatUpdate):
         region, steps = self.regions[number], self._steps[number]
         first, second = (values_of(row) for row in self._state[number])
         rows = [[0.0] * COLUMNS for _ in steps]
-        for index, group in enumerate(region.hyper):
+        for index, group in enumerate(region.groups):
             if group >= 0 and active[region.first_flag + index]:
                 steps[index] += 1
                 scalars = adam_scalars(hyper[group], steps[index], coefficient)

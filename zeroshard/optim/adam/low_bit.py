@@ -142,9 +142,9 @@ class BlockedUpdate(SavedState):
             on = active[region.first_flag : region.first_flag + len(steps)]
             for run in region.runs(on, steps):
                 for low, high in _block_ranges(region, run.start, run.end):
-                    self._update_part(region, state, slice(low, high), hyper[run.hyper], run.step, coefficient)
+                    self._update_part(region, state, slice(low, high), hyper[run.group], run.step, coefficient)
             for index, was_active in enumerate(on):
-                steps[index] += was_active and region.hyper[index] >= 0
+                steps[index] += was_active and region.groups[index] >= 0
 
     def _update_part(
         self,
@@ -191,7 +191,7 @@ class BlockedUpdate(SavedState):
         """See SavedState."""
         for number, (region, state) in enumerate(zip(self._regions, self._state, strict=True)):
             for index, low, high in region.pieces:
-                if region.hyper[index] >= 0:
+                if region.groups[index] >= 0:
                     packed = {name: kind.packed(low, high) for name, kind in zip(self._rule.state, state, strict=True)}
                     scalars = {STEP: torch.tensor(float(self._steps[number][index]))}
                     yield StatePart(number, index, low, high, {}, scalars, packed)

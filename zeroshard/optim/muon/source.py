@@ -127,7 +127,7 @@ def _divided(context: UpdateContext, groups: ParamGroups) -> tuple[list[int], li
     matrices: list[int] = []
     others: list[int] = []
     for number, region in enumerate(context.regions):
-        kinds = {bool(groups[group]["use_muon"]) for group in region.hyper if group >= 0}
+        kinds = {bool(groups[group]["use_muon"]) for group in region.groups if group >= 0}
         if len(kinds) == 2:
             raise PlanError(
                 f"the plan keeps matrices and other parameters of {region.label} in one flat group; name the matrices "

@@ -97,11 +97,11 @@ class MatrixUpdate(FlatState):
 
     def _orthogonal(self, number: int, index: int, flat: torch.Tensor) -> torch.Tensor:
         region = self.regions[number]
-        if region.hyper[index] < 0:
+        if region.groups[index] < 0:
             return flat  # the optimizer does not have this parameter, and the result is not used
         batch, rows, columns = matrix_shape(region.layout.segments[index].shape)
         shape = (rows, columns) if batch == 1 else (batch, rows, columns)
-        return orthogonalize(flat.view(shape), self._groups[region.hyper[index]])
+        return orthogonalize(flat.view(shape), self._groups[region.groups[index]])
 
     def _step(self, region: Region, piece: Piece, update: torch.Tensor) -> None:
         hyper, values = self._groups[piece.group], region.master[piece.cut]

@@ -142,7 +142,7 @@ class OneBitUpdate(FlatState):
             assert region.whole_grad is not None
             grads, left_out = region.whole_grad(), []
             for index, segment in enumerate(region.layout.segments):
-                group = region.hyper[index]
+                group = region.groups[index]
                 on = group >= 0 and active[region.first_flag + index]
                 left_out.append(not on)
                 if on:

@@ -43,7 +43,7 @@ class OneBitLambUpdate(OneBitUpdate):
     def __init__(self, context: UpdateContext, freeze_step: int) -> None:
         super().__init__(context, freeze_step)
         self._fresh = [torch.zeros_like(second) for second in self._second]
-        self._group_of = [group for region in context.regions for group in region.hyper]
+        self._group_of = [group for region in context.regions for group in region.groups]
         self._ratios = [0.0] * len(self._group_of)
         self._factors = [1.0] * len(self._group_of)
 

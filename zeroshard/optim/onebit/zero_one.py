@@ -82,7 +82,7 @@ class ZeroOneAdamUpdate(OneBitUpdate):
         kept = self.regions if self._local else ()
         self._sums = [torch.zeros_like(region.master) for region in kept]
         self._anchors = [torch.zeros_like(region.master) for region in kept]
-        self._rates = [0.0] * sum(len(region.hyper) for region in self.regions)
+        self._rates = [0.0] * sum(len(region.groups) for region in self.regions)
 
     @property
     def _frozen(self) -> bool:
@@ -133,7 +133,7 @@ class ZeroOneAdamUpdate(OneBitUpdate):
         for number, region in enumerate(self.regions):
             grads = self._scaled(number, coefficient)
             for index, segment in enumerate(region.layout.segments):
-                flag, group = region.first_flag + index, region.hyper[index]
+                flag, group = region.first_flag + index, region.groups[index]
                 if group >= 0 and updated.active[flag]:
                     beta1, cut = groups[group]["betas"][0], slice(segment.offset, segment.end)
                     self._momentum[number][cut].mul_(beta1).add_(grads[cut], alpha=1 - beta1)
@@ -182,7 +182,7 @@ class ZeroOneAdamUpdate(OneBitUpdate):
 
     def _left_out(self, updated: ActivePieces) -> list[list[bool]]:
         return [
-            [group < 0 or not updated.active[region.first_flag + index] for index, group in enumerate(region.hyper)]
+            [group < 0 or not updated.active[region.first_flag + index] for index, group in enumerate(region.groups)]
             for region in self.regions
         ]
 
