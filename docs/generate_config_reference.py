@@ -47,8 +47,8 @@ config.zero.stage, config.batch.micro, config.origins["zero_optimization.stage"]
 - The source is a dict, the path of a file, or text: JSON or HJSON, whatever the file is called. So comments (`//`,
   `/* */`, `#`), trailing commas, keys and strings without quotes, and line breaks instead of commas are allowed. A
   string without quotes is the rest of its line; one with a comma, a bracket or a comment is refused, since it is
-  ambiguous. A duplicate key is an error. `null` is the same as leaving the key out, except for parameters of optimizers and
-  schedules, where it is a value.
+  ambiguous. A duplicate key is an error. `null` is the same as leaving the key out, except for parameters of optimizers
+  and schedules, where it is a value.
 - `5e8` is a whole number, and `1` and `0` are `true` and `false`. `"true"` is not `true`, and `"3"` is not `3`.
 - All mistakes are reported together, each with its JSON path, its line and what to do.
 - An unknown key is an error that names the nearest known key, also when the key is right but at the wrong level.
