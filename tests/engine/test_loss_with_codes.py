@@ -6,17 +6,14 @@ Behind a switch, for it takes minutes: ZEROSHARD_LOSS_STEPS=2000 runs so many st
 from __future__ import annotations
 
 import os
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.models import Block
+from tests.support.letters import Gpt, Windows, read_text
 from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.hops import GradientCodes
@@ -25,7 +22,6 @@ from zeroshard.plan.policy import ExecutionPolicy
 
 STEPS = int(os.environ.get("ZEROSHARD_LOSS_STEPS", "0"))
 SEEDS = (0, 1, 2)
-WIDTH, LENGTH, BATCH, LETTERS = 64, 64, 8, 128
 LAST = 10
 """One part of so many of the steps is averaged to the final loss."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -35,37 +31,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Gpt(nn.Module):
-    """Predicts the next letter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.letters, self.places = nn.Embedding(LETTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(2)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.letters(ids) + self.places.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def _text() -> torch.Tensor:
-    letters = "".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore")
-    return torch.frombuffer(bytearray(letters), dtype=torch.uint8).long()
-
-
 def _final_loss(rank: int, mesh: Mesh, seed: int, text: torch.Tensor, changes: dict[str, Any]) -> float:
     torch.manual_seed(seed)
     model = Gpt()
     recipe = Recipe(sharding=STAGES[3].nested(mesh), policy=ExecutionPolicy(clip_norm=1.0), **changes)
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=2e-3), plan=recipe, mesh=mesh)
-    draws, losses = torch.Generator().manual_seed(1000 * seed + rank), torch.zeros(STEPS)
+    windows, losses = Windows(text, seed, rank), torch.zeros(STEPS)
     for step in range(STEPS):
-        starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=draws)
-        windows = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
-        loss = functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        loss = windows.loss(model)
         losses[step] = loss.detach()
         loss.backward()
         optimizer.step()
@@ -75,7 +48,7 @@ def _final_loss(rank: int, mesh: Mesh, seed: int, text: torch.Tensor, changes: d
 
 
 def _losses(rank: int, world: int) -> dict[str, list[float]]:
-    text, mesh = _text(), Mesh.data_parallel(world, 2)
+    text, mesh = read_text(), Mesh.data_parallel(world, 2)
     return {way: [_final_loss(rank, mesh, seed, text, how) for seed in SEEDS] for way, how in WAYS.items()}
 
 
