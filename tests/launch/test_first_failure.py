@@ -79,6 +79,15 @@ def test_of_errors_the_first_that_was_recorded_is_blamed(tmp_path: Path) -> None
         assert ranks.first() == (1, -signal.SIGKILL), "it ended later, by the hand of the agent"
 
 
+def test_a_rank_that_failed_and_is_ended_by_the_agent_on_its_way_out_has_status_1(tmp_path: Path) -> None:
+    ranks = _Ranks(tmp_path, ("sh", "-c", "read line; exit 1"), _SLEEPER)
+    with ranks.watch:
+        ranks.record(1)
+        _until(lambda: ranks.processes[0].poll() is not None)
+        ranks.kill(1, signal.SIGTERM)
+        assert ranks.first() == (1, 1)
+
+
 def test_a_rank_that_the_agent_ends_is_never_the_first(tmp_path: Path) -> None:
     ranks = _Ranks(tmp_path, ("sh", "-c", "sleep 0.2; exit 3"), _SLEEPER, _SLEEPER)
     with ranks.watch:

@@ -139,6 +139,8 @@ class RankWatch:
             recorded_at = _written_at(process.error_file)
             if status == 0 or not (suspected or (recorded_at is not None and not self._stopping)):
                 continue
+            if status == -signal.SIGTERM and recorded_at is not None:
+                status = 1  # it had failed; the agent's signal met it on the way out
             failed_at = recorded_at
             if failed_at is None:
                 seen_at = end.seen_at if end is not None else self._reaped_by_agent.get(process.pid, time.time())
