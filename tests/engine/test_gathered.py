@@ -241,6 +241,24 @@ def test_data_assigned_inside_may_be_the_memory_of_another_parameter_or_a_view_o
     run_ranks(2, _give_own_memory)
 
 
+def _enter_again(rank: int, world: int) -> None:
+    for stage in STAGES:
+        model, optimizer = shard_task(TASK, Setting(plan=stage))
+        parameter = dict(model.named_parameters())["outer.bias"]
+        block = zeroshard.GatheredParameters(parameter, modifier_rank=0)
+        for value in (2.0, 3.0):
+            with block, torch.no_grad():
+                with block:
+                    assert torch.isfinite(parameter).all()
+                parameter.fill_(value)
+            assert bool((full_parameters(model)["outer.bias"] == value).all()), f"stage {stage}"
+        _train(model, optimizer, rank)
+
+
+def test_a_block_may_be_entered_again_and_inside_of_itself() -> None:
+    run_ranks(2, _enter_again)
+
+
 def _swap(rank: int, world: int) -> None:
     for stage in STAGES:
         model, _ = shard_task(TASK, Setting(plan=stage))

@@ -104,9 +104,13 @@ class GatheredParameters:
         self._fingerprints: list[tuple[list[torch.Tensor], Fingerprints, torch.Tensor]] = []
         self._before: list[torch.Tensor | None] = []
         self._reads = BlockReads()
+        self._open = 0  # how often it was entered and not left: only the outermost time does anything
 
     @suspended()
     def __enter__(self) -> GatheredParameters:
+        if self._open:
+            self._open += 1
+            return self
         free = [member for member in self._members if _IN_BLOCK not in vars(member)]
         self._places = [(member, place) for member in free if (place := place_of(member)) is not None]
         self._unowned = [(member, unowned) for member in free if (unowned := unowned_shard_of(member)) is not None]
@@ -132,6 +136,7 @@ class GatheredParameters:
         self._before = [self._copy_before(*place) for place in self._places]
         gathered = (group.parameters[index] for _, group, index in self._gathered)
         self._reads.begin((*gathered, *(parameter for parameter, _ in self._unowned)))
+        self._open = 1
         return self
 
     def _gather(self) -> None:
@@ -181,6 +186,9 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._open -= 1
+        if self._open:
+            return
         self._reads.end()
         swapped = [place for member, place in self._places if _IN_BLOCK not in vars(member)]
         resized = [] if swapped else self._take_all_home()
