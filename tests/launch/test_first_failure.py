@@ -80,11 +80,12 @@ def test_of_errors_the_first_that_was_recorded_is_blamed(tmp_path: Path) -> None
 
 
 def test_a_rank_that_failed_and_is_ended_by_the_agent_on_its_way_out_has_status_1(tmp_path: Path) -> None:
-    ranks = _Ranks(tmp_path, _SLEEPER, _SLEEPER)
+    ranks = _Ranks(tmp_path, ("sh", "-c", "sleep 0.3; exit 3"), _SLEEPER)
     with ranks.watch:
         ranks.record(1)
         time.sleep(0.02)  # the clock of the file system ticks every 4 ms
         ranks.record(0)
+        _until(lambda: ranks.processes[0].poll() == 3)
         ranks.kill(1, signal.SIGTERM)
         assert ranks.first() == (1, 1)
 
