@@ -143,7 +143,7 @@ class Inspection:
     def _before_step(self, unit: Unit, group: Group, present: bool) -> None:
         for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
             holder = group.holders[index]
-            moved = holder.data_ptr() != view.data_ptr() or not holder.is_contiguous()  # p.data = p.data.t()
+            moved = holder.data_ptr() != view.data_ptr() or holder.stride() != view.stride()  # p.data = p.data.t()
             elsewhere = moved if unit.in_use else not is_resting(parameter)
             if elsewhere and view.numel() and not unit.gathered_beside:
                 _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)

@@ -67,6 +67,7 @@ class Group:
     """Numbers of the parameters that a GatheredParameters holds whole, in memory of its own."""
     _beside: list[torch.Tensor] | None = None
     _addresses: list[int] = field(default_factory=list)
+    _strides: list[tuple[int, ...]] = field(default_factory=list)
     _placeholders: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -104,8 +105,13 @@ class Group:
         for index in self.in_shard:
             segment = self.plan.layout.segments[index]
             self.views[index] = self.shard[segment.offset - start : segment.end - start].view(segment.shape)
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._note_views()
         self._placeholders = []
+
+    def _note_views(self) -> None:
+        """Note where the views lie, by which `replaced` tells other data."""
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._strides = [view.stride() for view in self.views]
 
     def show(self) -> None:
         """Give the parameters their values; those that a GatheredParameters holds keep what it gave them."""
@@ -150,11 +156,13 @@ class Group:
 
     def replaced(self) -> int | None:
         """The first parameter in use whose data is not what `show` gave it; None if all are."""
-        same = list(map(torch.Tensor.data_ptr, self.holders)) == self._addresses
-        if self._beside is not None or (same and all(map(torch.Tensor.is_contiguous, self.holders))):
+        addresses = list(map(torch.Tensor.data_ptr, self.holders))
+        strides = list(map(torch.Tensor.stride, self.holders))
+        if self._beside is not None or (addresses == self._addresses and strides == self._strides):
             return None
-        for index, (holder, address) in enumerate(zip(self.holders, self._addresses, strict=True)):
-            if index not in self.opened and (holder.data_ptr() != address or not holder.is_contiguous()):
+        for index in range(len(self.holders)):
+            same = addresses[index] == self._addresses[index] and strides[index] == self._strides[index]
+            if index not in self.opened and not same:
                 return index
         return None
 
