@@ -13,7 +13,7 @@ import torch
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.letters import Gpt, Windows, read_text
+from tests.support.letters import Gpt, Windows, final_loss, read_text
 from zeroshard.mesh import Mesh
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.hops import GradientCodes
@@ -22,8 +22,6 @@ from zeroshard.plan.policy import ExecutionPolicy
 
 STEPS = int(os.environ.get("ZEROSHARD_LOSS_STEPS", "0"))
 SEEDS = (0, 1, 2)
-LAST = 10
-"""One part of so many of the steps is averaged to the final loss."""
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
     "hpZ, qwZ, qgZ": {"codes": GATHER_CODES, "gradient_codes": GradientCodes()},
@@ -36,15 +34,9 @@ def _final_loss(rank: int, mesh: Mesh, seed: int, text: torch.Tensor, changes: d
     model = Gpt()
     recipe = Recipe(sharding=STAGES[3].nested(mesh), policy=ExecutionPolicy(clip_norm=1.0), **changes)
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=2e-3), plan=recipe, mesh=mesh)
-    windows, losses = Windows(text, seed, rank), torch.zeros(STEPS)
-    for step in range(STEPS):
-        loss = windows.loss(model)
-        losses[step] = loss.detach()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loss = final_loss(model, optimizer, Windows(text, seed, rank), STEPS)
     zeroshard.close(model)
-    return float(losses[-max(1, STEPS // LAST) :].mean())
+    return loss
 
 
 def _losses(rank: int, world: int) -> dict[str, list[float]]:

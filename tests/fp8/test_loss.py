@@ -12,7 +12,7 @@ import torch
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.letters import Gpt, Windows, read_text
+from tests.support.letters import Gpt, Windows, final_loss, read_text
 from zeroshard.fp8.recipe import Fp8, Scaling
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES
@@ -20,8 +20,6 @@ from zeroshard.plan.policy import ExecutionPolicy
 
 STEPS = int(os.environ.get("ZEROSHARD_LOSS_STEPS", "0"))
 SEEDS = (0, 1, 2)
-LAST = 10
-"""One part of so many of the steps is averaged to the final loss."""
 WAYS = {
     "bf16": None,
     "tensorwise": Fp8(names=("blocks",)),
@@ -40,15 +38,9 @@ def _final_loss(rank: int, seed: int, text: torch.Tensor, products: Fp8 | None) 
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=2e-3), plan=recipe)
     taken = zeroshard.plan_of(model).policy.products
     assert (taken is None) == (products is None)
-    windows, losses = Windows(text, seed, rank), torch.zeros(STEPS)
-    for step in range(STEPS):
-        loss = windows.loss(model)
-        losses[step] = loss.detach()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loss = final_loss(model, optimizer, Windows(text, seed, rank), STEPS)
     zeroshard.close(model)
-    return float(losses[-max(1, STEPS // LAST) :].mean())
+    return loss
 
 
 def _losses(rank: int, world: int) -> dict[str, list[float]]:

@@ -11,6 +11,8 @@ from torch.nn import functional
 from tests.support.models import Block
 
 WIDTH, LENGTH, BATCH, LETTERS = 64, 64, 8, 128
+LAST = 10
+"""One part of so many of the steps is averaged to the final loss."""
 
 
 class Gpt(nn.Module):
@@ -47,3 +49,15 @@ class Windows:
         starts = torch.randint(len(self._text) - LENGTH - 1, (BATCH,), generator=self._draws)
         windows = torch.stack([self._text[start : start + LENGTH + 1] for start in starts.tolist()])
         return functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def final_loss(model: nn.Module, optimizer: torch.optim.Optimizer, windows: Windows, steps: int) -> float:
+    """Train so many steps; the mean loss of the last of them on this rank, in nats."""
+    losses = torch.zeros(steps)
+    for step in range(steps):
+        loss = windows.loss(model)
+        losses[step] = loss.detach()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(losses[-max(1, steps // LAST) :].mean())
