@@ -338,7 +338,7 @@ def _assumptions(cluster: Cluster, cores: int | None) -> list[str]:
     notes = [f"{gpu.name}: {gpu.source}."]
     if cores is None:
         notes.append(
-            f"Offloaded state is assumed to be updated by the GPU; with {ENOUGH_THREADS} cores a GPU or more the "
+            f"State in host memory is assumed to be updated by the GPU; with {ENOUGH_THREADS} cores a GPU or more the "
             "processor updates it: give --host-cores."
         )
     if not gpu.name.startswith("H100"):
