@@ -9,12 +9,20 @@ Run by `pytest tests/gpu` on a machine with a GPU.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.gpu.test_training import GPUS, STREAMED, Case, same, train
 from tests.support.distributed import run_ranks
+from zeroshard.comm.oplog import OperationLog
+from zeroshard.comm.peers import Channel, Peers
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.errors import RanksChanged
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -36,3 +44,34 @@ def _equal(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_stages_give_the_same_bits(world: int) -> None:
     run_ranks(world, _equal, backend="cpu:gloo,cuda:gloo", env=ENVIRONMENT, timeout=240)
+
+
+def _released(rank: int, world: int) -> None:
+    from zeroshard.comm.symmetric import SymmetricMemory
+
+    device = torch.device("cuda", 0)
+    watchdog, log = Watchdog(None, 0, 1, OperationLog()), OperationLog()
+    group = dist.group.WORLD
+    assert group is not None
+    peers = Peers(partial(SymmetricMemory, group=group, device=device), log, watchdog)
+    peers.open("shards", [1024])
+    for channel in Channel:
+        peers.barrier(channel)
+    torch.cuda.synchronize()
+    if rank == 0:
+        for channel in (*Channel, *Channel):
+            peers.barrier(channel)
+        done = torch.cuda.current_stream().record_event()
+        time.sleep(0.5)
+        assert not done.query()
+        watchdog.interrupt(RanksChanged("the other ranks do not come"))
+        begun = time.monotonic()
+        peers.close()
+        assert done.query()
+        assert time.monotonic() - begun < 5
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_barriers_end_where_ranks_are_lost(world: int) -> None:
+    run_ranks(world, _released, backend="cpu:gloo,cuda:gloo", env=ENVIRONMENT, timeout=120)

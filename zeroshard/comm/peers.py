@@ -7,11 +7,15 @@
 
 On GPUs of one host the copies run on the copy engines and leave the processors to compute; NCCL's kernels take a share
 of them and of the power. Memory is symmetric: what lies at an offset here lies at the same offset on every peer.
+A barrier waits for ever if a rank is lost. When the watchdog interrupts this rank, its barriers are released: what was
+copied since is wrong, and the watchdog's error, which was set before, keeps it from being used.
 Rejected: registering NCCL's buffers, which spares its copies but not its kernels.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
@@ -54,8 +58,14 @@ class PeerMemory(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Let barriers end that wait for ranks that are lost, on this rank; called again and again by a thread."""
+        ...
+
 
 ALIGNMENT_BYTES = 256
+_RELEASE_S = 0.005
+_LOGGER = logging.getLogger("zeroshard.comm")
 PeerMemoryFactory = Callable[[int], PeerMemory]
 """Makes peer memory of that many bytes, filled with zeros; called by all ranks of the group together."""
 
@@ -74,8 +84,11 @@ class Peers:
         self._taken: dict[str, int] = {}
         self._last: Pending | None = None
         self._events: dict[Channel, torch.cuda.Event] = {}
+        self._releasing: threading.Thread | None = None
+        self._closed = threading.Event()
         if watchdog is not None:
             watchdog.watch(self._last_issued)
+            watchdog.at_interrupt(self._release_barriers)
 
     def open(self, name: str, sizes: Iterable[int]) -> None:
         """Make (or make anew) the memory `name`, for `take` to be called with these bytes; called by all ranks."""
@@ -87,6 +100,19 @@ class Peers:
         memory, start = self._memories[name], self._taken[name]
         self._taken[name] = start + _aligned(nbytes)
         return memory.of(memory.rank)[start : start + nbytes]
+
+    def close(self) -> None:
+        """Wait for the device, before the memory is freed; barriers are not released after that.
+
+        The watchdog interrupts this rank in another thread if one that has not come to a barrier is lost. Without that
+        nothing is released: a peer may not have seen this rank's last signals yet, and would wait for ever.
+        """
+        memory = self._memory_of_barriers()
+        if memory.of(memory.rank).is_cuda:
+            torch.cuda.synchronize(memory.of(memory.rank).device)
+        self._closed.set()
+        if self._releasing is not None:
+            self._releasing.join()
 
     @property
     def size(self) -> int:
@@ -115,7 +141,7 @@ class Peers:
 
     def barrier(self, channel: Channel) -> Pending:
         """A barrier of all ranks on the current stream."""
-        memory = next(iter(self._memories.values()))
+        memory = self._memory_of_barriers()
         if not memory.of(memory.rank).is_cuda:
             self._last = memory.barrier(channel, None)
             return self._last
@@ -167,6 +193,23 @@ class Peers:
 
     def _last_issued(self) -> Pending | None:
         return self._last
+
+    def _memory_of_barriers(self) -> PeerMemory:
+        return next(iter(self._memories.values()))
+
+    def _release_barriers(self) -> None:
+        """Called by the watchdog. Later operations come to barriers too, so a thread releases them again and again."""
+        if self._releasing is None and not self._closed.is_set():
+            self._releasing = threading.Thread(target=self._release, name="zeroshard-release", daemon=True)
+            self._releasing.start()
+
+    def _release(self) -> None:
+        memory = self._memory_of_barriers()
+        try:
+            while not self._closed.wait(_RELEASE_S):
+                memory.release()
+        except RuntimeError as error:  # the device has failed, which the main thread hears of in its next call
+            _LOGGER.debug("barriers could not be released: %s", error)
 
 
 def _aligned(nbytes: int) -> int:

@@ -24,6 +24,10 @@ class SymmetricMemory:
         self._buffer.zero_()
         self._handle = symmetric.rendezvous(self._buffer, group)
         self._views = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
+        self._signals = [
+            self._handle.get_signal_pad(rank, (len(Channel), self.size), torch.int32) for rank in range(self.size)
+        ]
+        self._beside = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # nobody writes to a peer that is still filling its zeros
         dist.barrier(group)
 
@@ -33,3 +37,16 @@ class SymmetricMemory:
     def barrier(self, channel: Channel, event: torch.cuda.Event | None) -> Pending:
         self._handle.barrier(channel)
         return Pending("barrier", channel.name.lower(), event=event)
+
+    def release(self) -> None:
+        """Set the signals as if all ranks had come.
+
+        torch's kernel spins until its signal to each peer, which the peer takes back, is 0, and those of the peers to
+        this rank are 1; a signal's place is (channel, sender) in the memory of the receiver. The memory of a process
+        that has ended stays mapped here.
+        """
+        with torch.cuda.stream(self._beside):  # no wait: it must overtake the streams whose barriers spin
+            self._signals[self.rank].fill_(1)
+            for rank, signals in enumerate(self._signals):
+                if rank != self.rank:
+                    signals[:, self.rank].zero_()

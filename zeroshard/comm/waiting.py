@@ -1,5 +1,4 @@
-"""Lets the host wait for a collective under the watchdog, which explains failures and ends a wait after a divergence.
-Lets the host wait for a collective under the watchdog, which explains failures and ends a wait after a divergence."""
+"""Lets the host wait for a collective, which the watchdog explains if it fails and ends after a divergence."""
 
 from __future__ import annotations
 

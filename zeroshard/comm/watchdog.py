@@ -105,6 +105,7 @@ class Watchdog:
         self._mark: tuple[str, float] | None = None
         self._connection_lost = False
         self._probes: list[Callable[[], Outstanding | None]] = []
+        self._at_interrupt: list[Callable[[], None]] = []
         self._outstanding: dict[int, tuple[Outstanding, float]] = {}
         self._alarm, self._mismatches = 0, 0
         self._in_user_collective: dict[int, str] = {}
@@ -134,6 +135,10 @@ class Watchdog:
     def watch(self, probe: Callable[[], Outstanding | None]) -> None:
         """Also watch the last collective issued to a device, as `probe` returns it: the host may never wait for it."""
         self._probes.append(probe)
+
+    def at_interrupt(self, call: Callable[[], None]) -> None:
+        """Also call `call` in `interrupt`, after the error is set: it ends waits of the device."""
+        self._at_interrupt.append(call)
 
     def raise_if_failed(self) -> None:
         """Raise the verdict, if one has been reached."""
@@ -191,6 +196,8 @@ class Watchdog:
         self.error = self.error or error
         self._settled.set()
         self._wake.set()
+        for call in self._at_interrupt:
+            call()
 
     def close(self) -> None:
         """Stop the thread and tell the others that this rank issues nothing more. May be called twice."""

@@ -87,6 +87,8 @@ def run_elastic(train: Callable[[], T]) -> T:
 def _next_place(place: Place, session: Session, failure: Exception | None) -> Place:
     """Drop what belongs to the ranks of this round, and wait for the next one."""
     set_session(None)
+    if failure is not None and session.trouble is None:
+        session.interrupt(f"rank {place.rank}: {str(failure).partition(chr(10))[0]}")
     communicators = session.end()
     if dist.is_initialized():
         if dist.group.WORLD is not None:
@@ -96,10 +98,7 @@ def _next_place(place: Place, session: Session, failure: Exception | None) -> Pl
     drop_in_background(communicators)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    trouble = session.trouble
-    if trouble is None and failure is not None:
-        trouble = f"rank {place.rank}: {str(failure).partition(chr(10))[0]}"
-    found = await_place(place.round, trouble or "")
+    found = await_place(place.round, session.trouble or "")
     session.close()
     return found
 

@@ -86,6 +86,14 @@ class Session:
             )
         self.engine, self._communicators = engine, list(communicators)
 
+    def interrupt(self, why: str) -> None:
+        """The round can't continue: waits for other ranks end, the present ones and later ones."""
+        with self._lock:
+            self.trouble = why
+            waits = list(self._waits)
+        for one in waits:
+            one.interrupt(RanksChanged(why))
+
     def leave(self, why: str) -> NoReturn:
         """Leave the round between two steps, as all ranks do.
 
@@ -128,15 +136,8 @@ class Session:
                 if event["round"] != self.place.round:
                     continue
                 if event["event"] == "trouble":
-                    self._interrupt(event["why"])
+                    self.interrupt(event["why"])
                 self.asked.set()
-
-    def _interrupt(self, why: str) -> None:
-        with self._lock:
-            self.trouble = why
-            waits = list(self._waits)
-        for one in waits:
-            one.interrupt(RanksChanged(why))
 
 
 _SESSION: ContextVar[Session | None] = ContextVar("zeroshard_session", default=None)

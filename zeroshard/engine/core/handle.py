@@ -182,6 +182,8 @@ class Handle:
         self.closed = True
         self.runtime.model.__dict__.pop(_ATTRIBUTE, None)
         self.runtime.model.__dict__[_CLOSED] = True
+        if self.runtime.peers is not None:
+            self.runtime.peers.close()
         self.comm.watchdog.interrupt(error)
         if self.comm.stages is not None:
             self.comm.stages.watchdog.interrupt(error)

@@ -127,6 +127,7 @@ class Holding:
         copy_pieces(parts, slot.values)
         if handle.device.type == "cuda":
             torch.cuda.current_stream(handle.device).synchronize()
+        handle.comm.watchdog.raise_if_failed()  # of a lost rank: what was copied after that may be wrong
         rest = {
             "world_size": self._ranks,
             "aliases": dict(self._names.aliases),

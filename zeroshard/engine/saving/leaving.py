@@ -27,11 +27,16 @@ class Leaving:
         if comm.stages is not None:
             store, watchdog = comm.stages.store, comm.stages.watchdog
             session.interrupt_on_trouble(watchdog)
-        self._session = session
+        self._session, self._watchdog = session, watchdog
         self._stopping = Stopping(store, comm.rank, comm.ranks, watchdog, session.asked.wait, self._leave_within_step)
 
     def due(self, steps: int) -> bool:
-        """Called after step number `steps`; whether it was the last one of the round, which is equal on all ranks."""
+        """Called after step number `steps`; whether it was the last one of the round, which is equal on all ranks.
+
+        Raises:
+            RanksChanged: a rank is lost, so that the step may be wrong.
+        """
+        self._watchdog.raise_if_failed()
         self._session.most_steps = max(self._session.most_steps, steps)
         return self._stopping.boundary()
 
