@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 from zeroshard.fp8.cast import decode
-from zeroshard.sharding.resting import ALLOWED_CALLS, READABLE_ATTRIBUTES, HidesValues, name_of_call
+from zeroshard.sharding.resting import ALLOWED_CALLS, READABLE_ATTRIBUTES, HidesValues, changes_first, name_of_call
 
 _RECORD = "_zeroshard_codes"
 _SHAPES = frozenset(
@@ -70,7 +70,7 @@ class CodedGuard(HidesValues):
         if name == "__repr__":
             return _described(args[0])
         first = args[0] if args else None
-        writes = sets or name in _HANDLES or (name.endswith("_") and not name.endswith("__"))
+        writes = sets or name in _HANDLES or changes_first(name)
         if writes and isinstance(first, CodedGuard):
             raise _refusal(first, name)
         return func(*_read(args, name), **_read(given, name))

@@ -161,6 +161,18 @@ def name_of_call(func: Callable[..., Any]) -> tuple[str, bool]:
     return name.split(".")[0], False
 
 
+_OPERATORS = frozenset(
+    {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "div"}
+)
+"""Python's operators that have a form in place, as `__iadd__`."""
+
+
+def changes_first(name: str) -> bool:
+    """Whether a function of torch, by its name as of `name_of_call`, changes its first argument and returns it."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or (name.startswith("__i") and name.endswith("__") and name[3:-2] in _OPERATORS)
+
+
 class HidesValues:
     """Base of the classes that replace a parameter's own class while it shows no values."""
 

@@ -141,18 +141,17 @@ class Inspection:
                 self._before_step(unit, group, present)
 
     def _before_step(self, unit: Unit, group: Group, present: bool) -> None:
-        for index, (parameter, view) in enumerate(zip(group.parameters, group.views, strict=True)):
-            holder = group.holders[index]
-            moved = holder.data_ptr() != view.data_ptr() or holder.stride() != view.stride()  # p.data = p.data.t()
-            elsewhere = moved if unit.in_use else not is_resting(parameter)
-            if elsewhere and view.numel() and not unit.gathered_beside:
-                _refuse(group, index, _HELD if index in group.opened else _ELSEWHERE)
-            if not group.plan.trainable or isinstance(parameter.grad, ShardedGradient):
-                continue
-            if parameter.grad is not None:
-                _refuse(group, index, _UNCOLLECTED)
-            if present:
+        elsewhere = group.replaced(also_opened=True) if unit.in_use else group.not_resting()
+        if elsewhere is not None and not unit.gathered_beside:
+            _refuse(group, elsewhere, _HELD if elsewhere in group.opened else _ELSEWHERE)
+        if not group.plan.trainable:
+            return
+        for index, parameter in enumerate(group.parameters):
+            gradient = parameter.grad
+            if gradient is None and present:
                 _refuse(group, index, _TAKEN)
+            if gradient is not None and not isinstance(gradient, ShardedGradient):
+                _refuse(group, index, _UNCOLLECTED)
 
     def _groups(self) -> Iterator[tuple[Unit, Group]]:
         for unit in self._units:

@@ -22,7 +22,7 @@ from zeroshard.engine.memory.guard import ShardedGradient, consumed_gradient_of,
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.placement import Residency
-from zeroshard.sharding.resting import Resting, rest, resting_class, show_values, unguarded
+from zeroshard.sharding.resting import Resting, is_resting, rest, resting_class, show_values, unguarded
 from zeroshard.tiers import Row
 
 
@@ -154,15 +154,30 @@ class Group:
         """Drop the extra memory; `show` or `hide` has to follow."""
         self._beside = None
 
-    def replaced(self) -> int | None:
-        """The first parameter in use whose data is not what `show` gave it; None if all are."""
+    def not_resting(self) -> int | None:
+        """The first parameter that has values though the others rest; None if all rest."""
+        return next(
+            (
+                index
+                for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
+                if not is_resting(parameter) and view.numel()
+            ),
+            None,
+        )
+
+    def replaced(self, *, also_opened: bool = False) -> int | None:
+        """The first parameter in use whose data is not what `show` gave it; None if all are.
+
+        Args:
+            also_opened: look at those too that a GatheredParameters holds.
+        """
         addresses = list(map(torch.Tensor.data_ptr, self.holders))
         strides = list(map(torch.Tensor.stride, self.holders))
         if self._beside is not None or (addresses == self._addresses and strides == self._strides):
             return None
         for index in range(len(self.holders)):
             same = addresses[index] == self._addresses[index] and strides[index] == self._strides[index]
-            if index not in self.opened and not same:
+            if not same and (also_opened or index not in self.opened):
                 return index
         return None
 

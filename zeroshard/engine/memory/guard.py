@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import UsageError
-from zeroshard.sharding.resting import name_of_call
+from zeroshard.sharding.resting import changes_first, name_of_call
 
 _READABLE = frozenset(
     {"shape", "dtype", "device", "requires_grad", "is_sparse", "layout", "grad_fn", "is_leaf"}
@@ -32,11 +32,6 @@ _METHODS = frozenset(
 )
 _Local = Callable[[], "torch.Tensor | None"]
 """Returns this rank's whole gradient as a view of its buffer; None if it may not be read."""
-_CHANGES = frozenset(
-    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__"}
-    | {"__ior__", "__ixor__", "__ilshift__", "__irshift__"}
-)
-"""Operators that change their first argument."""
 _SAVES = frozenset({"__reduce_ex__", "numpy", "__array__", "tolist", "item"})
 _ALIASES = frozenset({"detach", "alias", "view", "as_strided"})
 """Operations that leave the memory alone, by their names in aten."""
@@ -72,7 +67,7 @@ class ShardedGradient(torch.Tensor):
         values = None if sets else _with_local((args, options))
         if values is not None:
             result = func(*values[0], **values[1])
-            return args[0] if _changes_first(called) and isinstance(args[0], cls) else result
+            return args[0] if changes_first(called) and isinstance(args[0], cls) else result
         if not sets and described:
             return super().__torch_function__(func, types, args, options)
         raise UsageError(
@@ -140,11 +135,6 @@ class ConsumedGradient(ShardedGradient):
         if others:
             func(others)
         return args[0] if called == "zero_" else None
-
-
-def _changes_first(called: str) -> bool:
-    """Whether a function of torch returns its first argument, changed in place."""
-    return called in _CHANGES or (called.endswith("_") and not called.endswith("__"))
 
 
 def _with_local(value: Any) -> Any:

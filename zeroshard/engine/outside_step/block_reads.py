@@ -21,7 +21,7 @@ from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.sharding.resting import ALLOWED_CALLS, name_of_call
+from zeroshard.sharding.resting import ALLOWED_CALLS, changes_first, name_of_call
 
 _TAKE_THE_PARAMETER = ALLOWED_CALLS | {
     *("backward", "detach", "numpy", "view_as", "expand_as", "size", "dim", "numel", "stride", "is_contiguous"),
@@ -30,11 +30,6 @@ _TAKE_THE_PARAMETER = ALLOWED_CALLS | {
 }
 """What saves nothing of the values, or is about the parameter itself. `view_as` and `expand_as` with itself are how
 code finds the node at which its gradient arrives."""
-
-_OPERATORS = frozenset(
-    {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "div"}
-)
-"""Python's operators that have a form in place, as `__iadd__`."""
 
 
 class BlockReads(TorchFunctionMode):
@@ -67,7 +62,8 @@ class BlockReads(TorchFunctionMode):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _saves(func, kwargs):
             return func(*args, **kwargs)
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        changed = args[:1] if _changes_the_first(func) else ()
+        # The parameter itself is changed: torch refuses to change some views.
+        changed = args[:1] if changes_first(name_of_call(func)[0]) else ()
         answer = func(*changed, *self._viewed(args[len(changed) :], views), **self._viewed(kwargs, views))
         # `p.contiguous()` and `p.to(dtype)` return what they were given, if there is nothing to do.
         return next((given for given, view in views.values() if view is answer), answer)
@@ -116,14 +112,7 @@ def _saves(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     name, _ = name_of_call(func)
     attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     about_graphs = str(getattr(func, "__module__", "")).startswith("torch.autograd")
-    changes_by_name = _changes_the_first(func) and any(key in kwargs for key in ("self", "input", "tensor"))
+    changes_by_name = changes_first(name) and any(key in kwargs for key in ("self", "input", "tensor"))
     return not (attribute or about_graphs or changes_by_name or kwargs.get("out") is not None) and (
         name not in _TAKE_THE_PARAMETER
     )
-
-
-def _changes_the_first(func: Callable[..., Any]) -> bool:
-    """Whether a call changes its first argument: the parameter itself is given then, as torch refuses some views."""
-    name, _ = name_of_call(func)
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or (name.startswith("__i") and name.endswith("__") and name[3:-2] in _OPERATORS)
