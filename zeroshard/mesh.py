@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 
 Axes = tuple[str, ...]
 """Names of axes, outermost first, whose ranks are taken together."""
@@ -65,6 +66,9 @@ class MeshAxis:
     name: str
     size: int
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -76,6 +80,7 @@ class Mesh:
     axes: tuple[MeshAxis, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
         names = [axis.name for axis in self.axes]
         for axis in self.axes:
             if axis.name not in KNOWN or names.count(axis.name) > 1:
@@ -87,6 +92,9 @@ class Mesh:
     def data_parallel(ranks: int, shard: int | None = None) -> Mesh:
         """So many data-parallel ranks, in subgroups of `shard` with consecutive numbers; None is one group of all."""
         shard = ranks if shard is None else shard
+        for what, number in (("ranks", ranks), ("a shard group", shard)):
+            if type(number) is not int:
+                raise PlanError(f"{what}: {number!r} must be a whole number of ranks")
         if ranks < 1 or shard < 1 or ranks % shard:
             raise PlanError(f"a shard group of {shard} ranks does not divide {ranks} data-parallel ranks")
         return Mesh((MeshAxis(REPLICATE, ranks // shard), MeshAxis(SHARD, shard)))

@@ -267,8 +267,9 @@ def test_what_can_not_be_averaged_in_one_bit_is_refused_by_name() -> None:
 
 def _finished_plans(rank: int, world: int) -> None:
     for recipe, words in (
-        (Recipe(STAGES[3], moments=1), "1-bit optimizers run at stages 0 and 1"),
-        (Recipe(STAGES[1], moments=1, policy=ExecutionPolicy(clip_norm=1.0)), "set clip_norm 0"),
+        (Recipe(STAGES[3], moments=1, compressed=True), "1-bit optimizers run at stages 0 and 1"),
+        (Recipe(STAGES[1], moments=1, compressed=True, policy=ExecutionPolicy(clip_norm=1.0)), "set clip_norm 0"),
+        (Recipe(STAGES[1], moments=1), r"sends compressed momentum .*; make the plan with Recipe\(compressed=True\)"),
     ):
         model = frozen_model()
         plan = build_plan(find_units(model), recipe, world)

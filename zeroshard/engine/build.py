@@ -209,6 +209,13 @@ def _check_plan(model: nn.Module, plan: Plan, place: StagePlace | None) -> None:
             f"the plan is for {plan.mesh.world_size} ranks ({plan.mesh}), but {running} running; make it with "
             f"build_plan(units, recipe, {world})"
         )
+    paths = dict(model.named_modules())
+    for unit in plan.units:
+        if unit.groups and unit.name not in paths:
+            raise PlanError(
+                f"the plan has a unit {unit.name!r}, but the model has no module of this path; make the plan from this "
+                "model"
+            )
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     planned = {segment.name: segment.shape for _, group in plan.groups() for segment in group.layout.segments}
     for name in [*shapes, *planned]:

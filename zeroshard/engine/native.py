@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from zeroshard.arguments import need_kind
 from zeroshard.comm.device_mesh import mesh_from
 from zeroshard.comm.peers import PeerMemoryFactory
 from zeroshard.comm.stages import StagePlace, find_stage
@@ -114,12 +115,12 @@ def shard(
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one.
         plan: a ZeRO stage (0 to 3), a Recipe, a finished Plan, or "auto" or an AutoPlan: the planner chooses by what
             is free.
-        units: paths of the modules that are gathered as a whole, instead of the default ones. mesh: the ranks as named
-        axes, for example a torch DeviceMesh: with `dp_replicate` and `dp_shard` a stage divides
-            the state over `dp_shard`, and each subgroup holds a copy. By default all ranks are one subgroup. An axis
-            `tp` of the model (parallelize_module, tp_plan="auto") lies inside of the subgroups. Over an axis `ep` the
-            experts of the model are divided. With `pp` of several ranks `model` is this rank's pipeline stage, its
-            parameters named as in the whole model.
+        units: paths of the modules that are gathered as a whole, instead of the default ones.
+        mesh: the ranks as named axes, for example a torch DeviceMesh: with `dp_replicate` and `dp_shard` a stage
+            divides the state over `dp_shard`, and each subgroup holds a copy. By default all ranks are one subgroup.
+            An axis `tp` of the model (parallelize_module, tp_plan="auto") lies inside of the subgroups. Over an axis
+            `ep` the experts of the model are divided. With `pp` of several ranks `model` is this rank's pipeline stage,
+            its parameters named as in the whole model.
         tied: paths of modules of which several pipeline stages hold copies.
         shard_size: ranks per subgroup, instead of a mesh.
         accumulate: whether several backwards happen per step; the plan then has accumulators.
@@ -131,6 +132,7 @@ def shard(
     Raises:
         PlanError, UsageError: the arguments do not fit together; the message says how to correct them.
     """
+    _check_arguments(mesh, device, scaler, tiers)
     refuse_uninitialized(model)
     refuse_shared_memory(model)
     device = default_device() if device is None else device
@@ -166,6 +168,19 @@ def shard(
         place=place,
         tied=tied,
     )
+
+
+def _check_arguments(mesh: object, device: object, scaler: object, tiers: object) -> None:
+    """Raises UsageError for arguments of another kind, each of which may be None."""
+    nothing = type(None)
+    need_kind(mesh, (DeviceMesh, Mesh, nothing), "shard(mesh=)", "a torch DeviceMesh or a zeroshard.Mesh")
+    need_kind(device, (torch.device, nothing), "shard(device=)", "a torch.device")
+    if isinstance(device, torch.device) and device.type == "meta":
+        raise UsageError(
+            "shard(device=): nothing can be trained on the meta device; give the GPU of this rank or 'cpu'"
+        )
+    need_kind(scaler, (LossScaler, nothing), "shard(scaler=)", "a LossScaler")
+    need_kind(tiers, (Mapping, nothing), "shard(tiers=)", "a mapping from Tier to the function that opens its memory")
 
 
 def build_optimized(

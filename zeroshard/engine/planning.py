@@ -71,8 +71,33 @@ def _finished_plan(plan: Plan, source: Source | None, changes: Mapping[str, Any]
     """A finished plan, with the other arguments of the caller."""
     if changes.get("accumulate", plan.policy.accumulate) != plan.policy.accumulate:
         raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
+    _check_state_of(plan, source)
     check_wide(plan, source)
     return plan.with_policy(**changes) if changes else plan
+
+
+def _check_state_of(plan: Plan, source: Source | None) -> None:
+    """Raises PlanError where a finished plan counts other state or sums than the optimizer has."""
+    if source is None:
+        return
+    for name, value in (("parameter_sums", source.parameter_sums), ("parameter_maxima", source.parameter_maxima)):
+        if getattr(plan.policy, name) != value:
+            raise PlanError(f"policy.{name} is {getattr(plan.policy, name)} in the plan, but {source.name} has {value}")
+    for unit, group in plan.groups():
+        if not group.trainable:
+            continue
+        if group.compressed != (source.compressed is not None):
+            what = "sends gradients" if group.compressed else "sends compressed momentum in place of gradients"
+            raise PlanError(
+                f"unit {unit.label!r}: compressed is {group.compressed} in the plan, but {source.name} {what}; make "
+                f"the plan with Recipe(compressed={not group.compressed})"
+            )
+        copies = 0 if group.moments is None else group.moments.copies
+        if copies != source.moments and not source.matrices:
+            raise PlanError(
+                f"unit {unit.label!r}: the plan has {copies} state tensors per parameter (moments), but {source.name} "
+                f"keeps {source.moments}; make the plan with Recipe(moments={source.moments})"
+            )
 
 
 def _recipe_of(plan: Recipe | int, mesh: Mesh, changes: Mapping[str, Any]) -> Recipe:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 
 REFUSED_RECIPES = {
     "blockwise": "scales by block of 128 x 128 weights are not built",
@@ -49,6 +50,7 @@ class Fp8:
     shards: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.tokens < 1:
             raise PlanError(f"fp8: tokens must be above 0, is {self.tokens}")
 
@@ -66,6 +68,9 @@ class Products:
     scaling: Scaling
     layers: tuple[str, ...]
     resting: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def resting_weights(self) -> frozenset[str]:

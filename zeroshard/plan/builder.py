@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 from zeroshard.fp8.recipe import Fp8
 from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
-from zeroshard.plan.dtypes import dtype_name, is_packed, itemsize, packed_name, state_dtype
+from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, itemsize, name_of, packed_name, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import GradientCodes, Hop, hops_of
 from zeroshard.plan.matrices import with_owners
@@ -28,7 +29,6 @@ from zeroshard.sharding.slots import SlotPlan, assign_slots
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
 
 MAX_PREFETCH = 4
-LOW_PRECISION = ("bfloat16", "float16")
 SCALED = "float8_e4m3fn"
 """The dtype of resting weights that are multiplied in fp8."""
 NO_MASTER = "none"
@@ -59,6 +59,11 @@ class Precision:
     moments: str | None = None
     keep_fp32: tuple[str, ...] = ()
     matmul: Fp8 | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "wire", "accumulate", "master", "moments"):
+            object.__setattr__(self, name, name_of(getattr(self, name)))
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,13 @@ class Recipe:
     frozen_codes: Blocks | None = None
     differences: Blocks | None = None
     gradient_codes: GradientCodes | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("moments", "persistence_threshold", "persistence_budget", "prefetch_numel", "live_numel"):
+            number = getattr(self, name)
+            if number is not None and number < 0:
+                raise PlanError(f"Recipe: {name} must be 0 or more, is {number}")
 
 
 def for_gpu(recipe: Recipe, *, split_master: bool) -> Recipe:

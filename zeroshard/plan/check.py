@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zeroshard.errors import PlanError
 from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SEQUENCE, SHARD, Mesh
-from zeroshard.plan.dtypes import dtype_name, is_packed
+from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
 from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
@@ -25,24 +25,40 @@ def check_plan(plan: Plan) -> None:
     names = [unit.name for unit in plan.units]
     if names.count("") != 1 or len(set(names)) != len(names):
         raise PlanError('units: each needs a name of its own, and one of them must be the root, ""')
+    _check_parameters(plan)
     for unit in plan.order:
         if not 0 <= unit < len(plan.units):
             raise PlanError(f"order names unit {unit}, but there are {len(plan.units)} units")
     for unit in plan.kept:
         if not (0 <= unit < len(plan.units) and plan.units[unit].name):
             raise PlanError(f"kept names unit {unit}, which is not a unit besides the root")
-    if plan.policy.prefetch < 0:
-        raise PlanError(f"policy.prefetch must not be negative, is {plan.policy.prefetch}")
     if plan.policy.peer_copies and (problem := peer_problem(plan)) is not None:
         raise PlanError(f"policy.peer_copies: {problem}")
     if plan.policy.cast_inputs is not None:
         _check_dtype(plan.policy.cast_inputs, "policy.cast_inputs")
     for index, unit in enumerate(plan.units):
         _check_unit(plan, unit, f"units[{index}]")
+        if unit.groups and index not in plan.order:
+            raise PlanError(f"order leaves out unit {index} ({unit.label}), so its gradients would not be reduced")
     gathered = [unit.gathered_nbytes if unit.sharded else None for unit in plan.units]
     _check_slots(plan.gather_slots, gathered, plan.order, "gather_slots")
+    _check_shared_slots(plan)
     reduced = [unit.reduce_slot_nbytes or None for unit in plan.units]
     _check_slots(plan.reduce_slots, reduced, plan.order, "reduce_slots")
+    groups = [group for _, group in plan.groups()]
+    records = max((group.record_nbytes * group.records for group in groups), default=0)
+    _check_code_slot(plan.gather_slots, records, "gather_slots")
+    _check_code_slot(plan.reduce_slots, max((group.exchange_nbytes for group in groups), default=0), "reduce_slots")
+
+
+def _check_parameters(plan: Plan) -> None:
+    """A parameter is in one place."""
+    seen: set[str] = set()
+    for _, group in plan.groups():
+        for segment in group.layout.segments:
+            if segment.name in seen:
+                raise PlanError(f"units: parameter {segment.name!r} is in two places of the plan")
+            seen.add(segment.name)
 
 
 def _check_mesh(mesh: Mesh) -> None:
@@ -101,6 +117,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             if placement.copies < 1:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
             _check_blocks(group.layout, kind, placement, f"{where}.{kind.value}")
+        _check_state(plan.policy, unit, group, where)
         _check_tiers(plan.policy, group, where)
         if group.trainable:
             _check_dtype(group.wire, f"{where}.wire")
@@ -110,6 +127,37 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.owners names a rank that the axes {list(axes)} do not have")
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
+
+
+def _check_state(policy: ExecutionPolicy, unit: UnitPlan, group: GroupPlan, path: str) -> None:
+    """The placements of a group's state fit each other, its unit, and what the optimizer computes."""
+    in_parts = bool(unit.axes_of(group))  # else this rank holds all of what the model left to it
+    if in_parts and group.param.divided != unit.sharded:
+        raise PlanError(f"{path}.param.axes: the parameters of a unit are divided in all of its groups or in none")
+    if in_parts and not group.param.divided and group.param.residency is Residency.AROUND_USE:
+        raise PlanError(f"{path}.param.residency is 'around_use', but parameters that rest whole are always there")
+    for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.MASTER):
+        placement = group.placement(kind)
+        if placement is not None and placement.copies != 1:
+            raise PlanError(f"{path}.{kind.value}.copies must be 1, is {placement.copies}")
+    for kind in (StateKind.MASTER, StateKind.MOMENTS):
+        placement = group.placement(kind)
+        if placement is not None and placement.axes != group.update_axes:
+            raise PlanError(f"{path}.{kind.value}.axes must be update_axes, {list(group.update_axes)}")
+    own = state_dtype(group.param.dtype)
+    if group.master is not None and group.master.dtype != own and not _is_split(group):
+        raise PlanError(f"{path}.master.dtype must be {own!r}, or 'int16' beside bfloat16 parameters")
+    themselves = group.master is None and group.param.dtype in LOW_PRECISION
+    if group.moments is not None and group.moments.dtype != own and not themselves:
+        raise PlanError(f"{path}.moments.dtype must be {own!r}, in which the optimizer computes")
+    if group.grad is None:
+        return
+    if group.needs_reduce_slot and not group.staged and (policy.accumulate or group.grad.dtype != group.wire):
+        raise PlanError(f"{path}.staged must be true where gradients are added up or kept in another dtype than 'wire'")
+    kept = not group.grad.divided or group.grad.off_device or policy.accumulate
+    if group.grad.residency is Residency.AROUND_USE and kept:
+        what = "divided gradients on the device and one micro-batch per step"
+        raise PlanError(f"{path}.grad.residency 'around_use' is for {what}")
 
 
 def _check_second(plan: Plan, unit: UnitPlan, group: GroupPlan, path: str) -> None:
@@ -287,6 +335,37 @@ def _check_slots(slots: SlotPlan, needed: Sequence[int | None], order: Sequence[
             raise PlanError(f"order leaves out unit {unit}, which must be gathered or reduced")
         if slot is not None and not (0 <= slot < len(slots.nbytes) and slots.nbytes[slot] >= (nbytes or 0)):
             raise PlanError(f"{path}.of_unit[{unit}] is {slot}, which is no slot of {nbytes} bytes or more")
+
+
+def _check_shared_slots(plan: Plan) -> None:
+    """No gather overwrites a unit in use: units in one slot are more than the prefetch distance apart."""
+    slots, once = plan.gather_slots.of_unit, [unit for unit in dict.fromkeys(plan.order) if plan.units[unit].sharded]
+    last: dict[int, tuple[int, int]] = {}
+    for position, unit in enumerate(once):
+        slot = slots[unit]
+        assert slot is not None
+        before, at = last.get(slot, (None, 0))
+        last[slot] = unit, position
+        if before is None:
+            continue
+        for one in (before, unit):
+            if not plan.units[one].name or one in plan.kept:
+                raise PlanError(
+                    f"gather_slots.of_unit: units {before} and {unit} share slot {slot}, but unit {one} "
+                    f"({plan.units[one].label}) stays gathered for whole passes and needs a slot of its own"
+                )
+        if position - at <= plan.policy.prefetch:
+            raise PlanError(
+                f"gather_slots.of_unit: units {before} and {unit} share slot {slot}, but follow each other within "
+                f"policy.prefetch ({plan.policy.prefetch})"
+            )
+
+
+def _check_code_slot(slots: SlotPlan, nbytes: int, path: str) -> None:
+    """The last slot is for codes alone where there are codes."""
+    last = len(slots.nbytes) - 1
+    if nbytes and (last < 0 or slots.nbytes[last] < nbytes or last in slots.of_unit):
+        raise PlanError(f"{path}.nbytes needs a last slot of {nbytes} bytes or more for codes, which no unit uses")
 
 
 def _check_dtype(name: str, path: str) -> None:

@@ -11,6 +11,8 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 }
+LOW_PRECISION = ("bfloat16", "float16")
+"""Compute dtypes whose parameters have master weights, unless the recipe says that they are updated themselves."""
 _PACKED = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -27,6 +29,11 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     if name not in _DTYPES:
         raise PlanError(f"dtype {dtype!s} can't be sharded; use one of {', '.join(_DTYPES)}")
     return name
+
+
+def name_of(dtype: torch.dtype | str | None) -> str | None:
+    """The plan's name of a torch dtype; a name, and None, as they are."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def packed_name(dtype: torch.dtype) -> str | None:

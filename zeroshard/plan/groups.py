@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.field_types import check_fields
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.hops import ERROR_DTYPE, Hop, HopSize, exchange_nbytes, hop_size
@@ -29,6 +30,9 @@ class SecondCopy:
 
     axes: Axes
     parts: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ class GroupPlan:
     differences: Blocks | None = None
     hops: tuple[Hop, ...] = ()
     shown: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def scaled(self) -> bool:
@@ -251,6 +258,9 @@ class UnitPlan:
     axes: Axes
     groups: tuple[GroupPlan, ...]
     aliases: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def label(self) -> str:

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 from zeroshard.mesh import Axes
 from zeroshard.plan.dtypes import itemsize
 from zeroshard.plan.placement import Blocks
@@ -38,7 +39,8 @@ class Feedback:
     reset: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.beta) and 0 <= self.beta < 1):
+        check_fields(self)
+        if not 0 <= self.beta < 1:
             raise PlanError(f"error feedback beta {self.beta}: a number from 0 to below 1 is needed")
         if self.reset < 0:
             raise PlanError(f"error feedback reset {self.reset}: a number of sums above 0 is needed, or 0 for never")
@@ -51,6 +53,9 @@ class Hop:
     axes: Axes
     blocks: Blocks
     feedback: Feedback | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 WITHIN, BETWEEN = Blocks(bits=8, size=256), Blocks(bits=4, size=128)
@@ -69,6 +74,9 @@ class GradientCodes:
     within: Blocks = WITHIN
     between: Blocks = BETWEEN
     feedback: Feedback | None = Feedback()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def block(self) -> int:

@@ -418,8 +418,7 @@ def _code_leg(
 
 
 def _over_replicas(unit: UnitPlan, group: GroupPlan, part: Buffer) -> Legs:
-    """The sum over replicas: gradients that are divided over some of the summed axes are summed over the others, too.
-    The sum over replicas: gradients that are divided over some of the summed axes are summed over the others, too."""
+    """The sum over replicas: gradients that are divided over some of the summed axes are summed over the others."""
     axes = replica_axes(unit, group)
     if not axes:
         return ()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 from zeroshard.mesh import BESIDE_DATA, DATA, NESTED, REPLICATE, SHARD, Axes, Mesh
 from zeroshard.plan.dtypes import itemsize
 
@@ -65,9 +66,10 @@ class Blocks:
     size: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.bits not in (4, 8):
             raise PlanError(f"blocks of {self.bits}-bit codes: 8 and 4 bits are there")
-        if not isinstance(self.size, int) or self.size < 2 or self.size % 2:
+        if self.size < 2 or self.size % 2:
             raise PlanError(f"block_size {self.size!r}: an even number of at least 2 is needed")
 
     def suit(self, numel: int) -> bool:
@@ -108,6 +110,9 @@ class Placement:
     copies: int = 1
     blocks: Blocks | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def off_device(self) -> bool:
         """Whether it rests off the device."""
@@ -138,6 +143,7 @@ class Sharding:
     axes: Axes = DATA
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if (self.param or self.grad) and not self.state:
             raise PlanError(
                 f"{self}: where parameters or gradients are divided each rank updates its part, so the optimizer's "

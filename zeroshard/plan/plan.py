@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 from zeroshard.mesh import Mesh
 from zeroshard.plan.check import check_plan
 from zeroshard.plan.decode import decode
@@ -45,6 +46,7 @@ class Plan:
     """Units besides the root that stay gathered for a whole pass, because modules of other units read them."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_plan(self)
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
 from zeroshard.errors import PlanError
+from zeroshard.field_types import check_fields
 from zeroshard.fp8.recipe import Products
 from zeroshard.nvme.places import Spill
+from zeroshard.plan.dtypes import name_of
 
 
 class OnNonFinite(str, Enum):
@@ -78,9 +79,16 @@ class ExecutionPolicy:
     products: Products | None = None
 
     def __post_init__(self) -> None:
-        if not self.clip_norm >= 0:
+        object.__setattr__(self, "cast_inputs", name_of(self.cast_inputs))
+        check_fields(self)
+        if self.prefetch < 0:
+            raise PlanError(f"policy.prefetch must not be negative, is {self.prefetch}")
+        if self.clip_norm < 0:
             raise PlanError(f"clip_norm {self.clip_norm} must be a number above 0, or 0 for no clipping")
+        for name in ("parameter_sums", "parameter_maxima", "stream_numel", "window_numel"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"policy.{name} must not be negative, is {getattr(self, name)}")
         if self.spare_nbytes < 0 or (self.spare_nbytes and not self.reuse):
             raise PlanError(f"spare_nbytes {self.spare_nbytes} must be 0 or more, and needs reuse of what is in slots")
-        if not 0 < self.predivide < math.inf:
+        if self.predivide <= 0:
             raise PlanError(f"predivide {self.predivide} must be a finite number above 0")

@@ -10,8 +10,8 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.fp8.convert import Choice, choose, products_of
-from zeroshard.plan.builder import LOW_PRECISION, Recipe
-from zeroshard.plan.dtypes import dtype_name
+from zeroshard.plan.builder import Recipe
+from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name
 
 
 def with_products(recipe: Recipe, model: nn.Module) -> tuple[Recipe, Sequence[Choice]]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.field_types import check_fields
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -33,6 +35,9 @@ class Cut:
     dim: int
     ranks: int
     blocks: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole parameter, from that of a rank's part."""

@@ -143,6 +143,8 @@ def mesh_with_model(model: nn.Module, mesh: Mesh | None, shard_size: int | None 
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if mesh is None:
         mesh = _mesh_around(found, world, shard_size)
+    if mesh.among(DATA) != DATA:
+        raise PlanError(f"the mesh ({mesh}) needs the axes {list(DATA)} in this order, of 1 rank where it has no use")
     for axis, ranks in found.items():
         if axis not in mesh.names or mesh.size((axis,)) == 1:
             raise PlanError(

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zeroshard.field_types import check_fields
 from zeroshard.sharding.cut import Cut
 
 ALIGNMENT_BYTES = 256
@@ -36,6 +37,9 @@ class Segment:
     shape: tuple[int, ...]
     offset: int
     cut: Cut | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -58,6 +62,9 @@ class FlatLayout:
     segments: tuple[Segment, ...]
     numel: int
     shards: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def shard_numel(self) -> int:

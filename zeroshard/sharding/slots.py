@@ -15,6 +15,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from zeroshard.field_types import check_fields
+
 OUTSIZED = 1.5
 """A unit larger than this many medians may get a slot of its own, so that one large embedding doesn't enlarge all."""
 
@@ -25,6 +27,9 @@ class SlotPlan:
 
     nbytes: tuple[int, ...]
     of_unit: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def total_nbytes(self) -> int:
