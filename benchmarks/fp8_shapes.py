@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layers", type=int, default=12, help="blocks; half as many of the two widest models")
-    parser.add_argument("--recipe", choices=("tensorwise", "rowwise"), default="tensorwise")
+    parser.add_argument("--recipe", choices=[one.value for one in zeroshard.Scaling], default="tensorwise")
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -50,7 +50,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B
 PROFILED_STEPS = 4
 CHECKED_STEPS = 2
 OFFLOADS = ("none", "streamed", "processor", "param", "param-processor", "auto")
-FP8 = ("none", "tensorwise", "tensorwise-cast", "rowwise")
+FP8 = ("none", "tensorwise", "tensorwise-cast", "rowwise", "blockwise", "blockwise-cast")
 BATCHES = 4
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.fp8_model import FP8, LAYERS, adamw, batch, build, graphs_of_blocks, loss_of, recipe, train
+from tests.support.fp8_model import BY_BLOCK, FP8, LAYERS, adamw, batch, build, graphs_of_blocks, loss_of, recipe, train
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.fp8.convert import choose
@@ -49,6 +49,11 @@ def _ways(rank: int, world: int) -> None:
     for name, value in plain[1].items():
         assert torch.equal(recomputed[1][name], value), name
     cast_in_forwards = train(rank, 3, 3, micro=2, fp8=replace(FP8, shards=False))
+    blocks = train(rank, 3, 3, micro=2, fp8=BY_BLOCK)
+    again = train(rank, 3, 3, micro=2, fp8=BY_BLOCK, wrap=_checkpointed)
+    assert again[0] == blocks[0]
+    assert all(torch.equal(again[1][name], value) for name, value in blocks[1].items())
+    _close(train(rank, 3, 3, micro=2, fp8=replace(BY_BLOCK, shards=False)), blocks, loss=0.02, weight=0.02)
     by_row = train(rank, 3, 3, micro=2, fp8=replace(FP8, scaling=Scaling.ROWWISE))
     in_bf16 = train(rank, 3, 3, micro=2, fp8=None)
     for other in (cast_in_forwards, by_row, in_bf16):
@@ -60,9 +65,10 @@ def test_accumulation_checkpointing_and_other_scales_train_alike() -> None:
     run_ranks(2, _ways)
 
 
-def _from_config(rank: int, world: int, stage: int) -> Trained:
+def _from_config(rank: int, world: int, stage: int, fp8: Fp8) -> Trained:
     config = {**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    engine, *_ = zeroshard.initialize(model=build(), config=config)
+    config["fp8"] = {**CONFIG["fp8"], "recipe": fp8.scaling.value}
+    engine, *_ = zeroshard.initialize(model=build(fp8), config=config)
     losses: list[float] = []
     for step in range(3):
         loss = engine(batch(step, 0, rank)).float().square().mean()
@@ -74,9 +80,10 @@ def _from_config(rank: int, world: int, stage: int) -> Trained:
     return losses, dict(zeroshard.iterate_full_parameters(module))
 
 
-def test_a_config_trains_as_the_recipe_does() -> None:
-    found = run_ranks(2, _from_config, 3)[0]
-    other = run_ranks(2, _from_config, 1)[0]
+@pytest.mark.parametrize("fp8", [FP8, BY_BLOCK], ids=["by tensor", "by block"])
+def test_a_config_trains_as_the_recipe_does(fp8: Fp8) -> None:
+    found = run_ranks(2, _from_config, 3, fp8)[0]
+    other = run_ranks(2, _from_config, 1, fp8)[0]
     assert found[0] == other[0]
     for name, value in found[1].items():
         assert torch.equal(other[1][name], value), name

@@ -11,6 +11,7 @@ from torch import nn
 from tests.support.fp8_model import LAYERS, batch, build, loss_of, recipe
 from zeroshard.engine.planning import _with_products
 from zeroshard.errors import PlanError
+from zeroshard.fp8.block_casts import cast_blocks, cast_tiles, cast_tiles_both, transpose_blocks
 from zeroshard.fp8.cast import (
     COLUMNS,
     FORMATS,
@@ -24,8 +25,8 @@ from zeroshard.fp8.cast import (
 )
 from zeroshard.fp8.convert import choose, convert, described, restore
 from zeroshard.fp8.linear import Fp8Linear
-from zeroshard.fp8.products import product
-from zeroshard.fp8.recipe import Fp8, Products, Scaling, scaling_of
+from zeroshard.fp8.products import _check_blocks, product, product_of_blocks
+from zeroshard.fp8.recipe import BLOCK, Fp8, Products, Scaling, scaling_of
 from zeroshard.fp8.speedup import speedup
 
 
@@ -86,6 +87,41 @@ def test_what_is_not_finite_is_seen_in_the_product(bad: float, kind: torch.dtype
     assert bool(result[0].isfinite().all())
 
 
+def test_each_tile_and_each_block_is_cast_with_its_own_scale() -> None:
+    values = _matrix(130, 384) * torch.logspace(-3, 3, 384)
+    (codes, unscale), (turned, of_turned) = cast_tiles_both(values, VALUES)
+    for start in range(0, 384, BLOCK):
+        expected, own = cast_rows(values[:, start : start + BLOCK].contiguous(), VALUES)
+        assert torch.equal(codes[:, start : start + BLOCK].float(), expected.float())
+        assert torch.equal(unscale[:, start // BLOCK], own[:, 0])
+    assert unscale.stride() == (1, 130)
+    straight, of_straight = cast_tiles(values.t()[:, :BLOCK].contiguous(), VALUES)
+    assert turned.shape == (384, 2 * BLOCK)
+    assert torch.equal(turned[:, :BLOCK].float(), straight.float())
+    assert torch.equal(of_turned[:, :1], of_straight)
+    assert bool((turned[:, 130:].float() == 0).all())
+    weight = values[:BLOCK]
+    blocks, scales = cast_blocks(weight, VALUES)
+    for start in range(0, 384, BLOCK):
+        expected, own = cast(weight[:, start : start + BLOCK].contiguous(), VALUES)
+        assert torch.equal(blocks[:, start : start + BLOCK].float(), expected.float())
+        assert torch.equal(scales[:, start // BLOCK], own)
+    again, of_again = transpose_blocks((blocks, scales))
+    assert torch.equal(again.float(), blocks.float().t())
+    assert torch.equal(of_again, scales.t())
+
+
+def test_products_by_block_are_those_of_the_decoded_values() -> None:
+    a, b = _matrix(5, 384), _matrix(256, 384, seed=1) * torch.logspace(-6, 2, 384)
+    left, right = cast_tiles(a, VALUES), cast_blocks(b, VALUES)
+    for other in (right, cast_tiles(b, VALUES)):
+        expected = decode(*left, torch.float32) @ decode(*other, torch.float32).t()
+        found = product_of_blocks(*left, *other, torch.float32)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+    by_block, by_tensor = (decode(*operand, torch.float32) - b for operand in (right, cast(b, VALUES)))
+    assert by_block[:, :BLOCK].norm() < 0.5 * by_tensor[:, :BLOCK].norm()  # where values are small beside others
+
+
 def test_products_by_tensor_and_by_row_are_those_of_the_decoded_values() -> None:
     a, b = _matrix(5, 32), _matrix(7, 32, seed=1)
     for kind in (cast, cast_rows):
@@ -97,7 +133,7 @@ def test_products_by_tensor_and_by_row_are_those_of_the_decoded_values() -> None
 
 @pytest.mark.parametrize("scaling", Scaling)
 def test_a_model_in_fp8_is_close_to_the_one_in_bf16_and_is_plain_again_when_restored(scaling: Scaling) -> None:
-    plain, model = build().bfloat16(), build().bfloat16()
+    plain, model = build(Fp8(scaling=scaling)).bfloat16(), build(Fp8(scaling=scaling)).bfloat16()
     convert(model, Products(scaling, LAYERS))
     assert isinstance(model.get_submodule(LAYERS[0]), Fp8Linear)
     for one in (plain, model):
@@ -147,6 +183,9 @@ def test_the_layers_in_blocks_that_gain_take_part_and_the_list_says_why_others_d
     assert "tied" in found["head"].why
     assert "reads its weight" in found["attention.out_proj"].why
     assert any("2 linear layers of 4096 x 4096 take part" in line for line in described(list(found.values())))
+    by_block = choose(model, Fp8(scaling=Scaling.BLOCKWISE, names=("inner",)))
+    assert any("multiples of 128" in choice.why for choice in by_block)
+    assert {choice.name for choice in by_block if choice.taken} == {"inner.0.wide", "inner.1.wide"}
     kept = choose(model, Fp8(), kept=("wide",))
     assert not any(choice.taken for choice in kept)
 
@@ -169,13 +208,20 @@ def test_a_model_of_which_no_layer_takes_part_is_told_why(caplog: pytest.LogCapt
     assert "linear layers of 96 x 32 stay" in caplog.text
 
 
+def test_a_gpu_or_torch_without_products_by_block_is_refused_by_name() -> None:
+    _check_blocks("NVIDIA H100", (9, 0), "12.9")
+    for name, capability, cuda in (("NVIDIA B200", (10, 0), "13.0"), ("NVIDIA H100", (9, 0), "12.8")):
+        with pytest.raises(PlanError, match=rf"'blockwise' needs.*{name}.*{cuda}: use 'tensorwise'"):
+            _check_blocks(name, capability, cuda)
+
+
 def test_small_products_gain_nothing_and_large_ones_do() -> None:
     assert speedup(512, 512, 8192) < 1 < speedup(4096, 4096, 8192) < speedup(11008, 4096, 16384)
     assert speedup(2048, 2048, 512) < 1
 
 
 def test_recipes_that_are_not_built_are_refused_by_name() -> None:
-    for name in ("blockwise", "mxfp8", "nvfp4", "delayed"):
+    for name in ("mxfp8", "nvfp4", "delayed"):
         with pytest.raises(PlanError, match=name):
             scaling_of(name)
     with pytest.raises(PlanError, match="no fp8 recipe 'fp9'"):
@@ -185,7 +231,7 @@ def test_recipes_that_are_not_built_are_refused_by_name() -> None:
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("scaling", Scaling)
 def test_evaluation_without_gradients_gives_what_training_computes(scaling: Scaling, without: type) -> None:
-    model = build().bfloat16()
+    model = build(Fp8(scaling=scaling)).bfloat16()
     convert(model, Products(scaling, LAYERS))
     trained = model(batch(0, 0, 0))
     with without():

@@ -11,23 +11,25 @@ from torch import nn
 import zeroshard
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.memory.scaled_group import ScaledGroup
-from zeroshard.fp8.cast import VALUES, cast, decode
+from zeroshard.fp8.arithmetic import cast_weight
+from zeroshard.fp8.cast import decode
 from zeroshard.fp8.convert import convert
-from zeroshard.fp8.recipe import Fp8, Products, Scaling
+from zeroshard.fp8.recipe import BLOCK, Fp8, Products, Scaling
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.placement import STAGES
 from zeroshard.plan.policy import ExecutionPolicy
 
 WIDTH = 32
 FP8 = Fp8(names=("blocks",))
+BY_BLOCK = Fp8(names=("blocks",), scaling=Scaling.BLOCKWISE)
 LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(2) for layer in ("up", "down"))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -36,11 +38,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """An input layer, two blocks and a head; only the blocks are to multiply in fp8."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 8)
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -60,10 +62,10 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def build() -> Stack:
-    """The model with the weights that every training starts from, in float32."""
+def build(fp8: Fp8 | None = None) -> Stack:
+    """The model with the weights that every training starts from, in float32; wider for scales by block."""
     torch.manual_seed(11)
-    return Stack()
+    return Stack(BLOCK if fp8 is not None and fp8.scaling is Scaling.BLOCKWISE else WIDTH)
 
 
 def graphs_of_blocks(model: nn.Module) -> list[torch.fx.GraphModule]:
@@ -102,7 +104,7 @@ def train(
     wrap: Callable[[nn.Module], None] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final float32 weights of a sharded training; called by all ranks."""
-    model = build()
+    model = build(fp8)
     if wrap is not None:
         wrap(model)
     model, optimizer = zeroshard.shard(
@@ -122,18 +124,19 @@ def train(
     return losses, found
 
 
-def train_alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_alone(steps: int, fp8: Fp8 = FP8) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same in one process by plain torch: each step computes with what the codes of the float32 truth stand for."""
-    truth = build()
+    truth = build(fp8)
     optimizer = adamw(truth.parameters())
     model = copy.deepcopy(truth).bfloat16()
-    convert(model, Products(Scaling.TENSORWISE, LAYERS))
+    convert(model, Products(fp8.scaling, LAYERS))
     losses: list[float] = []
     for step in range(steps):
         for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
             coded = name.removesuffix(".weight") in LAYERS
             value = theirs.detach()
-            ours.data = decode(*cast(value, VALUES), torch.bfloat16) if coded else value.bfloat16()
+            by_block = fp8.scaling is Scaling.BLOCKWISE
+            ours.data = decode(*cast_weight(value, by_block=by_block), torch.bfloat16) if coded else value.bfloat16()
             ours.grad = None
         loss = loss_of(model, batch(step, 0, 0))
         loss.backward()
@@ -154,7 +157,8 @@ def codes_are_those_of_whole_weights(model: nn.Module, weights: Mapping[str, tor
             if not isinstance(group, ScaledGroup):
                 continue
             for record in group.codes:
-                codes, unscale = cast(weights[record.name].to(record.codes.device), VALUES)
+                whole = weights[record.name].to(record.codes.device)
+                codes, unscale = cast_weight(whole, by_block=bool(group.plan.scale_block))
                 assert torch.equal(record.unscale, unscale)
                 assert torch.equal(record.codes.view(torch.uint8), codes.view(torch.uint8))
         runtime.parameters.release(unit.index)

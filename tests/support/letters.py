@@ -18,11 +18,11 @@ LAST = 10
 class Gpt(nn.Module):
     """Predicts the next letter."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(LETTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(2)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
+        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.letters(ids) + self.places.weight

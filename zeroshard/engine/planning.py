@@ -115,7 +115,7 @@ def _with_products(recipe: Recipe, model: nn.Module, device: torch.device) -> Re
     """The recipe with the layers that multiply in fp8, if it asks for fp8; the choices are logged."""
     if recipe.precision.matmul is None:
         return recipe
-    check_device(device)
+    check_device(device, recipe.precision.matmul.scaling)
     made, choices = with_products(recipe, model)
     for line in described(choices):
         _LOGGER.info("%s", line)

@@ -98,8 +98,20 @@ def to_codes(values: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> to
 
 
 def decode(codes: torch.Tensor, unscale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of codes, in `dtype`."""
-    return (codes.float() * unscale).to(dtype)
+    """The values of codes, in `dtype`; see `spread` for their unscales."""
+    return (codes.float() * spread(unscale, codes.shape)).to(dtype)
+
+
+def spread(unscale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Unscales that apply to a matrix of this shape, element by element.
+
+    Args:
+        unscale: of shape (1,), or a matrix with one for each block of equal size.
+    """
+    if unscale.dim() < 2:
+        return unscale
+    rows, columns = unscale.shape
+    return unscale.repeat_interleave(shape[0] // rows, 0).repeat_interleave(shape[1] // columns, 1)
 
 
 def _cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,10 @@
 """Chooses the linear layers of a model that compute in fp8, and converts them in place.
 
-A layer can be converted if it computes like `nn.Linear` and its sizes suit products in fp8 (multiples of 16). Of these
-layers, those named in `Fp8.names` are converted; without names, the layers in repeated blocks that are large enough to
-become faster (see `speedup`). Layers outside of the blocks are not converted: rounding harms the first and the last
-layer most, and fused losses read the head's weight without calling it. Layers with tied weights are not converted
-either.
+A layer can be converted if it computes like `nn.Linear` and its sizes suit products in fp8 (multiples of 16, or of 128
+for scales by block). Of these layers, those named in `Fp8.names` are converted; without names, the layers in repeated
+blocks that are large enough to become faster (see `speedup`). Layers outside of the blocks are not converted: rounding
+harms the first and the last layer most, and fused losses read the head's weight without calling it. Layers with tied
+weights are not converted either.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import TypeGuard
 from torch import nn
 
 from zeroshard.errors import PlanError
-from zeroshard.fp8.cast import COLUMNS
 from zeroshard.fp8.linear import Fp8Linear, LastInput
-from zeroshard.fp8.recipe import Fp8, Products
+from zeroshard.fp8.recipe import Fp8, Products, Scaling
 from zeroshard.fp8.speedup import HOST_SECONDS, seconds_in_bf16, speedup
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.opaque import is_opaque
@@ -63,7 +62,9 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
     for path, linear in linears.items():
         sizes = linear.out_features, linear.in_features
         inside = any(path.startswith(around) for around in whole)
-        problem = "the module around it reads its weight" if inside else _problem(path, linear, uses, kept)
+        problem = (
+            "the module around it reads its weight" if inside else _problem(path, linear, uses, kept, wanted.scaling)
+        )
         named = wanted.names is not None and any(_part(path, name) for name in wanted.names)
         if problem is not None:
             if named and wanted.names is not None and path in wanted.names:
@@ -96,7 +97,7 @@ def products_of(wanted: Fp8, choices: Sequence[Choice]) -> Products | None:
 
 def convert(model: nn.Module, products: Products) -> None:
     """Convert the layers of a plan to fp8. Raises PlanError for one that is no plain linear layer."""
-    last = LastInput()
+    last = LastInput(products.scaling is Scaling.BLOCKWISE)
     for path in products.layers:
         linear = model.get_submodule(path)
         if not _is_linear(linear):
@@ -126,10 +127,12 @@ def _in_fp8(kind: type[nn.Linear]) -> type[nn.Linear]:
     return type(kind.__name__, (Fp8Linear, kind), {"__module__": __name__, "before": kind})
 
 
-def _problem(path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequence[str]) -> str | None:
+def _problem(
+    path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequence[str], scaling: Scaling
+) -> str | None:
     """Why a layer can't compute in fp8; None if it can."""
-    if linear.in_features % COLUMNS or linear.out_features % COLUMNS:
-        return f"its sizes {linear.out_features} x {linear.in_features} are no multiples of {COLUMNS}"
+    if linear.in_features % scaling.multiple or linear.out_features % scaling.multiple:
+        return f"its sizes {linear.out_features} x {linear.in_features} are no multiples of {scaling.multiple}"
     if as_dtensor(linear.weight) is not None:
         return "its weight is divided by the model"
     if uses[id(linear.weight)] > 1:

@@ -21,39 +21,50 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zeroshard.fp8.cast import GRADIENTS, VALUES, cast, cast_both, cast_columns, cast_rows, transpose
+from zeroshard.fp8.arithmetic import (
+    cast_operand,
+    cast_operands,
+    cast_weight,
+    format_of_gradients,
+    multiply,
+    turn_weight,
+)
+from zeroshard.fp8.block_casts import Operand
+from zeroshard.fp8.cast import VALUES, cast_columns, cast_rows
 from zeroshard.fp8.parameter import CodedGuard, Codes, kept_codes
 from zeroshard.fp8.products import product
 from zeroshard.fp8.recipe import Scaling
+
+_Cast = tuple[Operand, Operand | None]
+"""An input, and the transposed one if it is wanted."""
 
 
 @dataclass
 class LastInput:
     """Caches the cast of the last input, for layers that get the same input in turn (such as query, key and value)."""
 
+    by_block: bool
     _of: weakref.ref[torch.Tensor] | None = None
     _version: int = -1
-    _cast: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = field(default=None, repr=False)
+    _cast: _Cast | None = field(default=None, repr=False)
 
-    def cast(self, values: torch.Tensor, *, both: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Codes of the input as a matrix, transposed codes (None unless `both`), and the unscale; see `cast`."""
+    def cast(self, values: torch.Tensor, *, both: bool) -> _Cast:
+        """The input as a matrix, and the transposed matrix (None unless `both`)."""
         flat = values.reshape(-1, values.shape[-1])
         if values.is_inference():  # it has no version that would tell whether it has changed
-            return _input_codes(flat, both=both)
+            return self._made(flat, both=both)
         found = self._cast
         same = self._of is not None and self._of() is values and self._version == values._version
         if same and found is not None and (found[1] is not None or not both):
             return found
-        made = _input_codes(flat, both=both)
+        made = self._made(flat, both=both)
         self._of, self._version, self._cast = weakref.ref(values), values._version, made
         return made
 
-
-def _input_codes(flat: torch.Tensor, *, both: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    if both:
-        return cast_both(flat, VALUES)
-    codes, unscale = cast(flat, VALUES)
-    return codes, None, unscale
+    def _made(self, flat: torch.Tensor, *, both: bool) -> _Cast:
+        if both:
+            return cast_operands(flat, VALUES, by_block=self.by_block)
+        return cast_operand(flat, VALUES, by_block=self.by_block), None
 
 
 class Fp8Linear(nn.Linear):
@@ -79,14 +90,13 @@ class Fp8Linear(nn.Linear):
         if self.scaling is Scaling.ROWWISE:
             result = _rowwise(input, weight)
         else:
-            codes, unscale = self._codes_of(weight)
-            result = _tensorwise(input, weight, codes, unscale, self.last_input)
+            result = _kept(input, weight, self._codes_of(weight), self.last_input)
         return result if bias is None else result + bias
 
-    def _codes_of(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _codes_of(self, weight: torch.Tensor) -> Operand:
         kept = self.kept
         if kept is None or not isinstance(weight, CodedGuard):  # the parameter has its values
-            return cast(weight.detach(), VALUES)
+            return cast_weight(weight.detach(), by_block=self.last_input.by_block)
         return kept.codes, kept.unscale
 
     def extra_repr(self) -> str:
@@ -100,13 +110,12 @@ def adopt_codes(model: nn.Module) -> None:
             module.kept = kept_codes(module.weight)
 
 
-def _tensorwise(
-    input: torch.Tensor, weight: torch.Tensor, codes: torch.Tensor, unscale: torch.Tensor, last: LastInput
-) -> torch.Tensor:
+def _kept(input: torch.Tensor, weight: torch.Tensor, coded: Operand, last: LastInput) -> torch.Tensor:
+    """The product with a weight whose codes serve forward and backward."""
     if torch.compiler.is_compiling():
-        return _tensor(_Traced.apply(input, weight, codes, unscale))
+        return _tensor(_Traced.apply(input, weight, *coded, last.by_block))
     keeps = weight.requires_grad and torch.is_grad_enabled()
-    return _tensor(_Tensorwise.apply(input, weight, codes, unscale, last, keeps))
+    return _tensor(_Eager.apply(input, weight, coded, last, keeps))
 
 
 def _rowwise(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -118,30 +127,21 @@ def _tensor(result: Any) -> torch.Tensor:
     return result
 
 
-class _Tensorwise(torch.autograd.Function):
+class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        codes: torch.Tensor,
-        unscale: torch.Tensor,
-        last: LastInput,
-        keeps: bool,
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, coded: Operand, last: LastInput, keeps: bool
     ) -> torch.Tensor:
-        of_input, turned, input_unscale = last.cast(input, both=keeps)
+        of_input, turned = last.cast(input, both=keeps)
         # Not saved as tensors, since checkpoints and offload of activations would copy the weight.
-        ctx.weight = codes, unscale
-        ctx.shape, ctx.dtype = input.shape, input.dtype
-        ctx.save_for_backward(*(() if turned is None else (turned, input_unscale)))
-        return _forward(of_input, input_unscale, codes, unscale, input)
+        ctx.weight = coded
+        ctx.shape, ctx.dtype, ctx.by_block = input.shape, input.dtype, last.by_block
+        ctx.save_for_backward(*(turned or ()))
+        return _forward(of_input, coded, input, by_block=last.by_block)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (
-            *_backward(gradients[0], ctx.weight, ctx.saved_tensors, ctx.needs_input_grad, ctx.shape, ctx.dtype),
-            *(None,) * 4,
-        )
+        return *_backward(ctx, gradients[0], ctx.weight, ctx.saved_tensors), None, None, None
 
 
 class _Traced(torch.autograd.Function):
@@ -149,55 +149,51 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, codes: torch.Tensor, unscale: torch.Tensor
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        codes: torch.Tensor,
+        unscale: torch.Tensor,
+        by_block: bool,
     ) -> torch.Tensor:
-        of_input, turned, input_unscale = cast_both(input.reshape(-1, input.shape[-1]), VALUES)
-        ctx.shape, ctx.dtype = input.shape, input.dtype
-        ctx.save_for_backward(codes, unscale, turned, input_unscale)
-        return _forward(of_input, input_unscale, codes, unscale, input)
+        of_input, turned = cast_operands(input.reshape(-1, input.shape[-1]), VALUES, by_block=by_block)
+        ctx.shape, ctx.dtype, ctx.by_block = input.shape, input.dtype, by_block
+        ctx.save_for_backward(codes, unscale, *turned)
+        return _forward(of_input, (codes, unscale), input, by_block=by_block)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        codes, unscale, turned, input_unscale = ctx.saved_tensors
-        kept = turned, input_unscale
-        grads = _backward(gradients[0], (codes, unscale), kept, ctx.needs_input_grad, ctx.shape, ctx.dtype)
-        return *grads, None, None
+        codes, unscale, *turned = ctx.saved_tensors
+        return *_backward(ctx, gradients[0], (codes, unscale), turned), None, None, None
 
 
-def _forward(
-    of_input: torch.Tensor, input_unscale: torch.Tensor, codes: torch.Tensor, unscale: torch.Tensor, like: torch.Tensor
-) -> torch.Tensor:
-    result = product(of_input, input_unscale, codes, unscale, like.dtype, fast=True)
-    return result.view(*like.shape[:-1], codes.shape[0])
+def _forward(of_input: Operand, coded: Operand, like: torch.Tensor, *, by_block: bool) -> torch.Tensor:
+    result = multiply(of_input, coded, like.dtype, by_block=by_block, fast=True)
+    return result.view(*like.shape[:-1], coded[0].shape[0])
 
 
 def _backward(
-    grad: torch.Tensor,
-    weight: tuple[torch.Tensor, torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    needed: Sequence[bool],
-    shape: torch.Size,
-    dtype: torch.dtype,
+    ctx: Any, grad: torch.Tensor, coded: Operand, turned: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the input and of the weight.
 
     Args:
+        ctx: with the input's shape and dtype, and whether scales are by block.
         grad: gradient of the output, of shape (..., out_features).
-        weight: its codes and unscale.
-        kept: the input's transposed codes and unscale, if the weight needs a gradient.
-        needed: whether input and weight need gradients.
-        shape, dtype: of the input.
+        coded: the weight.
+        turned: the transposed input, if the weight needs a gradient.
     """
-    flat = grad.reshape(-1, grad.shape[-1])
+    by_block: bool = ctx.by_block
+    flat, kind = grad.reshape(-1, grad.shape[-1]), format_of_gradients(by_block=by_block)
     input_grad = weight_grad = None
-    if not needed[1]:
-        of_grad, grad_unscale = cast(flat, GRADIENTS)
+    if not ctx.needs_input_grad[1]:
+        of_grad = cast_operand(flat, kind, by_block=by_block)
     else:
-        of_grad, grad_turned, grad_unscale = cast_both(flat, GRADIENTS)
-        weight_grad = product(grad_turned, grad_unscale, kept[0], kept[1], dtype)
-    if needed[0]:
-        codes, unscale = weight
-        input_grad = product(of_grad, grad_unscale, transpose(codes), unscale, dtype).view(shape)
+        of_grad, grad_turned = cast_operands(flat, kind, by_block=by_block)
+        weight_grad = multiply(grad_turned, (turned[0], turned[1]), ctx.dtype, by_block=by_block)
+    if ctx.needs_input_grad[0]:
+        of_weight = turn_weight(coded, by_block=by_block)
+        input_grad = multiply(of_grad, of_weight, ctx.dtype, by_block=by_block).view(ctx.shape)
     return input_grad, weight_grad
 
 

@@ -40,7 +40,7 @@ class Codes:
     Attributes:
         name: name of the parameter, for messages.
         codes: of the weight's shape; they are whole while the unit is in use.
-        unscale: of shape (1,).
+        unscale: of shape (1,), or one for each block of 128 x 128 weights.
         readable: whether the codes are whole now, so that code other than the layer may read the values.
     """
 

@@ -3,6 +3,8 @@ only.
 
     tensorwise    one scale per tensor            (Micikevicius et al. 2022, arXiv:2209.05433, section 3.2)
     rowwise       one scale per row, along the dim that a product sums over
+    blockwise     one scale per 128 values of a row, along that dim, and per 128 x 128 weights
+                                                  (DeepSeek-V3, arXiv:2412.19437, section 3.3)
 
 Scales are powers of two, by which floating-point numbers are scaled without rounding. So the only rounding is that to
 three bits (e4m3) or two (e5m2), which is the same on every machine. Rejected: scales from the largest values of earlier
@@ -18,11 +20,16 @@ from zeroshard.errors import PlanError
 from zeroshard.field_types import check_fields
 
 REFUSED_RECIPES = {
-    "blockwise": "scales by block of 128 x 128 weights are not built",
     "mxfp8": "it needs a GPU of compute capability 10.0 or above, and is not built",
     "nvfp4": "it needs a GPU of compute capability 10.0 or above, and is not built",
     "delayed": "scales from earlier steps are not built; tensorwise takes those of the values themselves",
 }
+
+
+BLOCK = 128
+"""Side of a block of weights that share a scale, and values of a row that do, by `Scaling.BLOCKWISE`."""
+
+_RECIPES = "use 'tensorwise', 'rowwise' or 'blockwise'"
 
 
 class Scaling(str, Enum):
@@ -30,6 +37,22 @@ class Scaling(str, Enum):
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
+    BLOCKWISE = "blockwise"
+
+    @property
+    def multiple(self) -> int:
+        """A layer's sizes must be multiples of it."""
+        return BLOCK if self is Scaling.BLOCKWISE else 16
+
+    @property
+    def rests(self) -> bool:
+        """Whether weights can rest with such scales; by row they need other codes in the backward."""
+        return self is not Scaling.ROWWISE
+
+    @property
+    def block(self) -> int:
+        """Side of the blocks of a weight that share a scale; 0 if all of the weight does."""
+        return BLOCK if self is Scaling.BLOCKWISE else 0
 
 
 @dataclass(frozen=True)
@@ -75,15 +98,15 @@ class Products:
     @property
     def resting_weights(self) -> frozenset[str]:
         """Names of the parameters that may rest in fp8."""
-        rests = self.resting and self.scaling is Scaling.TENSORWISE
+        rests = self.resting and self.scaling.rests
         return frozenset(f"{layer}.weight" for layer in self.layers) if rests else frozenset()
 
 
 def scaling_of(name: str) -> Scaling:
     """The scaling with this name. Raises PlanError, with the reason, for one that is not built."""
     if name in REFUSED_RECIPES:
-        raise PlanError(f"the fp8 recipe {name!r} is refused: {REFUSED_RECIPES[name]}; use 'tensorwise' or 'rowwise'")
+        raise PlanError(f"the fp8 recipe {name!r} is refused: {REFUSED_RECIPES[name]}; {_RECIPES}")
     try:
         return Scaling(name)
     except ValueError:
-        raise PlanError(f"there is no fp8 recipe {name!r}; use 'tensorwise' or 'rowwise'") from None
+        raise PlanError(f"there is no fp8 recipe {name!r}; {_RECIPES}") from None

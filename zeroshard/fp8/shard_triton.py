@@ -32,3 +32,37 @@ def cast_tiles(master, tiles, largest, codes, numel, count, TILE: tl.constexpr, 
     values = tl.load(master + place, mask=inside & (number >= 0)[:, None], other=0.0)
     found = to_codes(values, power_of_two(shift_of(bits, False))[:, None], False)
     tl.store(codes + place, found, mask=inside)
+
+
+@triton.jit
+def place_of_block(blocks, BLOCK: tl.constexpr):
+    """The places of a block's elements in the shard, and the number of its scale."""
+    block = blocks + tl.program_id(0) * 3
+    start, columns = tl.load(block), tl.load(block + 1)
+    row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    return start + row[:, None] * columns + column[None, :], tl.load(block + 2)
+
+
+@triton.jit
+def cast_whole_block(master, blocks, largest, codes, BLOCK: tl.constexpr):
+    place, scale = place_of_block(blocks, BLOCK)
+    values = tl.load(master + place)
+    bits = tl.max(tl.max(magnitude_bits(values), axis=1), axis=0)
+    tl.store(largest + scale, bits)
+    tl.store(codes + place, to_codes(values, power_of_two(shift_of(bits, False)), False))
+
+
+@triton.jit
+def largest_of_cut_block(master, blocks, largest, numel, BLOCK: tl.constexpr):
+    place, scale = place_of_block(blocks, BLOCK)
+    values = tl.load(master + place, mask=(place >= 0) & (place < numel), other=0.0)
+    tl.store(largest + scale, tl.max(tl.max(magnitude_bits(values), axis=1), axis=0))
+
+
+@triton.jit
+def cast_cut_block(master, blocks, largest, codes, numel, BLOCK: tl.constexpr):
+    place, scale = place_of_block(blocks, BLOCK)
+    inside = (place >= 0) & (place < numel)
+    values = tl.load(master + place, mask=inside, other=0.0)
+    shift = shift_of(tl.load(largest + scale), False)
+    tl.store(codes + place, to_codes(values, power_of_two(shift), False), mask=inside)

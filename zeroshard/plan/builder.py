@@ -479,4 +479,5 @@ def _group_plan(
         codes=codes,
         differences=differences,
         shown=dtype if scaled else "",
+        scale_block=recipe.policy.products.scaling.block if scaled and recipe.policy.products is not None else 0,
     )

@@ -40,6 +40,7 @@ def check_plan(plan: Plan) -> None:
         _check_unit(plan, unit, f"units[{index}]")
         if unit.groups and index not in plan.order:
             raise PlanError(f"order leaves out unit {index} ({unit.label}), so its gradients would not be reduced")
+    _check_scales(plan)
     gathered = [unit.gathered_nbytes if unit.sharded else None for unit in plan.units]
     _check_slots(plan.gather_slots, gathered, plan.order, "gather_slots")
     _check_shared_slots(plan)
@@ -203,6 +204,21 @@ def _check_scaled(group: GroupPlan, path: str) -> None:
             f"{path}: parameters in fp8 are updated element by element, gathered as they are, and not divided by the "
             "model"
         )
+
+
+def _check_scales(plan: Plan) -> None:
+    """All parameters in fp8 have scales of one kind, that of the products; one buffer has the scales of all."""
+    wanted = None if plan.policy.products is None else plan.policy.products.scaling.block
+    for index, unit in enumerate(plan.units):
+        for number, group in enumerate(unit.groups):
+            where, block = f"units[{index}].groups[{number}].scale_block", group.scale_block
+            wanted = block if wanted is None and group.scaled else wanted
+            expected = wanted if group.scaled else 0
+            if block != expected:
+                raise PlanError(f"{where} must be {expected}, as the scaling of policy.products has it, not {block}")
+            for segment in group.layout.segments if block else ():
+                if any(size % block for size in segment.shape):
+                    raise PlanError(f"{where}: sizes of parameter {segment.name!r} are no multiples of {block}")
 
 
 def _check_differences(group: GroupPlan, path: str) -> None:

@@ -13,7 +13,7 @@ from zeroshard.plan.policy import HostUpdate
 from zeroshard.sharding.layout import FlatLayout
 
 UNSCALE_STRIDE = 4
-"""Distance in float32 values between the scale factors of two parameters in fp8."""
+"""The scale factors of a parameter in fp8 begin at a multiple of so many float32 values."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class GroupPlan:
         differences: blocks of the codes of the differences between shards and second copies, which are sent after a
             step; None to send the parameters.
         hops: the hops of quantized gradients, one after the other; () if they are summed in wire dtype.
-        shown: the dtype that the model sees, if the parameters rest, are gathered and multiplied as fp8 codes with a
-            scale each; "" for all others.
+        shown: the dtype that the model sees, if the parameters rest, are gathered and multiplied as fp8 codes with
+            scales; "" for all others.
+        scale_block: side of the square blocks of such a parameter that share a scale; 0 for one scale per parameter.
     """
 
     layout: FlatLayout
@@ -78,13 +79,14 @@ class GroupPlan:
     differences: Blocks | None = None
     hops: tuple[Hop, ...] = ()
     shown: str = ""
+    scale_block: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def scaled(self) -> bool:
-        """Whether the parameters rest as fp8 codes with a scale each."""
+        """Whether the parameters rest as fp8 codes with scales."""
         return bool(self.shown)
 
     @property
@@ -93,9 +95,19 @@ class GroupPlan:
         return self.shown or self.param.dtype
 
     @property
+    def scale_counts(self) -> tuple[int, ...]:
+        """Scales of each parameter in fp8; those by block are padded to a multiple of 4."""
+        if not self.scaled:
+            return ()
+        if not self.scale_block:
+            return (1,) * len(self.layout.segments)
+        blocks = (segment.numel // self.scale_block**2 for segment in self.layout.segments)
+        return tuple(-(-count // UNSCALE_STRIDE) * UNSCALE_STRIDE for count in blocks)
+
+    @property
     def scale_nbytes(self) -> int:
-        """Bytes on each rank of the largest magnitude and the scale factor of each parameter in fp8."""
-        return 4 * (1 + UNSCALE_STRIDE) * len(self.layout.segments) if self.scaled else 0
+        """Bytes on each rank of the largest magnitudes and the scale factors of parameters in fp8."""
+        return 4 * sum(self.scale_counts) * (2 if self.scale_block else 1 + UNSCALE_STRIDE)
 
     @property
     def model_axes(self) -> Axes:

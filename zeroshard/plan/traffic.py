@@ -123,7 +123,7 @@ def _counted(
             count.run(programs.backward, ledger, reduce=(last or not no_sync) and not (compressed or local), last=last)
         count.add("all-reduce", stats_numel(plan) * 8, everyone)
         count.add("all-reduce", sums_numel(plan) * 8, everyone)
-        count.add("all-reduce", scaled_parameters(plan) * 4, everyone)
+        count.add("all-reduce", scales_numel(plan) * 4, everyone)
         for axes, nbytes in exchange_nbytes(plan).items():
             for _ in range(2):  # the pieces to the owners, and the results back
                 count.add("all-to-all", nbytes, axes)
@@ -153,9 +153,9 @@ def sums_numel(plan: Plan) -> int:
     return plan.policy.parameter_sums * _divided_parameters(plan)
 
 
-def scaled_parameters(plan: Plan) -> int:
-    """Parameters that rest in fp8: as many float32 values, their largest magnitudes, are compared after each step."""
-    return sum(len(group.layout.segments) for _, group in plan.groups() if group.scaled)
+def scales_numel(plan: Plan) -> int:
+    """float32 values, the largest magnitudes that scales of parameters in fp8 belong to, compared after each step."""
+    return sum(sum(group.scale_counts) for _, group in plan.groups())
 
 
 def maxima_numel(plan: Plan) -> int:

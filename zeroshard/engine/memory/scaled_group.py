@@ -1,4 +1,4 @@
-"""A group of weights that rest and travel as fp8 numbers, a scale for each (`GroupPlan.shown`).
+"""A group of weights that rest and travel as fp8 numbers, with scales for each parameter or block (`GroupPlan.shown`).
 
     master      float32, the part that this rank updates                      the truth
     shard       codes of this rank's part       made of the master weights after each write, when all ranks have told
@@ -11,7 +11,7 @@ which a gather's memory and a forward's casts would be twice and three times as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +32,8 @@ class ScaledGroup(Group):
     _at: list[torch.Tensor] = field(default_factory=list)
     _codes_beside: torch.Tensor | None = None
 
-    def adopt_scales(self, unscales: torch.Tensor, readable: Callable[[], bool]) -> None:
-        """Take what turns codes into values, float32, a row for each parameter."""
+    def adopt_scales(self, unscales: Sequence[torch.Tensor], readable: Callable[[], bool]) -> None:
+        """Take what turns codes into values, float32, for each parameter."""
         segments = self.plan.layout.segments
         self.codes = [
             Codes(segment.name, self._codes_of(index), unscales[index], readable)
