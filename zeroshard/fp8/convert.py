@@ -1,16 +1,17 @@
 """Chooses the linear layers of a model that compute in fp8, and converts them in place.
 
 A layer can be converted if it computes like `nn.Linear` and its sizes suit products in fp8 (multiples of 16, or of 128
-for scales by block). Of these layers, those named in `Fp8.names` are converted; without names, the layers in repeated
-blocks that are large enough to become faster (see `speedup`). Layers outside of the blocks are not converted: rounding
-harms the first and the last layer most, and fused losses read the head's weight without calling it. Layers with tied
-weights are not converted either.
+for scales by block). Of these layers, those named in `Fp8.names` are converted; without names, or with "auto" among
+them, the layers in repeated blocks that are large enough to become faster (see `speedup`). Layers outside of the blocks
+have to be named, since rounding harms the first and the last layer most and fused losses read the head's weight without
+calling it, and so do layers with tied weights. A named layer with a tied weight, such as a head that is the embedding,
+casts it in each forward: the embedding reads the same weight in full.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeGuard
@@ -19,7 +20,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.fp8.linear import Fp8Linear, LastInput
-from zeroshard.fp8.recipe import Fp8, Products, Scaling
+from zeroshard.fp8.recipe import AUTO, Fp8, Products, Scaling
 from zeroshard.fp8.speedup import HOST_SECONDS, seconds_in_bf16, speedup
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.opaque import is_opaque
@@ -52,32 +53,45 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
         kept: dotted parts of names of parameters that stay in float32.
 
     Raises:
-        PlanError: no layer has a wanted name, or the layer with that name can't compute in fp8.
+        PlanError: no layer has a wanted name, or no layer with that name can compute in fp8.
     """
     linears = {path: module for path, module in model.named_modules() if _is_linear(module)}
     whole = [f"{path}." for path, module in model.named_modules() if is_opaque(module)]
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     repeated = _in_blocks(model)
+    names = [name for name in wanted.names or () if name != AUTO]
+    chosen = wanted.names is None or AUTO in wanted.names
     found: list[Choice] = []
     for path, linear in linears.items():
-        sizes = linear.out_features, linear.in_features
-        inside = any(path.startswith(around) for around in whole)
-        problem = (
-            "the module around it reads its weight" if inside else _problem(path, linear, uses, kept, wanted.scaling)
-        )
-        named = wanted.names is not None and any(_part(path, name) for name in wanted.names)
+        sizes, tied = (linear.out_features, linear.in_features), uses[id(linear.weight)] > 1
+        named = any(_part(path, name) for name in names)
+        problem = _problem(path, linear, kept, wanted.scaling)
+        if any(path.startswith(around) for around in whole):
+            problem = "the module around it reads its weight"
+        elif problem is None and tied and not named:
+            problem = "its weight is tied to another"
         if problem is not None:
-            if named and wanted.names is not None and path in wanted.names:
-                raise PlanError(f"fp8: layer {path!r} can't compute in fp8: {problem}; take it out of the filter")
             found.append(Choice(path, sizes, False, problem))
-        elif wanted.names is not None:
-            found.append(Choice(path, sizes, named, "named" if named else "not named"))
+        elif named or not chosen:
+            why = (
+                f"named{', and cast in each forward, for its weight is tied' if tied else ''}" if named else "not named"
+            )
+            found.append(Choice(path, sizes, named, why))
         else:
             found.append(_by_speedup(path, sizes, wanted, inside=not repeated or path in repeated))
-    for name in wanted.names or ():
-        if not any(_part(path, name) for path in linears):
-            raise PlanError(f"fp8: the model has no nn.Linear {name!r}; name module paths, or parts such as 'mlp'")
+    for name in names:
+        _check_name(name, [choice for choice in found if _part(choice.name, name)])
     return found
+
+
+def _check_name(name: str, choices: Sequence[Choice]) -> None:
+    """Raises PlanError unless some layer of the name is converted, and the one whose path it is."""
+    if not choices:
+        raise PlanError(f"fp8: the model has no nn.Linear {name!r}; name module paths, or parts such as 'mlp'")
+    exact = [choice for choice in choices if choice.name == name] or choices
+    if not any(choice.taken for choice in exact):
+        path, why = exact[0].name, exact[0].why
+        raise PlanError(f"fp8: layer {path!r} can't compute in fp8: {why}; take it out of the filter")
 
 
 def described(choices: Sequence[Choice]) -> list[str]:
@@ -127,16 +141,12 @@ def _in_fp8(kind: type[nn.Linear]) -> type[nn.Linear]:
     return type(kind.__name__, (Fp8Linear, kind), {"__module__": __name__, "before": kind})
 
 
-def _problem(
-    path: str, linear: nn.Linear, uses: Mapping[int, int], kept: Sequence[str], scaling: Scaling
-) -> str | None:
+def _problem(path: str, linear: nn.Linear, kept: Sequence[str], scaling: Scaling) -> str | None:
     """Why a layer can't compute in fp8; None if it can."""
     if linear.in_features % scaling.multiple or linear.out_features % scaling.multiple:
         return f"its sizes {linear.out_features} x {linear.in_features} are no multiples of {scaling.multiple}"
     if as_dtensor(linear.weight) is not None:
         return "its weight is divided by the model"
-    if uses[id(linear.weight)] > 1:
-        return "its weight is tied to another"
     if any(_part(f"{path}.weight", name) for name in kept):
         return "its weight stays in float32"
     return None

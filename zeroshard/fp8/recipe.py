@@ -19,6 +19,8 @@ from enum import Enum
 from zeroshard.errors import PlanError
 from zeroshard.field_types import check_fields
 
+AUTO = "auto"
+"""Among names of layers: also those that are chosen without names."""
 REFUSED_RECIPES = {
     "mxfp8": "it needs a GPU of compute capability 10.0 or above, and is not built",
     "nvfp4": "it needs a GPU of compute capability 10.0 or above, and is not built",
@@ -61,7 +63,8 @@ class Fp8:
 
     Attributes:
         scaling: which elements share a scale.
-        names: layers that compute in fp8, by module path or a dotted part of it; None lets `convert.choose` choose.
+        names: layers that compute in fp8, by module path or a dotted part of it; None lets `convert.choose` choose, and
+            "auto" among the names lets it choose besides.
         tokens: rows of the inputs for which layers are chosen.
         shards: trained weights rest and are gathered in fp8, if the optimizer's state rests on the device; else they
             are cast in each forward.

@@ -329,6 +329,7 @@ def _unit_plan(
     hops: tuple[Hop, ...] = (),
 ) -> UnitPlan:
     members: dict[tuple[str, bool, bool, bool, Blocks | None, str, bool], list[ParameterSpec]] = {}
+    tied = {name for _, name in unit.aliases}
     for parameter in unit.parameters:
         matrix = parameter.trainable and parameter.name in recipe.matrices
         if matrix and parameter.cut is not None:
@@ -344,7 +345,7 @@ def _unit_plan(
             matrix,
             recipe.blocks if suits else None,
             "" if parameter.cut is None else parameter.cut.axis,
-            not matrix and _rests_in_fp8(parameter, recipe),
+            not matrix and parameter.name not in tied and _rests_in_fp8(parameter, recipe),
         )
         members.setdefault(key, []).append(parameter)
     groups = (
