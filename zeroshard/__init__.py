@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     )
     from zeroshard.pipeline.layers import LayerSpec, TiedLayerSpec
     from zeroshard.pipeline.module import PipelineModule
+    from zeroshard.pipeline.vertical import VerticalSchedule
     from zeroshard.plan.builder import Precision, Recipe, build_plan
     from zeroshard.plan.hops import Feedback, GradientCodes
     from zeroshard.plan.offload import Offload
@@ -107,6 +108,7 @@ _HOME = {
     "LayerSpec": "zeroshard.pipeline.layers",
     "PipelineModule": "zeroshard.pipeline.module",
     "TiedLayerSpec": "zeroshard.pipeline.layers",
+    "VerticalSchedule": "zeroshard.pipeline.vertical",
     "Lion": "zeroshard.optim.own_optimizers",
     "MuonAdamW": "zeroshard.optim.own_optimizers",
     "OneBitAdam": "zeroshard.optim.own_optimizers",
@@ -220,6 +222,7 @@ __all__ = [
     "TiedLayerSpec",
     "Tier",
     "TiledLinear",
+    "VerticalSchedule",
     "ZeroOneAdam",
     "add_config_arguments",
     "build_plan",

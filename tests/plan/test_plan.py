@@ -20,7 +20,7 @@ from zeroshard.errors import PlanError
 from zeroshard.fp8.recipe import Products, Scaling
 from zeroshard.mesh import DATA, SHARD, Mesh, MeshAxis
 from zeroshard.nvme.places import Spill
-from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered
+from zeroshard.plan.builder import Precision, Recipe, build_plan, for_gpu, reordered, with_order
 from zeroshard.plan.placement import STAGES, Sharding, StateKind
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
@@ -85,7 +85,10 @@ def test_every_field_of_the_policy_survives() -> None:
         plan = SAMPLE.with_policy(**changes)
         assert plan.policy != ExecutionPolicy()
         assert Plan.from_json(plan.to_json()).policy == plan.policy
-    assert {*changed, "reuse", "peer_copies"} == set(ExecutionPolicy.__dataclass_fields__)
+    alone = plan_of(blocks(3))
+    plan = with_order(alone.units, alone.order, replace(alone.policy, micro_batches=4), alone.mesh)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert {*changed, "reuse", "peer_copies", "micro_batches"} == set(ExecutionPolicy.__dataclass_fields__)
 
 
 def test_a_plan_can_not_be_changed() -> None:

@@ -48,6 +48,7 @@ def held_bytes(model: nn.Module) -> StateBytes:
         gather_slots=_nbytes(runtime.storage.gather_slots),
         at_rest=_nbytes(empty for group in groups for empty in group.empties),
         reduce_slots=_nbytes(runtime.storage.reduce_slots),
+        sum_slots=_nbytes(runtime.storage.sum_slots),
         no_sync=_nbytes(group.local for group in groups),
         state_buffers=_nbytes(stepper_of(model).state_buffers),
         host=runtime.storage.tiers[Tier.HOST].used if Tier.HOST in runtime.storage.tiers else 0,

@@ -69,6 +69,7 @@ class ShardOptions(TypedDict, total=False):
     tied: Sequence[str]
     shard_size: int | None
     accumulate: bool | None
+    micro_batches: int | None
     clip_norm: float | None
     scaler: LossScaler | None
     allow_untested: bool
@@ -100,6 +101,7 @@ def shard(
     tied: Sequence[str] = (),
     shard_size: int | None = None,
     accumulate: bool | None = None,
+    micro_batches: int | None = None,
     clip_norm: float | None = None,
     scaler: LossScaler | None = None,
     allow_untested: bool = False,
@@ -124,6 +126,7 @@ def shard(
         tied: paths of modules of which several pipeline stages hold copies.
         shard_size: ranks per subgroup, instead of a mesh.
         accumulate: whether several backwards happen per step; the plan then has accumulators.
+        micro_batches: how many micro-batches pass a block before the next one in `forward_backward`.
         clip_norm: global gradient norm above which gradients are scaled down.
         scaler: loss scale for float16.
         allow_untested: accept an optimizer that is not known to be element-wise.
@@ -154,7 +157,17 @@ def shard(
         set_z3_leaf_module(model.get_submodule(path), True)  # a unit of its own, with the same layout on each stage
     if place is not None:
         plan = stage_recipe(plan, ranks)
-    made = make_plan(model, plan, source, device, units, ranks, accumulate=accumulate, clip_norm=clip_norm)
+    made = make_plan(
+        model,
+        plan,
+        source,
+        device,
+        units,
+        ranks,
+        accumulate=accumulate,
+        micro_batches=micro_batches,
+        clip_norm=clip_norm,
+    )
     return build_optimized(
         model,
         made,

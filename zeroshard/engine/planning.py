@@ -51,11 +51,12 @@ def make_plan(
     mesh: Mesh | None = None,
     *,
     accumulate: bool | None = None,
+    micro_batches: int | None = None,
     clip_norm: float | None = None,
 ) -> Plan:
     """The plan for `model` on the ranks that are running; their axes are the data's and the model's own, or `mesh`."""
     mesh = mesh_with_model(model, None) if mesh is None else mesh
-    asked = {"accumulate": accumulate, "clip_norm": clip_norm}
+    asked = {"accumulate": accumulate, "micro_batches": micro_batches, "clip_norm": clip_norm}
     changes = {name: value for name, value in asked.items() if value is not None}
     if isinstance(plan, Plan):
         return _finished_plan(plan, source, changes)
@@ -71,6 +72,8 @@ def _finished_plan(plan: Plan, source: Source | None, changes: Mapping[str, Any]
     """A finished plan, with the other arguments of the caller."""
     if changes.get("accumulate", plan.policy.accumulate) != plan.policy.accumulate:
         raise PlanError("accumulate: a finished plan has its accumulators fixed; set it in the recipe")
+    if changes.get("micro_batches", plan.policy.micro_batches) != plan.policy.micro_batches:
+        raise PlanError("micro_batches: a finished plan has its slots fixed; set it in the recipe's policy")
     _check_state_of(plan, source)
     check_wide(plan, source)
     return plan.with_policy(**changes) if changes else plan

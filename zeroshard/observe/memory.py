@@ -20,6 +20,7 @@ def by_kind(held: StateBytes) -> dict[str, int]:
         "moments": held.moments,
         "gather slots": held.gather_slots,
         "reduce slots": held.reduce_slots,
+        "sum slots": held.sum_slots,
         "state buffers": held.state_buffers,
         "host": held.host,
         "disk": held.disk,

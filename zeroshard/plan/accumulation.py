@@ -29,7 +29,7 @@ def with_accumulation(plan: Plan, dtype: str | None = None) -> Plan:
         return plan
     kept = None if dtype is None else dtype_name(dtype)
     units = [replace(unit, groups=tuple(_accumulating(group, kept) for group in unit.groups)) for unit in plan.units]
-    policy = replace(plan.policy, accumulate=True)
+    policy = replace(plan.policy, accumulate=True, micro_batches=1)
     return with_order(units, plan.order, policy, plan.mesh, kept=plan.kept)
 
 

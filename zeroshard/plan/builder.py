@@ -7,8 +7,10 @@ the state has, and how a step runs. Padding, slots and order are computed from i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import median
 
 from zeroshard.errors import PlanError
@@ -19,6 +21,7 @@ from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, itemsize, name_of, packed_name, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import GradientCodes, Hop, hops_of
+from zeroshard.plan.legs import sum_nbytes
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
@@ -238,7 +241,23 @@ def with_order(
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
     reduce = _with_code_slot(reduce, (group.exchange_nbytes for unit in units for group in unit.groups))
-    return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept))
+    sums = _sum_slots(units, order, policy, kept)
+    return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept), sums)
+
+
+def _sum_slots(
+    units: Sequence[UnitPlan], order: Sequence[int], policy: ExecutionPolicy, kept: Sequence[int]
+) -> SlotPlan:
+    """Slots in which gradients are summed over micro-batches before their reduce.
+
+    A unit's sum is complete before that of the next unit begins, so one slot serves all, except for units whose
+    gradients come at several places of the backward.
+    """
+    sizes = [sum_nbytes(unit, policy.micro_batches) for unit in units]
+    runs = Counter(unit for unit, _ in groupby(order))
+    summed = [index for index in dict.fromkeys(reversed(order)) if sizes[index]]
+    apart = [index for index in summed if units[index].name == "" or index in kept or runs[index] > 1]
+    return assign_slots(summed, sizes, distance=0, dedicated=apart)
 
 
 def _gather_slots(
@@ -453,8 +472,10 @@ def _group_plan(
     precision = recipe.precision
     # A group that computes in float32 is never rounded on the wire unless the recipe says so.
     wire = dtype_name(precision.wire) if precision.wire else dtype
-    kept = dtype_name(precision.accumulate or state_dtype(dtype)) if recipe.policy.accumulate else wire
-    transient = bool(recipe.transient_gradients) and row.grad and not recipe.policy.accumulate and kept == wire
+    # Micro-batches that pass a unit together are summed before its reduce: in whole gradients, or beside divided ones.
+    several = recipe.policy.accumulate or (recipe.policy.micro_batches > 1 and not row.grad)
+    kept = dtype_name(precision.accumulate or state_dtype(dtype)) if several else wire
+    transient = bool(recipe.transient_gradients) and row.grad and not several and kept == wire
     grad = Placement(row.placed(row.grad), kept, residency=Residency.AROUND_USE if transient else Residency.RESIDENT)
     state_axes = row.placed(row.state)
     needs_slot = row.grad or kept != wire
@@ -470,7 +491,7 @@ def _group_plan(
         trainable,
         param,
         wire=wire,
-        staged=needs_slot and (recipe.policy.accumulate or kept != wire),
+        staged=needs_slot and (several or kept != wire),
         update_axes=state_axes,
         sums=(*DATA, *(axis for axis in row.axes if axis not in DATA)),
         grad=grad,

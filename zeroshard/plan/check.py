@@ -10,6 +10,7 @@ from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SEQUENCE, SHARD, Mesh
 from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
+from zeroshard.plan.legs import sum_nbytes
 from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.sharding.layout import FlatLayout
@@ -50,6 +51,9 @@ def check_plan(plan: Plan) -> None:
     records = max((group.record_nbytes * group.records for group in groups), default=0)
     _check_code_slot(plan.gather_slots, records, "gather_slots")
     _check_code_slot(plan.reduce_slots, max((group.exchange_nbytes for group in groups), default=0), "reduce_slots")
+    if plan.policy.micro_batches > 1 or plan.sum_slots.of_unit:
+        summed = [sum_nbytes(unit, plan.policy.micro_batches) or None for unit in plan.units]
+        _check_slots(plan.sum_slots, summed, plan.order, "sum_slots")
 
 
 def _check_parameters(plan: Plan) -> None:

@@ -36,6 +36,8 @@ class StateBytes:
     """Files; everything without another tier in its name is on the device."""
     at_rest: int = 0
     """One element of each dtype of parameters, which is the data of resting parameters."""
+    sum_slots: int = 0
+    """Sums of gradients over the micro-batches that pass a unit in turn."""
     step: int = 0
     """Buffers that exist only during a step: the exchange of whole matrices (Muon), on the rank with the most."""
 
@@ -47,7 +49,8 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Device memory: state, slots and buffers; without `no_sync` and `step`."""
-        return self.state + self.gather_slots + self.reduce_slots + self.state_buffers + self.at_rest
+        slots = self.gather_slots + self.reduce_slots + self.sum_slots
+        return self.state + slots + self.state_buffers + self.at_rest
 
 
 def state_bytes(plan: Plan) -> StateBytes:
@@ -65,6 +68,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         moments=kinds[StateKind.MOMENTS],
         gather_slots=plan.gather_slots.total_nbytes,
         reduce_slots=plan.reduce_slots.total_nbytes,
+        sum_slots=plan.sum_slots.total_nbytes,
         no_sync=no_sync,
         state_buffers=sum(stream_buffer_nbytes(plan)),
         host=host_nbytes(plan),

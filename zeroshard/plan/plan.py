@@ -6,6 +6,7 @@
      +- order                         units as forward uses them
      +- policy: ExecutionPolicy       prefetch, slots, accumulation, gradient scaling
      +- gather_slots, reduce_slots    which buffer each unit uses, and how large the buffers are
+     +- sum_slots                     the same for sums over micro-batches that pass a unit in turn
 
 The planner, the memory table, the traffic count and the engine read the same object, so the printed numbers are those
 of the run. A plan can be printed, compared, and saved as JSON. Rejected: decisions of the engine at run time, by flags;
@@ -29,7 +30,7 @@ from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.legs import GroupLegs, LoweringOptions, lower
 from zeroshard.plan.placement import StateKind
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
-from zeroshard.sharding.slots import SlotPlan
+from zeroshard.sharding.slots import NO_SLOTS, SlotPlan
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Plan:
     reduce_slots: SlotPlan
     kept: tuple[int, ...] = ()
     """Units besides the root that stay gathered for a whole pass, because modules of other units read them."""
+    sum_slots: SlotPlan = NO_SLOTS
+    """The buffers in which gradients are summed over the micro-batches that pass a unit in turn; none without any."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -40,6 +40,8 @@ class ExecutionPolicy:
         spare_nbytes: extra device memory for slots that keep units gathered from forward to backward, last units first;
             with enough of it each unit is gathered once per micro-batch, as at stage 2.
         accumulate: several backwards per step are allowed, and gradients have an accumulator.
+        micro_batches: how many micro-batches pass a unit before the next unit does (the vertical schedule); with 1
+            each micro-batch passes all units by itself.
         overlap_step: gathers of parameters that rest whole overlap the next forward, and code that reads the parameters
             before it must drain first; False lets the step wait for them. Sharded units are always prefetched.
         predivide: gradients are divided by this before they are summed over ranks.
@@ -63,6 +65,7 @@ class ExecutionPolicy:
     reuse: bool = True
     spare_nbytes: int = 0
     accumulate: bool = False
+    micro_batches: int = 1
     overlap_step: bool = False
     predivide: float = 1.0
     mean: bool = True
@@ -90,5 +93,12 @@ class ExecutionPolicy:
                 raise PlanError(f"policy.{name} must not be negative, is {getattr(self, name)}")
         if self.spare_nbytes < 0 or (self.spare_nbytes and not self.reuse):
             raise PlanError(f"spare_nbytes {self.spare_nbytes} must be 0 or more, and needs reuse of what is in slots")
+        if self.micro_batches < 1:
+            raise PlanError(f"micro_batches {self.micro_batches!r} must be a whole number of at least 1")
+        if self.micro_batches > 1 and self.accumulate:
+            raise PlanError(
+                f"micro_batches {self.micro_batches} with accumulate: all micro-batches of a step pass a unit in turn, "
+                "and their gradients are summed before the only reduce; leave accumulate out"
+            )
         if self.predivide <= 0:
             raise PlanError(f"predivide {self.predivide} must be a finite number above 0")

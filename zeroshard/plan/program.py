@@ -4,6 +4,11 @@
     backward   USE n, GATHER n-1, REDUCE n, RELEASE n, GATHER n-2, USE n-1, REDUCE n-1, RELEASE n-1, ...
     after step GATHER of every unit whose resident parameters are stale, then of the first units of the next forward
 
+If several micro-batches pass a unit before the next one (`policy.micro_batches`, the vertical schedule), it is used so
+many times in a row, and gathered, reduced and released once:
+
+    forward    GATHER 0, GATHER 1, USE 0, USE 0, USE 0, RELEASE 0, GATHER 2, USE 1, USE 1, USE 1, RELEASE 1, ...
+
 If parameters rest on disk, each list has the READ of a unit two gathers before its GATHER: READ 0, READ 1, GATHER 0,
 READ 2, GATHER 1, READ 3, ...
 
@@ -110,7 +115,8 @@ def _pass(plan: Plan, order: Sequence[int], *, reduce: bool) -> Program:
     """One pass over the units: gathers as early as slots and prefetch distance allow, each use, each release."""
     slots, units = plan.gather_slots.of_unit, plan.units
     root = [index for index, unit in enumerate(units) if unit.name == ""] + sorted(plan.kept)
-    calls = [(unit, len(list(group))) for unit, group in groupby(unit for unit in order if unit not in root)]
+    runs = groupby(unit for unit in order if unit not in root)
+    calls = [(unit, len(list(group)) * plan.policy.micro_batches) for unit, group in runs]
     body = [unit for unit, _ in calls]
     last_use = {unit: index for index, unit in enumerate(body)}
     live: set[int] = set()

@@ -51,6 +51,7 @@ def memory_table(plan: Plan) -> Table:
         ("optimizer moments", ours.moments, theirs.moments),
         ("gather slots", ours.gather_slots, 0),
         ("reduce slots", ours.reduce_slots, 0),
+        ("sum slots", ours.sum_slots, 0),
     ]
     for name, mine, other in rows:
         if mine or other:

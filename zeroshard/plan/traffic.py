@@ -43,7 +43,7 @@ class Traffic:
 def step_traffic(
     plan: Plan, *, micro_batches: int = 1, no_sync: bool = False, compressed: bool = False, local: bool = False
 ) -> Traffic:
-    """Traffic of one steady optimizer step of `micro_batches` forward and backward passes.
+    """Traffic of one steady optimizer step of `micro_batches`, each a forward and backward pass, or several together.
 
     Args:
         no_sync: all but the last micro-batch run under no_sync.
@@ -83,7 +83,7 @@ class DiskTraffic:
 
 
 def disk_traffic(plan: Plan, *, micro_batches: int = 1) -> DiskTraffic:
-    """The bytes that one steady optimizer step of `micro_batches` passes moves to and from disk."""
+    """The bytes that one steady optimizer step of `micro_batches` moves to and from disk."""
     updates = [update_disk_nbytes(group) for _, group in plan.groups()]
     gathered = _counted(plan, micro_batches).gathered
     return DiskTraffic(gathered, sum(read for read, _ in updates), sum(written for _, written in updates))
@@ -113,12 +113,13 @@ def _counted(
     programs = build_programs(plan)
     ledger = new_ledger(plan)
     count = _Counter(plan)
+    passes = -(-micro_batches // plan.policy.micro_batches)
     everyone = plan.mesh.names
     for step in range(2):  # the second one is steady: it starts with what the first left in the slots
         if step:
             count.clear()
-        for micro in range(micro_batches):
-            last = micro == micro_batches - 1
+        for number in range(passes):
+            last = number == passes - 1
             count.run(programs.forward, ledger, reduce=False, last=last)
             count.run(programs.backward, ledger, reduce=(last or not no_sync) and not (compressed or local), last=last)
         count.add("all-reduce", stats_numel(plan) * 8, everyone)

@@ -36,6 +36,9 @@ class SlotPlan:
         return sum(self.nbytes)
 
 
+NO_SLOTS = SlotPlan((), ())
+
+
 def assign_slots(
     order: Sequence[int], nbytes: Sequence[int], *, distance: int, dedicated: Sequence[int] = ()
 ) -> SlotPlan:

@@ -3,15 +3,16 @@
     loss.backward    gradient of an output is ready -> list up to USE unit     end of the graph -> the rest of the list
                      REDUCE unit: it is pending until its gradients have come (see passes), then collected and released
 
-An autograd graph is either the backward of a pass, or an inner backward that a forward runs (inner_backward), which
-does not advance the list. `_Run` holds the state of the pass's backward while it runs.
+An autograd graph is either the backward of a pass, or a piece of it (`in_pieces`), or an inner backward that a forward
+runs (inner_backward), which does not advance the list. `_Run` holds the state of the pass's backward while it runs.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +29,7 @@ from zeroshard.engine.core.inner_backward import (
     refuse_sharded,
 )
 from zeroshard.engine.core.interrupted import EndOfBackward, refuse_half_done
-from zeroshard.engine.core.late_gradients import add_late_gradients
+from zeroshard.engine.core.late_gradients import add_late_gradients, has_gradient
 from zeroshard.engine.core.outputs import tensors_in
 from zeroshard.engine.core.outside_reads import OutsideReads
 from zeroshard.engine.core.parameters import Parameters
@@ -43,11 +44,12 @@ class _Run:
     """State of the running backward of a pass.
 
     Attributes:
-        task: the number of its autograd graph.
+        task: the number of its autograd graph; in pieces that of the running one, `_NO_TASK` between them.
         collects: whether it leaves gradients on parameters (`backward`) or returns them to its caller (`grad`).
         ending: gives the callback at the end of the graph; None if the graph failed.
         pending: units that the list has reached and whose gradients are incomplete, in the order of the list.
         end: the end number of the call whose output got its gradient last; -1 at the end of the graph.
+        reached: in pieces, the units that the running one has reached.
     """
 
     task: int
@@ -55,6 +57,11 @@ class _Run:
     ending: Callable[[], object]
     pending: deque[int] = field(default_factory=deque)
     end: int = 0
+    reached: set[int] = field(default_factory=set)
+
+
+_NO_TASK = -2
+"""A backward in pieces waits for its next one. (-1 is autograd's number outside of any graph.)"""
 
 
 class Backward:
@@ -122,6 +129,8 @@ class Backward:
         def ready(origin: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
             nonlocal seen_task
             task = graph_task()
+            if self._run is not None and self._run.task == _NO_TASK:
+                self._begin_piece(self._run, task)
             if task == seen_task or (not self._in_pass_backward() and backward_ends_at(origin)):
                 return
             seen_task = task
@@ -155,6 +164,7 @@ class Backward:
         if graph is not None:
             self._tracker.reach(graph)
         run.end = end
+        run.reached.add(index)
         self._finish_complete(run)
         if not self._list.run_to_use(index):
             self._parameters.use(index)
@@ -184,10 +194,16 @@ class Backward:
         return self._begin(collects)
 
     def _begin(self, collects: bool) -> _Run:
+        end = EndOfBackward(self._end)
+        run = self._begin_run(_Run(graph_task(), collects, weakref.ref(end)))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return run
+
+    def _begin_run(self, run: _Run) -> _Run:
+        collects = run.collects
         self._on_begin()
         self._reduce_policy.begin_backward(collects)
-        self._collects, end = collects, EndOfBackward(self._end)
-        self._run = run = _Run(graph_task(), collects, weakref.ref(end))
+        self._collects, self._run = collects, run
         self._streams.adopt_current_stream()
         self._tracker.end_pass()
         if not self.order.holds():
@@ -197,8 +213,41 @@ class Backward:
         if collects:
             self._gradients.discard_leftovers()
         self._reads.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(end)
         return run
+
+    @contextmanager
+    def in_pieces(self) -> Iterator[Callable[[], None]]:
+        """Let all autograd graphs that run inside be pieces of the backward of one pass, whose graph was cut.
+
+        Inside, `torch.autograd.backward` runs the pieces, in the reverse order of the blocks of the forward. The caller
+        calls the function that it gets after each piece but the last one of a block: it adds the gradients of that
+        piece to the sums of their units, so that parameters hold those of one micro-batch only.
+        """
+        end = EndOfBackward(self._end)
+        self._begin_run(_Run(_NO_TASK, collects=True, ending=weakref.ref(end)))
+        try:
+            yield self._add_piece
+        except BaseException:
+            del end  # nothing holds it any more, so the backward counts as failed
+            raise
+        self._end()
+
+    def _begin_piece(self, run: _Run, task: int) -> None:
+        run.task = task
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_piece(run))
+
+    def _end_piece(self, run: _Run) -> None:
+        run.task = _NO_TASK
+        self.order.backward_ends()
+
+    @torch.no_grad()
+    def _add_piece(self) -> None:
+        assert self._run is not None
+        reached, self._run.reached = self._run.reached, set()
+        for index in sorted({*reached, self._root, *self._reads.kept}):
+            unit = self._units[index]
+            if any(map(has_gradient, unit.trainable)):
+                self._gradients.finish_unit(unit, self._reduce_policy.factor, reduce_whole=False, reduce_sharded=False)
 
     def collect(self, gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Take over gradients that `torch.autograd.grad` returned. Called by all ranks, while no graph runs.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.engine.core.sums import SumSlots
 from zeroshard.engine.memory.group import Group
 from zeroshard.errors import PlanError
 from zeroshard.plan.dtypes import torch_dtype
@@ -25,10 +26,11 @@ class Collector:
 
     Args:
         accumulate: whether the plan has accumulators for several micro-batches.
+        sums: where gradients are summed over micro-batches that pass a unit in turn.
     """
 
-    def __init__(self, *, accumulate: bool) -> None:
-        self._accumulate = accumulate
+    def __init__(self, *, accumulate: bool, sums: SumSlots) -> None:
+        self._accumulate, self._sums = accumulate, sums
         self._cuts: dict[tuple[int, int], _Cuts] = {}
 
     def forget_addresses(self) -> None:
@@ -40,12 +42,15 @@ class Collector:
         return self._cuts_of(group, target).views
 
     def local(self, group: Group) -> torch.Tensor:
-        """The buffer of whole local gradients: the resting gradient, or one that is allocated at the first no_sync."""
+        """The buffer of whole local gradients: the resting gradient, a slot, or one allocated at the first no_sync."""
         plan = group.plan
         assert plan.grad is not None
         if not plan.grad.divided:
             assert group.grad is not None
             return group.grad
+        slot = self._sums.of(group)
+        if slot is not None:
+            return slot
         if group.local is None:
             dtype = torch_dtype(local_dtype(plan, self._accumulate))
             group.local = torch.zeros(plan.layout.numel, dtype=dtype, device=group.device)

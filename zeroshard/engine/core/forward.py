@@ -35,6 +35,7 @@ class Forward:
     Attributes:
         inside: the module at which the running forward began; None between forwards.
         seen_order: units in the order of the first forward under grad; None once it is no longer recorded.
+        repeats: whether a further micro-batch passes a unit, in the same order as the first one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Forward:
         self._nested = 0  # forwards of the same module that began within the running one and have not ended
         self.seen_order: list[int] | None = []
         self._saw_whole_model = False
+        self.repeats = False
 
     def adopt(self, cursor: Cursor) -> None:
         """Walk another list from the next pass on."""
@@ -91,7 +93,7 @@ class Forward:
             self._tracker.begin_pass()  # a unit that is called directly: a pass of its own
         self._tracker.start_call(index)
         in_pass = self._tracker.current is not None and index != self._root and self._part is None
-        if self.seen_order is not None and in_pass and not self._saw_whole_model:
+        if self.seen_order is not None and in_pass and not (self._saw_whole_model or self.repeats):
             self.seen_order.append(index)
         if not self._list.run_to_use(index):
             self._parameters.use(index)

@@ -28,6 +28,7 @@ from zeroshard.engine.core.peer_reduce import PeerReduce
 from zeroshard.engine.core.pending_updates import PendingUpdates
 from zeroshard.engine.core.squares import Squares
 from zeroshard.engine.core.streams import Streams
+from zeroshard.engine.core.sums import SumSlots
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import ConsumedGradient
 from zeroshard.engine.memory.storage import Storage
@@ -93,7 +94,8 @@ class Gradients:
         """Start anew under a plan with other slots; nothing may be in flight."""
         self._plan = plan
         self.squares.adopt(self._storage.units, accumulate=plan.policy.accumulate)
-        self._collector = Collector(accumulate=plan.policy.accumulate)
+        self._sums = SumSlots(plan.sum_slots.of_unit)
+        self._collector = Collector(accumulate=plan.policy.accumulate, sums=self._sums)
         self._actions = LegActions(
             plan.reduce_slots.of_unit,
             self._collector,
@@ -155,6 +157,8 @@ class Gradients:
         self.cleared += 1
         self._kept_consumed = False
         self.squares.clear()
+        if self._sums.clear():
+            self._collector.forget_addresses()
         for unit in self._received:
             for group in unit:
                 group[:] = [False] * len(group)
@@ -282,6 +286,8 @@ class Gradients:
         self._wait_for_update(unit)
         self._refuse_unplanned(unit)
         local, add = unit.gradients.local, unit.gradients.reduced
+        if not local:
+            self._sums.begin(unit)
         for group, lists, received in zip(
             unit.trainable, self._lists[unit.index], self._received[unit.index], strict=True
         ):
@@ -295,6 +301,8 @@ class Gradients:
                 _run(lists.keep, args)
                 if reduce:
                     _run(lists.pending, args)
+                    if lists.divided:
+                        self.squares.after_reduce(unit, group)
         divided = any(lists.divided for lists in self._lists[unit.index])
         if reduce_sharded if divided else reduce_whole:
             unit.gradients = GradientState.REDUCED

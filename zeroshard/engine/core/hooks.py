@@ -244,16 +244,19 @@ def _has_several_dtypes(runtime: Runtime) -> bool:
 def _cast_inputs(
     dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_cast(value, dtype) for value in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+    return tuple(cast_value(value, dtype) for value in args), {
+        key: cast_value(value, dtype) for key, value in kwargs.items()
+    }
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_value(value: Any, dtype: torch.dtype) -> Any:
+    """The value with its floating tensors in a dtype, those in lists, tuples and dicts too."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
     if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
+        return type(value)(cast_value(item, dtype) for item in value)
     if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
+        return {key: cast_value(item, dtype) for key, item in value.items()}
     return value
 
 

@@ -24,14 +24,15 @@ from zeroshard.sharding.resting import unguarded
 def add_late_gradients(units: Sequence[Unit], gradients: Gradients, streams: Streams, factor: float) -> list[int]:
     """After a backward: add late gradients, times `factor`, to those of their units; returns the units' numbers."""
     with unguarded():
-        late = [unit for unit in units if any(map(_has_gradient, unit.trainable))]
+        late = [unit for unit in units if any(map(has_gradient, unit.trainable))]
         for unit in late:
             # Write after write: running reduces still write the gradients until they have finished.
             streams.wait(Stream.COMPUTE, streams.record(Stream.REDUCE, "all"))
-            for group in filter(_has_gradient, unit.trainable):
+            for group in filter(has_gradient, unit.trainable):
                 gradients.add_late(unit, group, factor)
     return [unit.index for unit in late]
 
 
-def _has_gradient(group: Group) -> bool:
+def has_gradient(group: Group) -> bool:
+    """Whether autograd has left a gradient on any parameter of the group."""
     return any(parameter.grad is not None for parameter in group.parameters)

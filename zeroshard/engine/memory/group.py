@@ -55,6 +55,8 @@ class Group:
     returning: torch.Tensor | None = None
     local: torch.Tensor | None = None
     """Whole local gradients of sharded gradients; only there once a backward ran under no_sync."""
+    sums: torch.Tensor | None = None
+    """The same where micro-batches pass the unit in turn, in a slot; None where the plan has none."""
     second: torch.Tensor | None = None
     """This rank's part of the second copy of the parameters; of those that rest whole, a part of `whole`."""
     errors: list[torch.Tensor | None] = field(default_factory=list)

@@ -34,6 +34,7 @@ from zeroshard.engine.memory.update_view import update_range
 from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.hops import ERROR_DTYPE
+from zeroshard.plan.legs import local_dtype
 from zeroshard.plan.offload import (
     READ_WINDOWS,
     has_host_gradients,
@@ -118,6 +119,7 @@ class Storage:
         """The buffer of quantized gathers, used by one gather after the other."""
         shared, nbytes = self._shared, plan.reduce_slots.nbytes
         self.reduce_slots = self._slots(nbytes) if shared is None else shared.slots(nbytes)
+        self.sum_slots = self._slots(plan.sum_slots.nbytes)
         summed = any(group.hops for _, group in plan.groups())
         self.exchange = self.reduce_slots[-1] if summed else None
         """The buffer of quantized reduces, used by one group after the other."""
@@ -181,6 +183,7 @@ class Storage:
             unit.plan = plan.units[unit.index]
             self._place_gathered(unit, plan.gather_slots.of_unit[unit.index])
             self._place_reduced(unit, plan.reduce_slots.of_unit[unit.index])
+            self._place_sums(unit, plan.sum_slots.of_unit[unit.index] if plan.sum_slots.of_unit else None)
 
     def adopt(self, plan: Plan) -> None:
         """Allocate slots and gradients for a plan with another order or accumulators; no operation may be running."""
@@ -264,3 +267,13 @@ class Storage:
             offset += nbytes
             group.staging = self.reduce_slots[slot][offset : offset + staging].view(dtype) if staging else None
             offset += staging
+
+    def _place_sums(self, unit: Unit, slot: int | None) -> None:
+        offset = 0
+        for group in unit.trainable:
+            group.sums = None
+            if slot is not None and group.plan.grad is not None and group.plan.grad.divided:
+                dtype = torch_dtype(local_dtype(group.plan, accumulate=False))
+                nbytes = group.plan.layout.numel * dtype.itemsize
+                group.sums = self.sum_slots[slot][offset : offset + nbytes].view(dtype)
+                offset += nbytes

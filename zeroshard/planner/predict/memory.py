@@ -203,7 +203,7 @@ def _is_transient(kind: StateKind, placement: Placement) -> bool:
 
 def slots_nbytes(plan: Plan) -> int:
     """Device bytes of the buffers that gathers, reduces and streamed state pass through."""
-    passing = sum(stream_buffer_nbytes(plan))
+    passing = sum(stream_buffer_nbytes(plan)) + plan.sum_slots.total_nbytes
     return plan.gather_slots.total_nbytes + plan.reduce_slots.total_nbytes + passing
 
 
@@ -230,6 +230,7 @@ def _allocations(plan: Plan) -> Iterator[int]:
         yield from (numel * itemsize(ERROR_DTYPE) for numel in group.error_numels if numel)
     yield from plan.gather_slots.nbytes
     yield from () if peers else plan.reduce_slots.nbytes
+    yield from plan.sum_slots.nbytes
     yield from stream_buffer_nbytes(plan)
 
 

@@ -1,0 +1,469 @@
+"""The vertical schedule trains to the bits of the usual order, and moves each unit once per step and direction."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.plan.specs import blocks
+from tests.support.distributed import run_ranks
+from tests.support.measure import forget_sent, held_bytes, live_bytes, sent
+from tests.support.models import VOCABULARY, WIDTH, Block
+from tests.support.offload import recipe
+from tests.support.patience import Patience
+from tests.support.sequence import Steps, Way, batches, cross_entropy, sequence, sharded, trained
+from tests.support.training import assert_same
+from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
+from zeroshard.errors import PlanError, UsageError
+from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.plan.memory import state_bytes
+from zeroshard.plan.plan import Plan
+from zeroshard.plan.policy import ExecutionPolicy, OnNonFinite
+from zeroshard.plan.program import OpKind, build_programs
+from zeroshard.plan.traffic import step_traffic
+from zeroshard.sharding.units import find_units
+
+
+def _alike(rank: int, usual: Way, upright: Way, what: str) -> None:
+    wanted, found = trained(usual, rank), trained(upright, rank)
+    assert found.losses == wanted.losses, what
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-12, nan_ok=True), what
+    assert_same(found.parameters, wanted.parameters, what)
+
+
+def _bits(rank: int, world: int) -> None:
+    for stage in range(4):
+        for micro in (1, 2, 4):
+            way = Way(stage, micro)
+            _alike(rank, way, way.upright, f"stage {stage}, {micro} micro-batches")
+        low = Way(recipe(stage, "bf16"), 4)
+        _alike(rank, low, low.upright, f"stage {stage} in bf16")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bits_are_those_of_micro_batches_that_are_summed_before_their_reduce(world: int) -> None:
+    run_ranks(world, _bits)
+
+
+def test_one_rank_needs_no_no_sync_for_the_same_bits() -> None:
+    run_ranks(1, _without_no_sync)
+
+
+def _without_no_sync(rank: int, world: int) -> None:
+    for stage in range(4):
+        way = Way(stage, 4, no_sync=False)
+        _alike(rank, way, way.upright, f"stage {stage}")
+
+
+# Traffic and bytes.
+
+
+def _calls(plan: Plan) -> int:
+    """Units that a pass gathers."""
+    return sum(unit.sharded for unit in plan.units)
+
+
+def _traffic(rank: int, world: int) -> None:
+    for stage in (1, 2, 3):
+        for reuse in (True, False):
+            policy = ExecutionPolicy(prefetch=2, reuse=reuse)
+            way = Way(replace(recipe(stage), policy=policy), 4, vertical=True, clip=0.0)
+            model, optimizer, _ = sharded(way)
+            steps = Steps(way, model, None)
+            for step in range(3):
+                forget_sent(model)
+                steps.run(batches(step, 4, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+            measured, plan = sent(model), zeroshard.plan_of(model)
+            assert measured == step_traffic(plan, micro_batches=4), (stage, reuse)
+            alone = zeroshard.build_plan(find_units(sequence()), replace(recipe(stage), policy=policy, moments=2), 2)
+            assert measured == step_traffic(alone), "that of a step of one micro-batch"
+            if stage == 3 and not reuse:
+                root = 1  # gathered once for both passes
+                assert measured.calls["all-gather"] == 2 * _calls(plan) - root
+            assert measured.calls["reduce-scatter"] == len(plan.units), "each unit is reduced once"
+            zeroshard.close(model)
+
+
+def test_each_unit_is_gathered_once_per_direction_and_reduced_once_whatever_the_micro_batches() -> None:
+    run_ranks(2, _traffic)
+
+
+def _memory(rank: int, world: int) -> None:
+    for stage in range(4):
+        for param in (None, "bf16"):
+            way = Way(recipe(stage, param), 4, vertical=True)
+            gc.collect()
+            gc.freeze()
+            model, optimizer, _ = sharded(way)
+            planned = replace(state_bytes(zeroshard.plan_of(model)), no_sync=0)
+            assert held_bytes(model) == planned, (stage, param)
+            assert live_bytes(planned.total) == planned.total, (stage, param)
+            steps = Steps(way, model, None)
+            for step in range(3):
+                steps.run(batches(step, 4, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+            zeroshard.drain(model)
+            planned = replace(state_bytes(zeroshard.plan_of(model)), no_sync=0)
+            assert held_bytes(model) == planned, (stage, param, "after three steps")
+            assert bool(planned.sum_slots) == (stage >= 2)
+            # Divided gradients need no accumulators: those of one micro-batch are enough.
+            accumulating = state_bytes(zeroshard.build_plan(*_arguments(way, accumulate=True)))
+            assert planned.grad < accumulating.grad if stage >= 2 and param else planned.grad == accumulating.grad
+            zeroshard.close(model)
+
+
+def _arguments(way: Way, *, accumulate: bool) -> tuple[Any, Any, int]:
+    assert not isinstance(way.plan, int)
+    policy = replace(way.plan.policy, accumulate=accumulate)
+    return find_units(sequence()), replace(way.plan, policy=policy), 2
+
+
+def test_ranks_hold_the_bytes_of_the_plan_with_one_slot_for_sums() -> None:
+    run_ranks(2, _memory)
+
+
+def _uses(plan: Plan) -> Iterator[tuple[OpKind, int]]:
+    programs = build_programs(plan)
+    return ((op.kind, op.unit) for op in (*programs.forward, *programs.backward))
+
+
+def test_the_lists_use_a_unit_for_each_micro_batch_and_gather_reduce_and_release_it_once() -> None:
+    once = zeroshard.build_plan(blocks(3), recipe(3), 2)
+    plan = zeroshard.build_plan(blocks(3), replace(recipe(3), policy=ExecutionPolicy(micro_batches=4)), 2)
+    assert Plan.from_json(plan.to_json()) == plan
+    counted = [list(_uses(one)) for one in (once, plan)]
+    for kind in OpKind:
+        for unit in range(1, 4):
+            expected = counted[0].count((kind, unit)) * (4 if kind is OpKind.USE else 1)
+            assert counted[1].count((kind, unit)) == expected, (kind, unit)
+
+
+# What models do.
+
+
+class _Tied(nn.Module):
+    """A language model whose head reads the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _tied_blocks(model: nn.Module) -> list[Any]:
+    assert isinstance(model, _Tied)
+    return [model.embedding, *model.blocks, model.head]
+
+
+class _Called(_Tied):
+    """The same, its second block called twice, and its first again at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in _called_blocks(self):
+            x = block(x)
+        return x
+
+
+def _called_blocks(model: nn.Module) -> list[Any]:
+    assert isinstance(model, _Tied)
+    first, second, third = model.blocks
+    return [model.embedding, first, second, second, third, first, model.head]
+
+
+def _ties(rank: int, world: int) -> None:
+    for stage in range(4):
+        for build, calls in ((_Tied, _tied_blocks), (_Called, _called_blocks)):
+            for plan in (stage, recipe(stage, "bf16")):
+                way = Way(plan, 3, build=build, blocks=calls)
+                _alike(rank, way, way.upright, f"{build.__name__} at stage {stage}, {plan}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_that_several_blocks_read_get_the_bits_of_the_usual_order(world: int) -> None:
+    run_ranks(world, _ties)
+
+
+class _Dropping(nn.Module):
+    """A block with dropout, computed again in the backward if it says so."""
+
+    def __init__(self, again: bool | None) -> None:
+        super().__init__()
+        self.block, self.dropout, self._again = Block(), nn.Dropout(0.3), again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._again is None:
+            return self._inner(x)
+        return checkpoint(self._inner, x, use_reentrant=self._again)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.block(x))
+
+
+def _dropping(again: bool | None) -> nn.Sequential:
+    model = sequence()
+    for number in (1, 2, 3):
+        model[number] = _Dropping(again)
+    return model
+
+
+def _random(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        way = Way(stage, 3, vertical=True, seed=5 + rank, build=partial(_dropping, None))
+        first = trained(way, rank)
+        for again in (None, False, True):
+            other = trained(replace(way, build=partial(_dropping, again)), rank)
+            assert other.losses == first.losses, (stage, again)
+            assert_same(other.parameters, first.parameters, f"stage {stage}, computed again: {again}")
+        other = trained(replace(way, seed=50 + rank), rank)
+        assert other.losses != first.losses, "masks come from the seed"
+        assert len(set(first.losses)) == len(first.losses)
+
+
+def test_dropout_is_drawn_from_the_seed_and_drawn_again_where_blocks_are_computed_again() -> None:
+    run_ranks(2, _random)
+
+
+class _Masks(nn.Module):
+    """Multiplies by a mask that it draws, and keeps them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.drawn: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(torch.rand(WIDTH))
+        return x * self.scale * self.drawn[-1]
+
+
+def _draws(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), _Masks(), _Masks(), nn.Linear(WIDTH, VOCABULARY))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2)
+    schedule = zeroshard.VerticalSchedule(model, cross_entropy)
+    torch.manual_seed(1)
+    schedule.step(batches(0, 2, rank))
+    torch.manual_seed(1)
+    drawn = [one for module in model if isinstance(module, _Masks) for one in module.drawn]
+    assert all(torch.equal(one, torch.rand(WIDTH)) for one in drawn), (
+        "block by block, in each the micro-batches in turn"
+    )
+    zeroshard.close(model)
+
+
+def test_random_numbers_are_drawn_block_by_block() -> None:
+    run_ranks(1, _draws)
+
+
+def _checkpointed(rank: int, world: int) -> None:
+    for stage in range(4):
+        way = Way(stage, 3)
+        for again in (False, True):
+            build = partial(_again, again)
+            _alike(rank, way, replace(way.upright, build=build), f"stage {stage}, reentrant: {again}")
+
+
+def _again(reentrant: bool) -> nn.Sequential:
+    model = sequence()
+    for number in (1, 2, 3):
+        model[number] = _Unnamed(model[number], reentrant)
+    return model
+
+
+class _Unnamed(Block):
+    """A block with the names of its own parameters, computed again in the backward."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.load_state_dict(block.state_dict())
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self._reentrant)
+
+
+def test_blocks_that_are_computed_again_give_the_same_bits() -> None:
+    run_ranks(2, _checkpointed)
+
+
+def _scaled(rank: int, world: int) -> None:
+    for stage in (0, 2, 3):
+        plan = recipe(stage, "fp16")
+        plan = replace(plan, policy=replace(plan.policy, on_nonfinite=OnNonFinite.SKIP))
+        for initial in (2.0**8, 2.0**19):
+            scaler = partial(LossScaler, torch.device("cpu"), initial=initial)
+            way = Way(plan, 3, scaler=scaler, steps=4)
+            _alike(rank, way, way.upright, f"stage {stage}, scale {initial}")
+
+
+def test_steps_in_float16_are_scaled_and_skipped_as_usual() -> None:
+    run_ranks(2, _scaled)
+
+
+def _streamed(rank: int, world: int) -> None:
+    for stage in (1, 2, 3):
+        for param in (None, "bf16"):
+            plan = recipe(stage, param)
+            plan = replace(plan, policy=replace(plan.policy, prefetch=stage % 3, overlap_step=True))
+            way = Way(plan, 3, vertical=True)
+            wanted = trained(way, rank)
+            for pace, seed in ((Pace.LAZY, 0), (Pace.MIXED, rank), (Pace.EAGER, 0)):
+                streams = partial(VirtualStreams, Patience(), pace=pace, seed=seed)
+                found = trained(replace(way, streams=streams), rank)
+                assert_same(found.parameters, wanted.parameters, f"stage {stage}, {param}, {pace}")
+
+
+def test_every_order_that_the_events_allow_gives_the_same_bits() -> None:
+    run_ranks(2, _streamed)
+
+
+def _ragged(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        way = Way(stage, 4, vertical=True)
+        model, optimizer, _ = sharded(way)
+        steps = Steps(way, model, None)
+        for step, count in enumerate((4, 3, 1, 5)):
+            forget_sent(model)
+            losses = steps.run(batches(step, count, rank))
+            with torch.no_grad():
+                x, y = batches(step, count, rank)[0]
+                assert float(cross_entropy(model(x), y)) == losses[0], "between the backward and the step, as before it"
+            optimizer.step()
+            optimizer.zero_grad()
+        other = Way(stage, 1, vertical=False)
+        plain, _, _ = sharded(other)
+        x, y = batches(0, 1, rank)[0]
+        cross_entropy(model(x), y).backward()  # the usual order still runs
+        optimizer.step()
+        for one in (model, plain):
+            zeroshard.close(one)
+
+
+def test_steps_may_have_other_numbers_of_micro_batches_and_the_usual_order_still_runs() -> None:
+    run_ranks(2, _ragged)
+
+
+# Errors.
+
+
+class _Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.fails = nn.Parameter(torch.ones(WIDTH)), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails == "forward":
+            raise RuntimeError("on purpose")
+        x = x * self.scale
+        if self.fails == "backward":
+            x.register_hook(_fail)
+        return x
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def _failing() -> nn.Sequential:
+    model = sequence()
+    model[2] = _Fails()
+    return model
+
+
+def _after_an_exception(rank: int, world: int) -> None:
+    for stage in (1, 3):
+        way = Way(stage, 3, vertical=True, build=_failing)
+        wanted = trained(way, rank)
+        for fails in ("forward", "backward"):
+            model, optimizer, _ = sharded(way)
+            steps, broken = Steps(way, model, None), model.get_submodule("2")
+            assert isinstance(broken, _Fails)
+            for step in range(3):
+                broken.fails = fails
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    steps.run(batches(9, 3, rank))
+                broken.fails = ""
+                steps.run(batches(step, 3, rank))
+                optimizer.step()
+                optimizer.zero_grad()
+            found = {name: one.clone() for name, one in zeroshard.iterate_full_parameters(model)}
+            assert_same(found, wanted.parameters, f"stage {stage}, {fails}")
+            zeroshard.close(model)
+
+
+def test_an_exception_leaves_nothing_for_the_next_step() -> None:
+    run_ranks(1, _after_an_exception)
+
+
+class _Keeps(nn.Module):
+    """Adds what the block before it computed last, which is another micro-batch's."""
+
+    def __init__(self, source: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.scale, self._source = nn.Parameter(torch.ones(WIDTH)), source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale + (self._source[0] if self._source else 0)
+        self._source[:] = [x]
+        return x
+
+
+def _refused(rank: int, world: int) -> None:
+    source: list[torch.Tensor] = []
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), _Keeps(source), _Keeps(source), nn.Linear(WIDTH, VOCABULARY))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2)
+    with pytest.raises(UsageError, match=r"block 1 computes with a tensor that .* another micro-batch"):
+        zeroshard.VerticalSchedule(model, cross_entropy).step(batches(0, 2, rank))
+    with pytest.raises(UsageError, match=r"no micro-batches"):
+        zeroshard.VerticalSchedule(model, cross_entropy).step([])
+    with torch.no_grad(), pytest.raises(UsageError, match=r"no_grad"):
+        zeroshard.VerticalSchedule(model, cross_entropy).step(batches(0, 2, rank))
+    zeroshard.close(model)
+
+    tied = _Tied()
+    zeroshard.shard(tied, torch.optim.SGD(tied.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"_Tied does not say what its blocks are"):
+        zeroshard.VerticalSchedule(tied, cross_entropy)
+    schedule = zeroshard.VerticalSchedule(tied, cross_entropy, blocks=_tied_blocks(tied))
+    with pytest.raises(UsageError, match=r"shard\(..., micro_batches=3\)"):
+        schedule.step(batches(0, 3, rank))
+
+    def through(x: torch.Tensor) -> torch.Tensor:
+        for block in tied.blocks:
+            x = block(x)
+        return x
+
+    with pytest.raises(UsageError, match=r"block 1 holds the units \['blocks.0', 'blocks.1', 'blocks.2'\]"):
+        zeroshard.VerticalSchedule(tied, cross_entropy, blocks=[tied.embedding, through, tied.head])
+    zeroshard.close(tied)
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    run_ranks(2, _refused)
+
+
+def test_a_policy_is_either_for_micro_batches_together_or_for_accumulation() -> None:
+    with pytest.raises(PlanError, match="leave accumulate out"):
+        ExecutionPolicy(micro_batches=2, accumulate=True)
+    with pytest.raises(PlanError, match="whole number of at least 1"):
+        ExecutionPolicy(micro_batches=0)
