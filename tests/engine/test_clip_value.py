@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -118,3 +119,31 @@ def test_what_can_not_be_clipped_is_refused_and_torchs_own_call_names_ours() -> 
     run_ranks(2, _refuses)
     with pytest.raises(ConfigError, match="gradient_clip_value"):
         zeroshard.initialize(model=Stack(), config={"train_micro_batch_size_per_gpu": 1, "gradient_clip_value": -1.0})
+
+
+def test_an_infinite_norm_measures_and_leaves_the_clipping_of_the_plan() -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for measures in (False, True):
+        torch.manual_seed(0)
+        model = Stack()
+        model, optimizer = zeroshard.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), plan=2, accumulate=True, clip_norm=1e-3
+        )
+        for micro in range(2):
+            square_loss(model, Batch(0, micro, 0)).backward()
+        if measures:
+            assert zeroshard.clip_grad_norm_(model, math.inf) > 1e-3
+        optimizer.step()
+        found.append(full_parameters(model))
+        zeroshard.close(model)
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_a_backward_after_whole_gradients_were_summed_is_refused_with_what_to_do() -> None:
+    model = Stack()
+    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=1, accumulate=True)
+    square_loss(model, Batch(0, 0, 0)).backward()
+    zeroshard.clip_grad_norm_(model, math.inf)
+    with pytest.raises(UsageError, match=r"was summed over the ranks, .*safe_get_full_grad\), after the last"):
+        square_loss(model, Batch(0, 1, 0)).backward()
+    zeroshard.close(model)

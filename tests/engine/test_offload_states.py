@@ -53,6 +53,29 @@ def test_training_goes_on_with_the_same_bits() -> None:
     run_ranks(2, _same)
 
 
+def _elsewhere(rank: int, world: int) -> None:
+    for stage, dtype in ((0, None), (1, None), (2, "bf16")):
+        setting = Setting(plan=recipe(stage, dtype), micro=2)
+        expected = _train(setting, rank, None, between=False)
+        model, optimizer = shard_task(TASK, setting)
+        taken: list[torch.Tensor] = []
+        for step in range(3):
+            for micro in range(setting.micro):
+                zeroshard.offload_states(model, KINDS)
+                # What lies at the old addresses when the state comes back.
+                taken += [torch.empty(size, dtype=torch.uint8) for size in range(64, 6400, 64) for _ in range(2)]
+                zeroshard.reload_states(model)
+                (TASK.loss(model, Batch(step, micro, rank)) / setting.micro).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(full_parameters(model), expected, f"stage {stage}")
+        zeroshard.close(model)
+
+
+def test_state_may_come_back_at_other_addresses() -> None:
+    run_ranks(2, _elsewhere)
+
+
 def _bytes_of(model: torch.nn.Module) -> int:
     """What the state of a kind that can go takes just now, by storages."""
     handle = handle_of(model)

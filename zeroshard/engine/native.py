@@ -10,6 +10,7 @@ for batch in loader:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal, TypedDict, overload
@@ -299,12 +300,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> float:
-    """Clip the coming step to `max_norm`; returns the global gradient norm. Called by all ranks, after the backward."""
+    """Clip the coming step to `max_norm`, in place of the plan's clip_norm; returns the global gradient norm.
+
+    Called by all ranks, after the backward. An infinite `max_norm` only measures: what clips the step stays.
+    """
     if not max_norm > 0:
         raise UsageError(f"clip_grad_norm_: max_norm {max_norm} must be above 0; float('inf') only measures")
     stepper = stepper_of(model)
     norm = stepper.norm()
-    stepper.clip_next(max_norm)
+    if max_norm < math.inf:
+        stepper.clip_next(max_norm)
     return norm
 
 

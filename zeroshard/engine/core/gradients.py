@@ -328,9 +328,15 @@ class Gradients:
         accumulate = self._plan.policy.accumulate
         if not unit.gradients.reduced or (accumulate and all(lists.divided for lists in self._lists[unit.index])):
             return
-        what = "has been reduced already" if accumulate else "has no accumulator in the plan"
+        if accumulate:
+            raise UsageError(
+                f"a backward after the gradient of unit {unit.label!r} was summed over the ranks, which happens once "
+                "per step where gradients rest whole (stages 0 and 1): ask for the norm, or for gradients "
+                "(clip_grad_norm_, safe_get_full_grad), after the last backward. Call step() or zero_grad() before "
+                "the next one"
+            )
         raise UsageError(
-            f"a second backward before the step: the gradient of unit {unit.label!r} {what}. "
+            f"a second backward before the step: the gradient of unit {unit.label!r} has no accumulator in the plan. "
             "Say shard(..., accumulate=True), or give the engine gradient_accumulation_steps; where their number "
             "is not known before, call engine.set_gradient_accumulation_boundary(False) ahead of all but the last, "
             "or set managed_gradient_accumulation to false. Call step() or zero_grad() after the last"

@@ -107,11 +107,11 @@ class Group:
         for index in self.in_shard:
             segment = self.plan.layout.segments[index]
             self.views[index] = self.shard[segment.offset - start : segment.end - start].view(segment.shape)
-        self._note_views()
+        self.note_views()
         self._placeholders = []
 
-    def _note_views(self) -> None:
-        """Note where the views lie, by which `replaced` tells other data."""
+    def note_views(self) -> None:
+        """Note where the views lie, by which `replaced` tells other data; called again when their memory has moved."""
         self._addresses = [view.data_ptr() for view in self.views]
         self._strides = [view.stride() for view in self.views]
 

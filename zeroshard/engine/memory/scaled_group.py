@@ -54,7 +54,7 @@ class ScaledGroup(Group):
         super().place_views()
         self._at = self.views
         self.views = list(self.empties)
-        self._note_views()
+        self.note_views()
         for index, record in enumerate(self.codes):
             record.codes = self._codes_of(index)
 

@@ -31,6 +31,7 @@ from zeroshard.engine.memory.update_view import update_range
 from zeroshard.engine.saving.striped import part_target, whole_pieces, writes_scalars
 from zeroshard.errors import CheckpointError
 from zeroshard.optim.saved_state import PackedState, SavedState, Scalar, StatePart
+from zeroshard.plan.dtypes import state_dtype, torch_dtype
 from zeroshard.sharding.layout import Segment
 from zeroshard.tiers import RowPart
 
@@ -105,7 +106,7 @@ def _parameter_pieces(handle: Handle, frozen: bool, copies: bool) -> Iterator[Pi
 
 def _parameter_info(group: Group, index: int) -> TensorInfo:
     segment, compute = group.plan.layout.segments[index], group.dtype
-    stored = torch.float32 if group.master is not None else compute
+    stored = torch_dtype(state_dtype(group.plan.param.dtype)) if group.master is not None else compute
     return TensorInfo(
         segment.name, TensorKind.PARAMETER, stored, tuple(segment.whole_shape), compute, trainable=group.plan.trainable
     )
