@@ -25,11 +25,15 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")
 def _train(setting: Setting, rank: int, away: tuple[str, ...] | None, between: bool) -> dict[str, torch.Tensor]:
     """Three steps; before each, or between its micro-batches, the state goes away and comes back."""
     model, optimizer = shard_task(TASK, setting)
+    groups = [group for unit in handle_of(model).runtime.units for group in unit.groups]
+    sizes = [size for group in groups for size in (group.whole.nbytes, group.shard.nbytes)]
     for step in range(3):
         for micro in range(setting.micro):
             if away is not None and (micro > 0) == between:
                 moved = zeroshard.offload_states(model, away)
+                taken = [torch.empty(size, dtype=torch.uint8) for size in sizes]  # so that it comes back elsewhere
                 assert zeroshard.reload_states(model) == moved
+                del taken
             (TASK.loss(model, Batch(step, micro, rank)) / setting.micro).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -28,6 +28,7 @@ class SymmetricMemory:
             self._handle.get_signal_pad(rank, (len(Channel), self.size), torch.int32) for rank in range(self.size)
         ]
         self._beside = torch.cuda.Stream(device)
+        self._write_signals(0)  # loads the kernels, which would wait for those that spin
         torch.cuda.synchronize(device)  # nobody writes to a peer that is still filling its zeros
         dist.barrier(group)
 
@@ -45,8 +46,11 @@ class SymmetricMemory:
         this rank are 1; a signal's place is (channel, sender) in the memory of the receiver. The memory of a process
         that has ended stays mapped here.
         """
+        self._write_signals(1)
+
+    def _write_signals(self, from_peers: int) -> None:
         with torch.cuda.stream(self._beside):  # no wait: it must overtake the streams whose barriers spin
-            self._signals[self.rank].fill_(1)
+            self._signals[self.rank].fill_(from_peers)
             for rank, signals in enumerate(self._signals):
                 if rank != self.rank:
                     signals[:, self.rank].zero_()

@@ -129,10 +129,7 @@ def _show_whole(handle: Handle, *, whole: bool) -> None:
     """Show or hide the values of parameters that rest whole, since views of freed memory must not be read."""
     for unit in handle.runtime.units:
         for group in unit.groups:
-            if not _rests_whole(group):
-                continue
             if whole:
                 group.note_views()  # the memory came back at other addresses
-                group.show()
-            else:
-                group.hide()
+            if _rests_whole(group):
+                group.show() if whole else group.hide()
