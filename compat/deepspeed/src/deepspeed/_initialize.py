@@ -15,6 +15,7 @@ from deepspeed._adalora import AdaptersBetweenSteps, find_adapters
 from deepspeed._lightning import divides_loss
 from deepspeed._optimizer import describe_optimizer, stand_for_client
 from deepspeed._parameters import describe, enables_checks
+from deepspeed._torchao import take_over
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -69,6 +70,7 @@ def initialize(
     for adapter in adapters:
         assert model is not None
         zeroshard.register_external_parameter(model, adapter)  # AdaLoRA's forward reads them all
+    products = None if model is None else take_over(model, raw.get("fp8"))
     trains = optimizer is not None or "optimizer" in raw
     with warnings.catch_warnings():
         if not trains:  # the caller of a reference model knows that it can't be trained
@@ -85,7 +87,7 @@ def initialize(
             mpu=mpu,
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
-            config=_understood(document, optimizer=optimizer is not None),
+            config=_understood(document, products, optimizer=optimizer is not None),
             mesh_param=mesh_param,
         )
     engine.adopt(raw)
@@ -114,10 +116,23 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if wrapped else optimizer
 
 
-def _understood(document: Document, *, optimizer: bool) -> ConfigSource:
-    """The config in the words of a user; one that was read from text keeps the lines of its values."""
+def _understood(document: Document, products: Mapping[str, Any] | None, *, optimizer: bool) -> ConfigSource:
+    """The config in the words of a user; one that was read from text keeps the lines of its values.
+
+    Args:
+        products: the section `fp8` of torchao's layers, if the model had some.
+    """
     values = _config.understood(document.root, optimizer=optimizer)
+    if products is not None:
+        values["fp8"] = dict(products)
+        if not (_enabled(values, "bf16") or _enabled(values, "fp16")):
+            values["bf16"] = {"enabled": True}  # Trainer fills an "auto" with its own bf16, which fp8 leaves out
     return Document(values, document.label, document.lines) if document.lines else values
+
+
+def _enabled(values: Mapping[str, Any], name: str) -> bool:
+    section = values.get(name)
+    return isinstance(section, Mapping) and bool(section.get("enabled"))
 
 
 def _asks_torch_adam(config: Mapping[str, Any]) -> bool:
