@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from zeroshard.config.document import read_document
 from zeroshard.config.models import DEFAULT_LEAVES
 from zeroshard.config.problems import Problems
 from zeroshard.config.resolve import resolve
+from zeroshard.division import divide_model
 from zeroshard.elastic.session import current_session
 from zeroshard.engine.batching import BatchSizes
 from zeroshard.engine.build import default_device
@@ -42,10 +43,8 @@ from zeroshard.engine.saving.save_options import SaveOptions
 from zeroshard.engine.settings import Settings
 from zeroshard.engine.step.schedule import Schedule, check_schedule
 from zeroshard.engine.training_engine import EngineOptions
-from zeroshard.errors import ConfigError, PlanError, UsageError, ZeroShardWarning
-from zeroshard.experts.divide import divide_as_stacked, divide_experts, divide_over_neighbours
-from zeroshard.mesh import EXPERT, REPLICATE, SHARD, TENSOR, Mesh, MeshAxis
-from zeroshard.model_plan import divide_by_plan
+from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
+from zeroshard.mesh import REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.observe.build import build_observer, check_packages
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
@@ -58,7 +57,7 @@ from zeroshard.parallel.requested import SIZE, agreed_mesh, answers_sequence, re
 from zeroshard.parallel.sequence_axis import SequenceParallel
 from zeroshard.pipeline.engine import PipelineCalls, PipelineEngine
 from zeroshard.pipeline.module import PipelineModule
-from zeroshard.pipeline.start import PipelineStart, find_pipeline
+from zeroshard.pipeline.start import PipelineStart, find_pipeline, refuse_vertical
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
@@ -193,7 +192,7 @@ def _build_engine(
     _join(dist_init_required, distributed_port)
     document = _config_source(args, config, config_params)
     named = mesh_param if mpu is None or answers_sequence(mpu) else mpu
-    replaced = _divide(model, document, named)
+    replaced = divide_model(model, document, named, default_device().type)
     pipeline = find_pipeline(model, mpu, mesh_param)
     mesh = _mesh(model, None if answers_sequence(mpu) else mpu, mesh_param) if pipeline is None else pipeline.mesh
     mesh = _divide_sequences(model, document, mpu, mesh)
@@ -202,6 +201,8 @@ def _build_engine(
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     if pipeline is not None:
         pipeline.obey(resolved)
+    else:
+        refuse_vertical(model, resolved)
     if resolved.log_level is not None:
         logging.getLogger("zeroshard").setLevel(resolved.log_level.upper())
     check_packages(resolved.observe)
@@ -262,54 +263,6 @@ def _join(required: bool | None, port: int) -> None:
         )
     if required or rank_place(os.environ, port) is not None:
         init_distributed(distributed_port=port)
-
-
-def _divide(model: nn.Module, document: ConfigSource, mesh: Any) -> dict[int, nn.Parameter]:
-    """Divide the model where a mesh or the config asks for it; what replaces which parameter."""
-    root, device_type = read_document(document, Problems()).root, default_device().type
-    replaced: dict[int, nn.Parameter] = {}
-    tensor, size = _section_with(root, "tensor_parallel", "autotp_size")
-    experts, parts = _section_with(root, "expert_parallel", "autoep_size")
-    asked = parts if experts.get("enabled") is True else 1
-    if isinstance(model, PipelineModule):
-        _check_sizes(model.topology().mesh(), size, asked)
-    elif isinstance(mesh, DeviceMesh):
-        _check_sizes(mesh_from(mesh), size, asked)
-        replaced |= divide_experts(model, mesh, device_type)
-    elif size > 1 and asked > 1:
-        raise PlanError(
-            f"tensor_parallel.autotp_size {size} beside expert_parallel.autoep_size {asked}: say how their ranks stand "
-            "to each other, initialize(mesh_param=init_device_mesh(..., mesh_dim_names=('dp_shard', 'ep', 'tp'))) say"
-        )
-    if asked > 1:
-        replaced |= divide_over_neighbours(model, asked, device_type, "expert_parallel.autoep_size")
-    if size > 1:
-        partition = tensor.get("partition_config")
-        partition = partition if isinstance(partition, Mapping) else None
-        staged = isinstance(model, PipelineModule)
-        replaced |= divide_by_plan(model, size, device_type, partition, staged=staged)
-    return replaced | divide_as_stacked(model, device_type)
-
-
-def _check_sizes(mesh: Mesh, tensor: int, experts: int) -> None:
-    """Raises PlanError where a config asks for other sizes than the mesh has."""
-    for key, axis, size in (
-        ("tensor_parallel.autotp_size", TENSOR, tensor),
-        ("expert_parallel.autoep_size", EXPERT, experts),
-    ):
-        of_mesh = mesh.size((axis,)) if axis in mesh.names else 1
-        if size > 1 and size != of_mesh:
-            raise PlanError(
-                f"{key} is {size}, but the mesh ({mesh}) has {of_mesh} ranks of {axis!r}; change one of them"
-            )
-
-
-def _section_with(root: Mapping[str, Any], name: str, key: str) -> tuple[Mapping[str, Any], int]:
-    """A section, and a size in it; what is wrong with them is said where the whole config is read."""
-    section = root.get(name)
-    section = section if isinstance(section, Mapping) else {}
-    size = section.get(key)
-    return section, size if isinstance(size, int) else 1
 
 
 def _divide_sequences(model: nn.Module, document: ConfigSource, mpu: Any, mesh: Mesh | None) -> Mesh | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroshard.config import Config
-from zeroshard.config.resolved import OffloadConfig, PrecisionConfig
+from zeroshard.config.resolved import VERTICAL, OffloadConfig, PrecisionConfig
 from zeroshard.errors import PlanError
 from zeroshard.mesh import Mesh
 from zeroshard.nvme.places import Spill
@@ -28,10 +28,12 @@ def recipe_of(config: Config, keep_fp32: tuple[str, ...]) -> Recipe:
         raise PlanError('zero_optimization.stage is "auto": initialize chooses on the ranks that run; write a number')
     low = precision.compute != "fp32"
     reduction = config.reduction
+    together = config.pipeline.schedule == VERTICAL
     policy = ExecutionPolicy(
         prefetch=MAX_PREFETCH,
         reuse=zero.max_reuse_distance > 0,
-        accumulate=config.batch.accumulation > 1 or not config.batch.managed,
+        accumulate=not together and (config.batch.accumulation > 1 or not config.batch.managed),
+        micro_batches=config.batch.accumulation if together else 1,
         overlap_step=zero.overlap_comm,
         predivide=float(config.world_size) if reduction.prescale else reduction.predivide_factor,
         mean=reduction.op == "mean",

@@ -250,7 +250,7 @@ class ExpertParallelSection(Section):
 
 
 Schedule = Literal[
-    "auto", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"
+    "auto", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "vertical"
 ]
 
 

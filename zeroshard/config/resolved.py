@@ -309,6 +309,10 @@ class ObserveConfig:
     comet: CometConfig | None
 
 
+VERTICAL = "vertical"
+"""The name of the schedule in which all micro-batches of a step pass a block before the next one."""
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """What is asked of a PipelineModule; `stages` and `partition` are None where the module's own count."""

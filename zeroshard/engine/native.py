@@ -116,8 +116,7 @@ def shard(
 
     Args:
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one.
-        plan: a ZeRO stage (0 to 3), a Recipe, a finished Plan, or "auto" or an AutoPlan: the planner chooses by what
-            is free.
+        plan: a ZeRO stage (0 to 3), a Recipe, a finished Plan, or "auto" or an AutoPlan: the planner chooses.
         units: paths of the modules that are gathered as a whole, instead of the default ones.
         mesh: the ranks as named axes, for example a torch DeviceMesh: with `dp_replicate` and `dp_shard` a stage
             divides the state over `dp_shard`, and each subgroup holds a copy. By default all ranks are one subgroup.
@@ -127,7 +126,7 @@ def shard(
         tied: paths of modules of which several pipeline stages hold copies.
         shard_size: ranks per subgroup, instead of a mesh.
         accumulate: whether several backwards happen per step; the plan then has accumulators.
-        micro_batches: how many micro-batches pass a block before the next one in `forward_backward`.
+        micro_batches: how many micro-batches pass a block before the next one, by a `VerticalSchedule`.
         clip_norm: global gradient norm above which gradients are scaled down.
         scaler: loss scale for float16.
         allow_untested: accept an optimizer that is not known to be element-wise.
@@ -158,17 +157,8 @@ def shard(
         set_z3_leaf_module(model.get_submodule(path), True)  # a unit of its own, with the same layout on each stage
     if place is not None:
         plan = stage_recipe(plan, ranks)
-    made = make_plan(
-        model,
-        plan,
-        source,
-        device,
-        units,
-        ranks,
-        accumulate=accumulate,
-        micro_batches=micro_batches,
-        clip_norm=clip_norm,
-    )
+    asked = {"accumulate": accumulate, "micro_batches": micro_batches, "clip_norm": clip_norm}
+    made = make_plan(model, plan, source, device, units, ranks, **asked)
     return build_optimized(
         model,
         made,

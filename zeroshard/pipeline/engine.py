@@ -23,8 +23,9 @@ from zeroshard.engine.training_engine import TrainingEngine
 from zeroshard.errors import UsageError
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.runner import Runner
-from zeroshard.pipeline.schedules import Shape, chosen, splits_backward
+from zeroshard.pipeline.schedules import VERTICAL, Shape, chosen, splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
+from zeroshard.pipeline.vertical import VerticalRunner
 
 _LABEL = "(loss of all stages)"
 
@@ -42,6 +43,7 @@ class PipelineCalls(TrainingEngine):
     _asked_schedule = "auto"
     _trainer: tuple[int, Runner] | None = None
     _evaluator: tuple[int, Runner] | None = None
+    _vertical: VerticalRunner | None = None
     _iterator: Iterator[Any] | None = None
     _batch_fn: Callable[[Any], Any] | None = None
     _labels: list[Any]
@@ -158,12 +160,12 @@ class PipelineCalls(TrainingEngine):
         self._losses = []
         with self._backwards.started_by_engine():
             if self._stages is None:
-                for micro, value in enumerate(inputs):
-                    self._scaled_loss(self._alone(value), micro).backward()
+                self._run_alone(inputs)
             else:
                 self._training_runner(count).run(inputs)
         losses, self._losses, self._labels = self._losses, [], []
         self.total_loss = self._shared_mean(losses)
+        self._backwards.since_step = count
         self.micro_steps += count - 1
         self._batching.since_step = count - 1
         super().step()
@@ -218,15 +220,24 @@ class PipelineCalls(TrainingEngine):
         _refuse("step")
 
     def _set_sizes(self, sizes: BatchSizes) -> None:
-        super()._set_sizes(sizes)
+        if self._asked_schedule != VERTICAL:
+            super()._set_sizes(sizes)
+        elif sizes.accumulation > 1 and self.plan.policy.micro_batches == 1:
+            raise UsageError(
+                f"pipeline.schedule 'vertical' began with one micro-batch per step, so the plan has no sums for "
+                f"{sizes.accumulation}; set gradient_accumulation_steps in the config"
+            )
+        else:
+            self._batching.sizes = sizes
         self._schedule_name()
         self._expect_backwards()
 
     def _expect_backwards(self) -> None:
         if self._backwards is not None:
             # Where weights' gradients come apart no backward is the last: what is whole is reduced in the step.
-            apart = splits_backward(self._schedule_name())
-            self._backwards.per_step = 0 if apart else self.micro_batches * self.pipeline.chunks
+            name = self._schedule_name()
+            several = 1 if name == VERTICAL else self.micro_batches * self.pipeline.chunks
+            self._backwards.per_step = 0 if splits_backward(name) else several
 
     @property
     def _stages(self) -> Stages | None:
@@ -263,6 +274,17 @@ class PipelineCalls(TrainingEngine):
             for chunk in range(self.pipeline.chunks):
                 value = self.module(*(value if isinstance(value, tuple) else (value,)), chunk=chunk)
         return value
+
+    def _run_alone(self, inputs: list[Any]) -> None:
+        """Forwards and backwards of a pipeline of one stage."""
+        if self._asked_schedule != VERTICAL:
+            for micro, value in enumerate(inputs):
+                self._scaled_loss(self._alone(value), micro).backward()
+            return
+        if self._vertical is None:
+            model = self.pipeline
+            self._vertical = VerticalRunner(model, model.forward_funcs, model.through, self._autocast)
+        self._vertical.run(inputs, self._scaled_loss)
 
     def _loss(self, output: Any, labels: Any) -> torch.Tensor:
         if self.pipeline.loss_fn is None:

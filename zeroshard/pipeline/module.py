@@ -141,9 +141,14 @@ class PipelineModule(nn.Module):
         if not every or not torch.is_grad_enabled():
             return _through(calls, value)
         for start in range(0, len(calls), every):
-            some = calls[start : start + every]
-            value = self._checkpointed(some, value) if self._may_checkpoint(some) else _through(some, value)
+            value = self.through(calls[start : start + every], value)
         return value
+
+    def through(self, calls: Sequence[Layer], value: Any) -> Any:
+        """What some of `forward_funcs` in a row make of a value, computed again in the backward if layers are."""
+        if self.activation_checkpoint_interval and torch.is_grad_enabled() and self._may_checkpoint(calls):
+            return self._checkpointed(calls, value)
+        return _through(calls, value)
 
     def _checkpointed(self, calls: Sequence[Layer], value: Any) -> Any:
         inputs = value if isinstance(value, tuple) else (value,)

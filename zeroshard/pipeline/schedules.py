@@ -6,6 +6,7 @@
     looped_bfs               each chunk with all micro-batches before the next: a unit is gathered once for all of them
     interleaved_zero_bubble  gradients of inputs go on at once, those of weights fill the bubbles
     zbv_zero_bubble          the same with two chunks per stage, there and back
+    vertical                 on a single stage: each layer with all micro-batches before the next (pipeline.vertical)
 
 Looped breadth-first is from Lamy-Poirier 2022 (arXiv:2211.05953), zero bubbles from Qi et al. 2023 (arXiv:2401.10241)
 and 2024 (arXiv:2405.15362). What runs is `torch.distributed.pipelining`, which is
@@ -50,6 +51,7 @@ class Kind:
     splits: bool = False
 
 
+VERTICAL = "vertical"
 _MANY = 2**31
 _FORWARDS = ("FORWARD", "SEND_F", "RECV_F")
 """Names of torch's actions that forwards alone consist of."""
@@ -80,7 +82,7 @@ def kind_of(name: str) -> Kind:
 
 def splits_backward(name: str) -> bool:
     """Whether a schedule computes gradients of inputs and of weights apart."""
-    return name != "auto" and kind_of(name).splits
+    return name not in ("auto", VERTICAL) and kind_of(name).splits
 
 
 def chosen(asked: str, shape: Shape) -> str:
@@ -90,6 +92,13 @@ def chosen(asked: str, shape: Shape) -> str:
         UsageError: it can't run this pipeline.
     """
     name = asked
+    if asked == VERTICAL:
+        if shape.stages > 1:
+            raise UsageError(
+                f"pipeline.schedule 'vertical' runs one stage, and this PipelineModule has {shape.stages}; use "
+                "num_stages=1, or looped_bfs, which lets all micro-batches pass a chunk before the next one"
+            )
+        return name
     if asked == "auto":
         name = "1f1b" if shape.chunks == 1 else "interleaved_1f1b"
         name = "zbv_zero_bubble" if shape.placement == "v" else name

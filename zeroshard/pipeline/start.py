@@ -20,7 +20,7 @@ from zeroshard.engine.build import default_device
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.mesh import DATA, MODEL_AXES, REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.pipeline.module import PipelineModule
-from zeroshard.pipeline.schedules import splits_backward
+from zeroshard.pipeline.schedules import VERTICAL, splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
 from zeroshard.plan.builder import Recipe
 from zeroshard.sharding.dtensors import axes_of_model, mesh_with_model, refuse_unused
@@ -109,7 +109,7 @@ class PipelineStart:
 
     def recipe(self, recipe: Recipe, schedule: str) -> Recipe:
         """The recipe of a stage: each chunk's backward is one of several in a step, and copies are for one mesh."""
-        several = self.model.chunks > 1 or splits_backward(schedule)
+        several = schedule != VERTICAL and (self.model.chunks > 1 or splits_backward(schedule))
         policy = replace(recipe.policy, accumulate=True) if several else recipe.policy
         return replace(recipe, policy=policy, peer_copies=False if self.model.num_stages > 1 else recipe.peer_copies)
 
@@ -130,3 +130,13 @@ def find_pipeline(model: nn.Module, mpu: Any, mesh_param: Any) -> PipelineStart 
     mesh = model.topology().mesh()
     assert mesh.among(DATA) == (REPLICATE, SHARD)
     return PipelineStart(model, mesh)
+
+
+def refuse_vertical(model: nn.Module, config: Config) -> None:
+    """Raises ConfigError where a config asks for the vertical schedule of a model that is no list of layers."""
+    if config.pipeline.schedule == VERTICAL:
+        raise ConfigError(
+            f"pipeline.schedule 'vertical': a {type(model).__name__} is called as a whole; write it as a "
+            "PipelineModule(layers, num_stages=1), whose train_batch() lets all micro-batches pass a layer before the "
+            "next one, or use the native interface: zeroshard.VerticalSchedule(model, loss_fn, blocks=[...])"
+        )

@@ -48,17 +48,22 @@ class VerticalRunner:
     Args:
         calls: the model, as functions of which each is given what the one before gives. Those without parameters are
             run together with the one before them.
-        autocast: a context for each call.
+        through: runs the calls of a block; by default one after the other.
+        autocast: a context for each block.
 
     Raises:
         UsageError: a block holds several units, each of which would be gathered for each micro-batch.
     """
 
     def __init__(
-        self, model: nn.Module, calls: Sequence[Call], autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        model: nn.Module,
+        calls: Sequence[Call],
+        through: Callable[[Sequence[Call], Any], Any] | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._handle = handle = handle_of(model)
-        self._autocast = autocast
+        self._through, self._autocast = _one_after_the_other if through is None else through, autocast
         self._blocks = _joined(calls)
         members = [{id(one) for call in block for _, one in reachable_parameters(call)} for block in self._blocks]
         _refuse_several_units(handle, members)
@@ -113,8 +118,7 @@ class VerticalRunner:
 
     def _call(self, block: Sequence[Call], value: Any) -> Any:
         with self._autocast():
-            for call in block:
-                value = call(value)
+            value = self._through(block, value)
         if torch.is_autocast_enabled(self._handle.device.type):
             torch.clear_autocast_cache()  # a weight's cast would belong to the graphs of several micro-batches
         return value
@@ -199,7 +203,8 @@ class VerticalSchedule:
         blocks: Sequence[Call] | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
-        self._runner = VerticalRunner(model, _calls_of(model) if blocks is None else blocks)
+        through = model.through if blocks is None and isinstance(model, PipelineModule) else None
+        self._runner = VerticalRunner(model, _calls_of(model) if blocks is None else blocks, through)
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches of a step; `optimizer.step()` follows. Called by all ranks.
@@ -236,6 +241,12 @@ class VerticalSchedule:
 
         self._runner.run([pair[0] for pair in micro_batches], divided)
         return losses
+
+
+def _one_after_the_other(calls: Sequence[Call], value: Any) -> Any:
+    for call in calls:
+        value = call(value)
+    return value
 
 
 def _calls_of(model: nn.Module) -> Sequence[Call]:

@@ -7,10 +7,8 @@ the state has, and how a step runs. Padding, slots and order are computed from i
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from statistics import median
 
 from zeroshard.errors import PlanError
@@ -21,12 +19,12 @@ from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, itemsize, name_of, packed_name, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import GradientCodes, Hop, hops_of
-from zeroshard.plan.legs import sum_nbytes
 from zeroshard.plan.matrices import with_owners
 from zeroshard.plan.offload import Offload, with_host_state
 from zeroshard.plan.placement import STAGES, Blocks, Placement, Residency, Sharding
 from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import ExecutionPolicy
+from zeroshard.plan.sums import sum_slots
 from zeroshard.sharding.layout import flat_layout
 from zeroshard.sharding.slots import SlotPlan, assign_slots
 from zeroshard.sharding.units import ParameterSpec, UnitSpec
@@ -241,23 +239,8 @@ def with_order(
     reduced = [index for index in dict.fromkeys(reversed(order)) if units[index].reduce_slot_nbytes]
     reduce = assign_slots(reduced, [unit.reduce_slot_nbytes for unit in units], distance=1)
     reduce = _with_code_slot(reduce, (group.exchange_nbytes for unit in units for group in unit.groups))
-    sums = _sum_slots(units, order, policy, kept)
+    sums = sum_slots(units, order, policy, kept)
     return Plan(mesh, tuple(units), tuple(order), policy, gather, reduce, tuple(kept), sums)
-
-
-def _sum_slots(
-    units: Sequence[UnitPlan], order: Sequence[int], policy: ExecutionPolicy, kept: Sequence[int]
-) -> SlotPlan:
-    """Slots in which gradients are summed over micro-batches before their reduce.
-
-    A unit's sum is complete before that of the next unit begins, so one slot serves all, except for units whose
-    gradients come at several places of the backward.
-    """
-    sizes = [sum_nbytes(unit, policy.micro_batches) for unit in units]
-    runs = Counter(unit for unit, _ in groupby(order))
-    summed = [index for index in dict.fromkeys(reversed(order)) if sizes[index]]
-    apart = [index for index in summed if units[index].name == "" or index in kept or runs[index] > 1]
-    return assign_slots(summed, sizes, distance=0, dedicated=apart)
 
 
 def _gather_slots(

@@ -10,9 +10,9 @@ from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SEQUENCE, SHARD, Mesh
 from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
-from zeroshard.plan.legs import sum_nbytes
 from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
+from zeroshard.plan.sums import sum_nbytes
 from zeroshard.sharding.layout import FlatLayout
 from zeroshard.sharding.slots import SlotPlan
 

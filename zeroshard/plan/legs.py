@@ -258,17 +258,6 @@ def local_dtype(group: GroupPlan, accumulate: bool) -> str:
     return "float32"  # gradients in 16 bits are not precise enough to be added to
 
 
-def sum_nbytes(unit: UnitPlan, micro_batches: int) -> int:
-    """Bytes in which a unit's whole gradients are summed over the micro-batches that pass it in turn.
-
-    0 with one micro-batch, and for gradients that rest whole, which are summed where they rest.
-    """
-    if micro_batches == 1:
-        return 0
-    divided = (group for group in unit.groups if group.grad is not None and group.grad.divided)
-    return sum(group.layout.numel * itemsize(local_dtype(group, accumulate=False)) for group in divided)
-
-
 def _gathers(unit: UnitPlan, group: GroupPlan, options: LoweringOptions) -> tuple[Legs, Legs]:
     """The legs that make the second copy, if there is one, and those that gather the whole."""
     if not group.is_gathered:
