@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.models import WIDTH, Batch, Task
+from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import (
     Setting,
     assert_close,
@@ -24,6 +24,8 @@ from tests.support.training import (
     shared_reference,
     train_sharded,
 )
+from tests.support.zoo import Stack
+from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
@@ -414,3 +416,22 @@ def _evaluates(rank: int, world: int) -> None:
 
 def test_an_evaluation_may_differentiate_by_its_input() -> None:
     run_ranks(2, _evaluates)
+
+
+def _differentiates_a_whole_pass(rank: int, world: int) -> None:
+    model, optimizer = shard_task(Task(Stack, square_loss), Setting(plan=3))
+    handle = handle_of(model)
+    for step in range(3):
+        x = Batch(step, 0, rank).normal(3, WIDTH).requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        assert not any(unit.gathered_beside for unit in handle.runtime.units)
+        square_loss(model, Batch(step, 1, rank)).backward()
+        assert not any(unit.gathered_beside for unit in handle.runtime.units)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan.kept == ()
+
+
+def test_a_gradient_of_a_whole_pass_by_its_input_keeps_no_unit_gathered() -> None:
+    """The question whether a backward leaves gradients was itself taken for a read of every parameter."""
+    run_ranks(2, _differentiates_a_whole_pass)

@@ -12,6 +12,8 @@ from threading import get_ident
 import torch
 from torch._C._functorch import maybe_current_level
 
+from zeroshard.sharding.resting import unguarded
+
 
 def graph_task() -> int:
     """The number of the autograd graph that this thread is running; -1 if it runs none."""
@@ -68,13 +70,14 @@ def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
         return False
     if torch.autograd._is_checkpoint_valid():
         return True
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
-                    return True
-            except RuntimeError:  # torch raises this for a leaf that is an input of autograd.grad
-                return False
+    with unguarded():  # to ask torch for the node of a resting parameter is no read of its values
+        for parameter in parameters:
+            if parameter.requires_grad:
+                try:
+                    if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
+                        return True
+                except RuntimeError:  # torch raises this for a leaf that is an input of autograd.grad
+                    return False
     return False
 
 
