@@ -30,6 +30,7 @@ PLANS = {
     "whole": plan_of(UNITS, 0, dp=2),
     "stage 1": plan_of(UNITS, 1, dp=2, accumulate=True),
     "stage 3": plan_of(UNITS, 3, dp=2, accumulate=True, precision=Precision("bf16")),
+    "in turn": build_plan(UNITS, Recipe(policy=ExecutionPolicy(micro_batches=3)), 2),
     "codes": build_plan(
         UNITS,
         Recipe(
@@ -128,6 +129,7 @@ GROUP = ("units", 1, "groups", 0)
         ("stage 3", ("kept",), [1], r"share slot 0, but unit 1 \(block0\) stays gathered"),
         ("codes", ("gather_slots", "nbytes"), lambda sizes: sizes[:-1], r"gather_slots\.nbytes needs a last slot"),
         ("codes", ("reduce_slots", "nbytes"), lambda sizes: sizes[:-1], r"reduce_slots\.nbytes needs a last slot"),
+        ("in turn", ("sum_slots", "of_unit", 0), 0, r"sum_slots\.of_unit: unit 0 \(\(root\)\) shares slot 0"),
         ("host", (*GROUP, "grad", "residency"), "around_use", r"divided gradients on the device"),
     ],
 )

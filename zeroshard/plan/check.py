@@ -12,7 +12,7 @@ from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
 from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
-from zeroshard.plan.sums import sum_nbytes
+from zeroshard.plan.sums import spread_units, sum_nbytes
 from zeroshard.sharding.layout import FlatLayout
 from zeroshard.sharding.slots import SlotPlan
 
@@ -54,6 +54,13 @@ def check_plan(plan: Plan) -> None:
     if plan.policy.micro_batches > 1 or plan.sum_slots.of_unit:
         summed = [sum_nbytes(unit, plan.policy.micro_batches) or None for unit in plan.units]
         _check_slots(plan.sum_slots, summed, plan.order, "sum_slots")
+        for index in spread_units(plan.units, plan.order, plan.kept):
+            slot = plan.sum_slots.of_unit[index]
+            if slot is not None and plan.sum_slots.of_unit.count(slot) > 1:
+                raise PlanError(
+                    f"sum_slots.of_unit: unit {index} ({plan.units[index].label}) shares slot {slot}, but its "
+                    "gradients come at several places of the backward"
+                )
 
 
 def _check_parameters(plan: Plan) -> None:

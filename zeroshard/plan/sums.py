@@ -33,7 +33,12 @@ def sum_slots(
     gradients come at several places of the backward.
     """
     sizes = [sum_nbytes(unit, policy.micro_batches) for unit in units]
-    runs = Counter(unit for unit, _ in groupby(order))
     summed = [index for index in dict.fromkeys(reversed(order)) if sizes[index]]
-    apart = [index for index in summed if units[index].name == "" or index in kept or runs[index] > 1]
-    return assign_slots(summed, sizes, distance=0, dedicated=apart)
+    apart = set(spread_units(units, order, kept))
+    return assign_slots(summed, sizes, distance=0, dedicated=[index for index in summed if index in apart])
+
+
+def spread_units(units: Sequence[UnitPlan], order: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """The units whose gradients come at several places of the backward."""
+    runs = Counter(unit for unit, _ in groupby(order))
+    return [index for index, unit in enumerate(units) if unit.name == "" or index in kept or runs[index] > 1]
