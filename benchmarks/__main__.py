@@ -29,6 +29,7 @@ FOR_GPUS = {
     "slow_links_rank": "the ranks that slow_links starts",
     "observed": "what a step costs more with everything on that can be seen of a run",
     "codes": "codes of 8 and 4 bits made and read, beside the rate of a copy",
+    "fp8_peers": "fp8 of zeroshard and of torchao on FSDP2, beside bf16, on text: speed, bytes on the wire, losses",
     "fp8_shapes": "twelve shapes of models with products in fp8, beside bf16",
     "planner_ranks": "the ranks that planner --measure starts",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",

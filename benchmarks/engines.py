@@ -29,6 +29,8 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -54,6 +56,7 @@ from benchmarks.setting import (
     model_of,
     numel_of,
 )
+from benchmarks.wire import counted, planned
 
 SEED = 0
 DEEPSPEED_BUCKET = 200_000_000
@@ -169,7 +172,7 @@ def build_fsdp2(setting: Setting) -> Trainer:
         model = model_of(setting)
     numel = numel_of(model)
     if setting.fp8 != "none":
-        _convert_by_torchao(model, setting.fp8)
+        _convert_by_torchao(model, setting.fp8, setting.device)
     if setting.compiled:
         model.compile_blocks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -208,20 +211,25 @@ def build_fsdp2(setting: Setting) -> Trainer:
                 _scale_by_torchao(model)
         return loss
 
-    return Trainer(step, numel)
+    return Trainer(step, numel, wire=lambda one: counted(model, one))
 
 
-def _convert_by_torchao(model: nn.Module, recipe: str) -> None:
-    """The linear layers of the blocks, as torchao's manual has it: weights are gathered in fp8 where they can be."""
-    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
+def _convert_by_torchao(model: nn.Module, recipe: str, device: torch.device) -> None:
+    """The linear layers of the blocks, as torchao's manual has it: weights are gathered in fp8 where they can be.
 
-    if recipe == "tensorwise":
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    else:
-        config = Float8LinearConfig.from_recipe_name(recipe)
+    Raises:
+        NotInstalled: torchao is missing. It has no compiled part that this needs, so its unpacked wheel will do.
+    """
+    try:
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    except ModuleNotFoundError as error:
+        raise NotInstalled("torchao is not installed: put its unpacked wheel on PYTHONPATH") from error
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    emulate = device.type == "cpu"
+    config = replace(config, emulate=emulate, enable_fsdp_float8_all_gather=recipe == "tensorwise")
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: path.startswith("blocks."))
 
 
@@ -364,7 +372,8 @@ def build_zeroshard(setting: Setting) -> Trainer:
 
     taken = zeroshard.GraphedStep(sharded, step) if setting.graph else step
     outside = zeroshard.peer_memory_nbytes(sharded)
-    return Trainer(taken, numel, outside, lambda: zeroshard.close(sharded), lambda: zeroshard.plan_of(sharded))
+    plan = partial(zeroshard.plan_of, sharded)
+    return Trainer(taken, numel, outside, lambda: zeroshard.close(sharded), plan, lambda _: planned(plan()))
 
 
 def build_initialize(setting: Setting) -> Trainer:
@@ -385,7 +394,9 @@ def build_initialize(setting: Setting) -> Trainer:
         "zero_allow_untested_optimizer": True,
     }
     if setting.fp8 != "none":
+        names = _fp8_layers(setting)
         config["fp8"] = {"enabled": True, "recipe": setting.fp8, "tokens": setting.batch * setting.length}
+        config["fp8"]["filter"] = "auto" if names is None else list(names)
     optimizer = adamw(model.parameters(), setting, fused=False)
     engine = zeroshard.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -398,8 +409,8 @@ def build_initialize(setting: Setting) -> Trainer:
         return loss.detach()
 
     taken = zeroshard.GraphedStep(engine, step) if setting.graph else step
-    outside = zeroshard.peer_memory_nbytes(engine.module)
-    return Trainer(taken, setting.shape.numel, outside, engine.destroy, lambda: zeroshard.plan_of(engine.module))
+    outside, plan = zeroshard.peer_memory_nbytes(engine.module), partial(zeroshard.plan_of, engine.module)
+    return Trainer(taken, setting.shape.numel, outside, engine.destroy, plan, lambda _: planned(plan()))
 
 
 def _zeroshard_fp8(setting: Setting) -> Any:
@@ -408,9 +419,13 @@ def _zeroshard_fp8(setting: Setting) -> Any:
     if setting.fp8 == "none":
         return None
     tokens = setting.batch * setting.length
-    return zeroshard.Fp8(
-        zeroshard.Scaling(setting.fp8.removesuffix("-cast")), None, tokens, not setting.fp8.endswith("-cast")
-    )
+    scaling, cast = zeroshard.Scaling(setting.fp8.removesuffix("-cast")), setting.fp8.endswith("-cast")
+    return zeroshard.Fp8(scaling, _fp8_layers(setting), tokens, not cast)
+
+
+def _fp8_layers(setting: Setting) -> tuple[str, ...] | None:
+    """Names of the layers that multiply in fp8; None lets zeroshard choose."""
+    return None if setting.fp8_layers == "auto" else tuple(setting.fp8_layers.split(","))
 
 
 def _zeroshard_offload(setting: Setting) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pydoc_data.topics
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,28 +29,14 @@ from benchmarks.compare import device_count
 from benchmarks.engines import ENGINES, build
 from benchmarks.llama import SIZES
 from benchmarks.ranks import run_ranks
-from benchmarks.setting import MicroBatch, Setting
+from benchmarks.setting import Setting
+from benchmarks.text import Text
 from benchmarks.train import start
 
 DEFAULT = ("zeroshard3", "fsdp2", "ddp")
 RATE = 3e-4
 SHOWN = 8
 """Points of each curve in the table."""
-
-
-class Text:
-    """Gives this rank's next micro-batch, int64 (batch, length) twice; the sequence is the same for every engine."""
-
-    def __init__(self, batch: int, length: int, device: torch.device) -> None:
-        text = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-        self.data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-        self.batch, self.length, self.device = batch, length, device
-        self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-
-    def take(self) -> MicroBatch:
-        starts = torch.randint(len(self.data) - self.length, (self.batch, 1), generator=self.generator)
-        rows = self.data[starts + torch.arange(self.length + 1)].to(self.device)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def work(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.llama import SIZES, Llama, Shape
 
 if TYPE_CHECKING:
+    from benchmarks.wire import Wire
     from zeroshard.plan.plan import Plan
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -47,6 +48,7 @@ class Setting:
         cap_gib: memory of the device that may be used; None is all of it.
         length: tokens of a sequence, for those who plan.
         fp8: "none", or the recipe in which linear layers multiply (zeroshard, and torchao's on FSDP2).
+        fp8_layers: which of them, by zeroshard: "auto", or names with commas between; torchao's are those of blocks.
     """
 
     engine: str
@@ -67,6 +69,7 @@ class Setting:
     cap_gib: float | None = None
     length: int = 2048
     fp8: str = "none"
+    fp8_layers: str = "auto"
 
     @property
     def shape(self) -> Shape:
@@ -84,7 +87,7 @@ class Trainer:
 
     `step` never waits for the device by itself; whether the engine does is what is measured. `outside` are bytes on the
     device that torch's allocator doesn't count; they are added to what it says. `plan` gives the plan that zeroshard
-    runs, None for the others.
+    runs, None for the others. `wire` tells the bytes on the wire of a step, which it may take, as the last one.
     """
 
     step: Callable[[Sequence[MicroBatch]], torch.Tensor]
@@ -92,6 +95,7 @@ class Trainer:
     outside: int = 0
     close: Callable[[], None] = lambda: None
     plan: Callable[[], Plan | None] = lambda: None
+    wire: Callable[[Callable[[], object]], Wire | None] = lambda _: None
 
 
 def model_of(setting: Setting) -> Llama:

@@ -5,7 +5,7 @@
 
 After the warm-up, `--repetitions` times `--steps` steps are timed between two syncs, since a sync in every step would
 hide whether the host keeps ahead of the GPU. The figure is the median of the repetitions on the slowest rank. Memory is
-the peak of the timed steps, also on the worst rank. Tokens are random and the same for every engine.
+the peak of the timed steps, also on the worst rank. Tokens are random, or of a text, and the same for every engine.
 
     step_s        seconds per step                       tokens_s    tokens per second and GPU
     host_s        seconds in which the host issues a step that starts on an empty queue, the smallest of the repetitions
@@ -14,6 +14,8 @@ the peak of the timed steps, also on the worst rank. Tokens are random and the s
     host_gib, host_before_gib       peak of a process's host memory, locked pages included, and before it built anything
     planned                         with --plan: what zeroshard's planner says of the plan that ran (benchmarks.planned)
     init_s, init_gib                to build model and engine until it could take a step, and what it then holds
+    first_loss, loss                of the first and the last step; with --text all engines start from the same values
+    gathered_mib, reduced_mib       with --wire: bytes of a step's collectives on a rank (benchmarks.wire)
 
 `--profile FILE` also writes a chrome trace of a few steady steps of rank 0 and prints its account (benchmarks.account).
 `--sync-error` takes steps during which any synchronizing torch call is an error, and reports the first one. Without a
@@ -43,6 +45,7 @@ from benchmarks.account import STEP, account, read_trace
 from benchmarks.engines import ENGINES, build, load
 from benchmarks.llama import SIZES, Shape
 from benchmarks.setting import CLIP, MicroBatch, NotInstalled, Setting, Trainer
+from benchmarks.text import Text
 
 GIB = 2**30
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -52,6 +55,7 @@ CHECKED_STEPS = 2
 OFFLOADS = ("none", "streamed", "processor", "param", "param-processor", "auto")
 FP8 = ("none", "tensorwise", "tensorwise-cast", "rowwise", "blockwise", "blockwise-cast")
 BATCHES = 4
+TEXT_STEPS, TEXT_RATE = 32, 3e-4
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ def main() -> int:
         cap_gib=args.cap_gib,
         length=args.length,
         fp8=args.fp8,
+        fp8_layers=args.fp8_layers,
+        exact=args.text,
+        rate=TEXT_RATE if args.text else Setting.rate,
     )
     limit_memory(setting)
     try:
@@ -130,7 +137,9 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
     synchronize(setting.device)
     init_s, init_gib = time.perf_counter() - began, memory(setting.device, torch.cuda.memory_allocated, trainer.outside)
     # A graph takes its memory when it is captured, in the warm-up, so there peaks count from the start.
-    step = warmed_up(trainer, batches(setting, args.length), setting.device, args.warmup, forget=not setting.graph)
+    feed = texts(setting, args.length) if args.text else batches(setting, args.length)
+    first = trainer.step(feed[-1]).clone()
+    step = warmed_up(trainer, feed, setting.device, args.warmup, forget=not setting.graph)
     timing = timed(step, setting.device, args.steps, args.repetitions)
     row = {
         **identity(setting, args),
@@ -142,7 +151,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
         "host_before_gib": slowest(before),
         "init_s": round(slowest(init_s) or 0.0, 2),
         "init_gib": init_gib,
-        "loss": round(timing.loss, 4),
+        "first_loss": round(mean(float(first)), 4),
+        "loss": round(mean(timing.loss) if args.text else timing.loss, 4),
     }
     if args.profile is not None:
         row["account"] = profiled(step, setting.device, args.profile, statistics.median(timing.steps))
@@ -150,6 +160,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any],
     if plan is not None and dist.get_rank() == 0:
         planned = importlib.import_module("benchmarks.planned").planned  # the planner is nothing to the other rows
         row["planned"] = planned(setting, plan, dist.get_world_size(), args.calibration)
+    if args.wire:
+        row |= wire(trainer, lambda: step(0))
     failed = False
     if args.sync_error:
         row["sync_error"] = synchronizes(step, setting.device)
@@ -184,6 +196,27 @@ def batches(setting: Setting, length: int) -> list[list[MicroBatch]]:
         on_device = [row.to(setting.device) for row in rows]
         feed.append([(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in on_device])
     return feed
+
+
+def texts(setting: Setting, length: int) -> list[list[MicroBatch]]:
+    """Micro-batches of real text of this rank, on the device, for so many steps that few are seen twice."""
+    text = Text(setting.batch, length, setting.device)
+    return [[text.take() for _ in range(setting.accumulation)] for _ in range(TEXT_STEPS)]
+
+
+def wire(trainer: Trainer, step: Callable[[], object]) -> dict[str, Any]:
+    """What a step sends; nothing for an engine that does not tell, or alone."""
+    found = trainer.wire(step) if dist.get_world_size() > 1 else None
+    if found is None:
+        return {"gathered_mib": None, "reduced_mib": None}
+    return {"gathered_mib": round(found.gathered / 2**20, 2), "reduced_mib": round(found.reduced / 2**20, 2)}
+
+
+def mean(value: float) -> float:
+    """The mean over ranks."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def warmed_up(
@@ -346,6 +379,9 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp8", choices=FP8, default="none", help="recipe of products; -cast: weights cast in forwards"
     )
+    parser.add_argument("--fp8-layers", default="auto", help='of zeroshard, as "blocks" or "auto,head"')
+    parser.add_argument("--text", action="store_true", help="train on real text, all from the same values")
+    parser.add_argument("--wire", action="store_true", help="bytes on the wire, which may change the engine at the end")
     parser.add_argument("--tuned", action="store_true", help="what a user who reads the engine's manual adds")
 
 

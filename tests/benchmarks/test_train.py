@@ -41,7 +41,7 @@ def test_compare_measures_floor_and_zeroshard_and_puts_one_beside_the_other() ->
     # Random tokens: about the logarithm of the vocabulary.
     assert math.isclose(ours["loss"], math.log(SIZES["tiny"].vocabulary), rel_tol=0.1)
     assert ours["mfu"] is ours["allocated_gib"] is ours["reserved_gib"] is None
-    text = compare.markdown(outcomes, compare.provenance(args, outcomes))
+    text = compare.markdown(outcomes, compare.provenance(args, outcomes, "compare"))
     assert "| zeroshard3 | tiny, 1 x 16, eager |" in text
     assert "Commit abc, 2 x cpu" in text
 
