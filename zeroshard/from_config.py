@@ -441,6 +441,8 @@ def _engine_options(config: Config, observer: Observer | None) -> EngineOptions:
             config.checkpoint.audit,
             config.checkpoint.on_failure == "raise",
             config.checkpoint.remote,
+            config.checkpoint.signing_key,
+            config.checkpoint.signed_by,
         ),
         steps_per_print=config.steps_per_print,
         clip_value=config.gradient_clip_value,

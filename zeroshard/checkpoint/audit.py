@@ -47,6 +47,7 @@ class Act(str, Enum):
     IMPORT = "import"
     DELETE = "delete"
     REKEY = "rekey"
+    SIGN = "sign"
     HOLD = "hold"
     RELEASE = "release"
 

@@ -25,6 +25,14 @@ from zeroshard.checkpoint.keys import key_from, key_in_environment, new_key_file
 from zeroshard.checkpoint.manifest import MANIFEST, TensorKind
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.rekey import is_encrypted, rekey
+from zeroshard.checkpoint.signature import (
+    check_signature,
+    new_signing_key_file,
+    public_text,
+    sign,
+    signer_of,
+    trusted_keys,
+)
 from zeroshard.errors import CheckpointError
 
 app = typer.Typer(
@@ -38,6 +46,10 @@ foreign_commands.register(app)
 _LOOKED_INTO = 1000  # folders within a folder that holds no checkpoint
 _NAMED = 5
 _Path = Annotated[Path, typer.Argument(help="A directory of checkpoints, or one checkpoint.", show_default=False)]
+_SignedBy = Annotated[
+    list[str] | None,
+    typer.Option(help="A public key that must have signed it, ed25519:... or file:PATH; may be given several times."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -67,25 +79,29 @@ def list_(
 
 
 @app.command()
-def verify(path: _Path, as_json: _Json = False) -> None:
-    """Read every byte of a checkpoint (the newest of a directory) against its checksum."""
-    folder = _folder(path)
+def verify(path: _Path, signed_by: _SignedBy = None, as_json: _Json = False) -> None:
+    """Read every byte of a checkpoint (the newest of a directory) against its checksum, and check its signature."""
+    folder, trusted = _folder(path), trusted_keys(signed_by)
     problems: list[str] = []
     nbytes = 0
     try:
+        if trusted:
+            check_signature(folder, trusted)
         with CheckpointReader(folder) as reader:
             nbytes = reader.manifest.nbytes
             problems = _verify(reader, quiet=as_json)
     except CheckpointError as error:
         problems = [str(error)]
     if as_json:
-        _print_json({"checkpoint": str(folder), "bytes": nbytes, "whole": not problems, "problems": problems})
+        found = {"checkpoint": str(folder), "bytes": nbytes, "whole": not problems, "signature checked": bool(trusted)}
+        _print_json({**found, "problems": problems})
     else:
         console = Console()
         for problem in problems:
             console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
         if not problems:
-            whole = f"{folder} is whole: {_size(nbytes)} match their checksums"
+            signed = ", and it is signed as demanded" if trusted else ""
+            whole = f"{folder} is whole: {_size(nbytes)} match their checksums{signed}"
             console.print(whole, markup=False, highlight=False, soft_wrap=True)
     if problems:
         raise typer.Exit(1)
@@ -134,9 +150,13 @@ def rekey_(
         str | None,
         typer.Option("--key", help="The current key. [default: the one of the environment]", show_default=False),
     ] = None,
+    signing_key: Annotated[
+        str | None, typer.Option("--signing-key", help="The key that has signed them.", show_default=False)
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Change the key of encrypted checkpoints, of all in a directory or of one. Tensors are not written again."""
+    signer = signer_of(signing_key)
     before, after = key_in_environment() if old is None else key_from(old), key_from(new)
     if before is None:
         raise CheckpointError("rekey: give the key that the checkpoints have now, as --key file:PATH")
@@ -144,7 +164,7 @@ def rekey_(
     done: list[str] = []
     plain = [folder for folder in folders if not is_encrypted(folder)]
     for number, folder in enumerate(one for one in folders if one not in plain):
-        changed = rekey(folder, before, after)
+        changed = rekey(folder, before, after, signer)
         if changed:
             record(folder.resolve().parent, Act.REKEY, folder.name)
         done.append(folder.name)
@@ -155,6 +175,32 @@ def rekey_(
         _print_json({"key": after.id, "rekeyed": done, "in the clear": [folder.name for folder in plain]})
     elif plain:
         print(f"not encrypted, left as they are: {', '.join(folder.name for folder in plain)}")
+
+
+@app.command(name="new-signing-key")
+def new_signing_key(
+    file: Annotated[Path, typer.Argument(help="A new file.", show_default=False)],
+    as_json: _Json = False,
+) -> None:
+    """Make a random key that signs checkpoints, in a file that only its owner can read; prints its public key."""
+    public = public_text(new_signing_key_file(file).public)
+    if as_json:
+        _print_json({"file": str(file), "public": public})
+    else:
+        print(f"the private key is in {file}; loads demand the public one:\n{public}")
+
+
+@app.command(name="sign")
+def sign_(
+    path: _Path,
+    key: Annotated[str, typer.Option("--key", help="file:PATH, env:NAME or command:PROGRAM.", show_default=False)],
+) -> None:
+    """Sign a checkpoint (the newest of a directory) as it is now, in place of a signature that it has."""
+    folder, signer = _folder(path), signer_of(key)
+    assert signer is not None
+    sign(folder, signer)
+    record(folder.resolve().parent, Act.SIGN, folder.name)
+    print(f"{folder} is signed by {public_text(signer.public)}")
 
 
 @app.command()

@@ -30,6 +30,8 @@ from zeroshard.errors import CheckpointError, ZeroShardWarning
 LATEST = "latest"
 HOLD = "hold.json"
 """In the folder of a checkpoint that must be kept (see `hold`)."""
+SIGNATURE = "signature.json"
+"""In the folder of a checkpoint that was signed (see `signature`)."""
 _ORDER = re.compile(rb'"order": ([0-9]{1,19}),')
 _HEAD_NBYTES = 512
 _ATTEMPTS = 50
@@ -83,7 +85,7 @@ def _is_ours(folder: Path) -> bool:
     if head.strip(b"\0"):
         return FORMAT.encode() in head
     try:
-        return all(name == MANIFEST or OWN_FILE.fullmatch(name) for name in os.listdir(folder))
+        return all(name in (MANIFEST, SIGNATURE) or OWN_FILE.fullmatch(name) for name in os.listdir(folder))
     except OSError:
         return False
 

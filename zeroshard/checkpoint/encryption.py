@@ -99,7 +99,7 @@ def open_encryption(header: object, service: KeyService | None, where: Path) -> 
     if service is None:
         raise CheckpointError(
             f"{where} is encrypted, with key {wrapping}: name that key in the config's checkpoint.encryption_key, in "
-            f"load(encryption=...), or for commands in {ENVIRONMENT} (file:PATH, env:NAME or command:PROGRAM)"
+            f"load(encryption_key=...), or for commands in {ENVIRONMENT} (file:PATH, env:NAME or command:PROGRAM)"
         )
     if service.id != wrapping:
         raise CheckpointError(f"{where} was encrypted with key {wrapping}, and the key that was given is {service.id}")

@@ -123,25 +123,36 @@ class _Gcm:
 
 
 def key_from(reference: str, environment: Mapping[str, str] = os.environ) -> LocalKey:
-    """The key that a reference names; see the docstring of this module.
+    """The key that a reference names; see the docstring of this module. Raises CheckpointError as `secret_from`."""
+    return LocalKey(secret_from(reference, "checkpoint key", environment))
+
+
+def secret_from(reference: str, what: str, environment: Mapping[str, str] = os.environ) -> bytes:
+    """The 32 bytes that a reference names.
+
+    Args:
+        what: "checkpoint key" or another name of it, for messages.
 
     Raises:
         CheckpointError: it can't be read, or is no key. No message shows any of it.
     """
     kind, _, rest = reference.partition(":")
-    readers = {"file": _from_file, "env": lambda name: _from_environment(name, environment), "command": _from_command}
+    readers: Mapping[str, Callable[[str, str], bytes]] = {
+        "file": _from_file,
+        "env": lambda name, where: _from_environment(name, where, environment),
+        "command": _from_command,
+    }
     if kind not in readers or not rest:
-        raise CheckpointError(
-            f"checkpoint key {_shown(reference)}: give file:PATH, env:NAME or command:PROGRAM ARGUMENTS"
-        )
-    data = readers[kind](rest)
+        raise CheckpointError(f"{what} {_shown(reference)}: give file:PATH, env:NAME or command:PROGRAM ARGUMENTS")
+    maker = "new-signing-key" if what == "signing key" else "new-key"
+    data = readers[kind](rest, f"{what} {kind}:{rest}")
     key = _decoded(data)
     if key is None:
         raise CheckpointError(
-            f"checkpoint key {kind}:{rest}: {KEY_NBYTES} bytes are wanted, as they are, as 64 hexadecimal digits or as "
-            f"base64; there are {len(data)} bytes of something else. `zeroshard checkpoint new-key FILE` makes one"
+            f"{what} {kind}:{rest}: {KEY_NBYTES} bytes are wanted, as they are, as 64 hexadecimal digits or as "
+            f"base64; there are {len(data)} bytes of something else. `zeroshard checkpoint {maker} FILE` makes one"
         )
-    return LocalKey(key)
+    return key
 
 
 def service_of(key: str | KeyService | None) -> KeyService | None:
@@ -157,6 +168,11 @@ def key_in_environment() -> LocalKey | None:
 
 def new_key_file(file: Path) -> LocalKey:
     """Write a random key to a new file that only its owner can read. Raises CheckpointError if the file exists."""
+    return LocalKey(new_secret_file(file))
+
+
+def new_secret_file(file: Path) -> bytes:
+    """As `new_key_file`; returns the 32 bytes."""
     secret = secrets.token_bytes(KEY_NBYTES)
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -166,7 +182,7 @@ def new_key_file(file: Path) -> LocalKey:
             os.fsync(stream.fileno())
     except OSError as error:
         raise CheckpointError(f"{file} can't be written as a new key: {error.strerror}") from error
-    return LocalKey(secret)
+    return secret
 
 
 def _shown(reference: str) -> str:
@@ -174,33 +190,32 @@ def _shown(reference: str) -> str:
     return "is empty" if not reference else f"of {len(reference)} characters names no place"
 
 
-def _from_file(name: str) -> bytes:
+def _from_file(name: str, where: str) -> bytes:
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"checkpoint key file:{name} is no plain file")
+                raise CheckpointError(f"{where} is no plain file")
             if stat.S_IMODE(status.st_mode) & 0o077:
                 raise CheckpointError(
-                    f"checkpoint key file:{name} can be read or changed by other users "
+                    f"{where} can be read or changed by other users "
                     f"(mode {stat.S_IMODE(status.st_mode):o}); chmod 600 {name}"
                 )
             return os.read(descriptor, _LONGEST)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise CheckpointError(f"checkpoint key file:{name} can't be read: {error.strerror}") from error
+        raise CheckpointError(f"{where} can't be read: {error.strerror}") from error
 
 
-def _from_environment(name: str, environment: Mapping[str, str]) -> bytes:
+def _from_environment(name: str, where: str, environment: Mapping[str, str]) -> bytes:
     if name not in environment:
-        raise CheckpointError(f"checkpoint key env:{name}: there is no such variable in this rank's environment")
+        raise CheckpointError(f"{where}: there is no such variable in this rank's environment")
     return environment[name].encode()
 
 
-def _from_command(line: str) -> bytes:
-    where = f"checkpoint key command:{line}"
+def _from_command(line: str, where: str) -> bytes:
     try:
         words = shlex.split(line)
         done = subprocess.run(words, capture_output=True, timeout=_COMMAND_S, check=False, stdin=subprocess.DEVNULL)

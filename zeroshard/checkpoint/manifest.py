@@ -127,10 +127,15 @@ class Part:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A safetensors file: its size, and the CRC-32 of its header with the eight bytes before it."""
+    """A safetensors file: its size, and the CRC-32 of its header with the eight bytes before it.
+
+    Attributes:
+        digest: SHA-256 of the file as it is on disk, for a signature; "" if it was not computed. No table has it.
+    """
 
     nbytes: int
     header_checksum: int
+    digest: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import ENCRYPTED_VERSION, MANIFEST, encode_encrypted, read_content, read_manifest
+from zeroshard.checkpoint.signature import Signer, is_signed, sign, signed_digests
 from zeroshard.checkpoint.temporary_files import delete, new_id, sync_folder, temporary_path, write_synced
 from zeroshard.errors import CheckpointError
 
@@ -22,12 +23,34 @@ def is_encrypted(folder: Path) -> bool:
     return bool(read_content(folder)["version"] == ENCRYPTED_VERSION)
 
 
-def rekey(folder: Path, old: KeyService, new: KeyService) -> bool:
+def rekey(folder: Path, old: KeyService, new: KeyService, signer: Signer | None = None) -> bool:
     """Wrap the key of an encrypted checkpoint by `new`. Returns False if it was so before.
 
+    Args:
+        signer: has signed the checkpoint, and signs its new table; None for one that is not signed.
+
     Raises:
-        CheckpointError: it is not encrypted, not with `old`, damaged, or can't be written; it is unchanged.
+        CheckpointError: it is not encrypted, not with `old`, signed by another, damaged, or can't be written; it is
+            unchanged.
     """
+    digests = _signed_files(folder, signer) if is_signed(folder) else None
+    changed = _rewrap(folder, old, new)
+    if digests is not None and signer is not None:
+        sign(folder, signer, digests)  # also where a kill came between the table and the signature
+    return changed
+
+
+def _signed_files(folder: Path, signer: Signer | None) -> dict[str, str]:
+    """The digests of the files that were signed, without the table's."""
+    if signer is None:
+        raise CheckpointError(
+            f"{folder} is signed, and its table changes with the key: give the key that signs as --signing-key"
+        )
+    found = signed_digests(folder, (signer.public,))
+    return {name: digest for name, digest in found.items() if name != MANIFEST}
+
+
+def _rewrap(folder: Path, old: KeyService, new: KeyService) -> bool:
     where = folder / MANIFEST
     content = read_content(folder)
     if content["version"] != ENCRYPTED_VERSION:

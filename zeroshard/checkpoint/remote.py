@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.directory import HOLD, LATEST, check_tag
+from zeroshard.checkpoint.directory import HOLD, LATEST, SIGNATURE, check_tag
 from zeroshard.checkpoint.manifest import MANIFEST, OWN_FILE
 from zeroshard.checkpoint.temporary_files import delete, new_id, temporary_path
 from zeroshard.errors import CheckpointError, UsageError
@@ -45,10 +45,14 @@ class Remote:
                 store.put_file(str(path), f"{base}/{folder.name}/{path.name}")
 
     def finish(self, folder: Path, *, latest: bool, keep: int | None) -> None:
-        """Copy the table, write `latest` if wanted, and remove all but the newest `keep`. Raises CheckpointError."""
+        """Copy signature and table, write `latest` if wanted, and remove all but the newest `keep`.
+
+        Raises:
+            CheckpointError: the store can't be written.
+        """
         store, base = self._opened()
         with self._naming_errors(folder.name):
-            for name in (HOLD, MANIFEST):
+            for name in (HOLD, SIGNATURE, MANIFEST):
                 if (folder / name).is_file():
                     store.put_file(str(folder / name), f"{base}/{folder.name}/{name}")
             if latest:
@@ -88,7 +92,7 @@ class Remote:
             try:
                 for path in store.ls(f"{base}/{tag}", detail=False):
                     name = str(path).rpartition("/")[2]
-                    if name in (MANIFEST, HOLD) or OWN_FILE.fullmatch(name):
+                    if name in (MANIFEST, SIGNATURE, HOLD) or OWN_FILE.fullmatch(name):
                         store.get_file(path, str(partial / name))
                 os.rename(partial, directory / tag)
             finally:

@@ -30,6 +30,7 @@ from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, 
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import check_name
 from zeroshard.checkpoint.remote import Remote
+from zeroshard.checkpoint.signature import Signer, sign
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.comm.collectives import Collectives
@@ -57,6 +58,8 @@ class Request:
         service: has the key that encrypts it; None for no encryption.
         audit: start the log of the directory (see `audit`); an existing log is continued anyway.
         remote: the store that it is copied to when it is whole; None for none.
+        signed: whether it is signed, equal on all ranks.
+        signer: signs it on rank 0; None on other ranks.
     """
 
     base: Path
@@ -70,6 +73,8 @@ class Request:
     service: KeyService | None = None
     audit: bool = False
     remote: Remote | None = None
+    signed: bool = False
+    signer: Signer | None = None
 
     @property
     def final(self) -> Path:
@@ -131,10 +136,11 @@ class Saver:
         first = self._barrier.rank == 0
         base, tag, final = request.base, request.tag, request.final
         key = None if request.service is None else request.service.id
-        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background} {key}"):
+        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background} {key} {request.signed}"):
             raise CheckpointError(
-                f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep, async and key (this rank: "
-                f"tag {tag!r}, {request.latest}, {request.keep}, {background}, {key}); give all the same"
+                f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep, async, key, and on whether it "
+                f"is signed (this rank: tag {tag!r}, {request.latest}, {request.keep}, {background}, {key}, "
+                f"{request.signed}); give all the same"
             )
         with ExitStack() as undo:
             draft = on_all_ranks(
@@ -224,7 +230,9 @@ class _Writing:
         request = self.request
         on_all_ranks(
             barrier,
-            lambda: write_pieces(self.folder, barrier.rank, request.pieces, request.rank_state, self.encryption),
+            lambda: write_pieces(
+                self.folder, barrier.rank, request.pieces, request.rank_state, self.encryption, digests=request.signed
+            ),
             request.final,
             _UNCHANGED,
         )
@@ -241,7 +249,10 @@ class _Writing:
         request, draft = self.request, self.draft
         if draft is None:
             return
-        write_manifest(draft, join_tables(self.folder, ranks, request.aliases, request.state, self.encryption))
+        manifest = join_tables(self.folder, ranks, request.aliases, request.state, self.encryption)
+        write_manifest(draft, manifest)
+        if request.signer is not None:
+            sign(self.folder, request.signer, {name: info.digest for name, info in manifest.files.items()})
         if request.audit:
             begin_log(request.base)
         draft.publish(latest=request.latest)

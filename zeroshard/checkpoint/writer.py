@@ -32,6 +32,7 @@ from zeroshard.checkpoint.manifest import (
     part_out,
 )
 from zeroshard.checkpoint.safetensors_header import header
+from zeroshard.checkpoint.signature import digest_of_file
 from zeroshard.checkpoint.slices import Rectangle, rectangles
 from zeroshard.checkpoint.temporary_files import naming, write_synced
 from zeroshard.errors import CheckpointError
@@ -81,12 +82,15 @@ def write_pieces(
     pieces: Iterable[Piece],
     rank_state: Mapping[str, Any],
     encryption: Encryption | None = None,
+    *,
+    digests: bool = False,
 ) -> None:
     """Write a rank's pieces into `folder`, and last a table of them, which `join_tables` reads.
 
     Args:
         rank_state: JSON values of this rank.
         encryption: encrypts files and table; None for none.
+        digests: compute the SHA-256 of each file, for a signature. It is read again for that, mostly from the cache.
 
     Raises:
         CheckpointError: a name or dtype is not allowed in checkpoints.
@@ -102,7 +106,8 @@ def write_pieces(
     table: dict[str, Any] = {"files": {}, "tensors": [], "rank_state": rank_state}
     for name, entries in files.items():
         info, parts = _write_file(folder, name, entries, encryption)
-        table["files"][name] = {"bytes": info.nbytes, "header_crc32": info.header_checksum}
+        digest = digest_of_file(folder / name) if digests else ""
+        table["files"][name] = {"bytes": info.nbytes, "header_crc32": info.header_checksum, "sha256": digest}
         table["tensors"] += [
             {**info_out(piece.info), "part": part_out(part)} for (piece, _), part in zip(entries, parts, strict=True)
         ]
@@ -165,7 +170,7 @@ def join_tables(
         table = table if encryption is None else encryption.decrypt_table(where.name, table.get(_SEALED), where)
         ranks.append(table["rank_state"])
         for name, item in table["files"].items():
-            files[name] = FileInfo(item["bytes"], item["header_crc32"])
+            files[name] = FileInfo(item["bytes"], item["header_crc32"], item["sha256"])
         for item in table["tensors"]:
             info = info_in(item["name"], item)
             if tensors.setdefault(info.name, info) != info:

@@ -166,6 +166,8 @@ class CheckpointSection(Section):
     directory: Text | None = None
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], one_of("Ignore", "Warn", "Fail")] = "Warn"
     encryption_key: Text | None = None
+    signing_key: Text | None = None
+    signed_by: Names | None = None
     audit: Flag = False
     memory_steps: Annotated[int, whole(0)] = 10
     remote: Text | None = None

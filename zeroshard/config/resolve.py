@@ -195,6 +195,8 @@ class _Resolver:
                 saving.memory_steps,
                 saving.on_failure,
                 saving.remote,
+                saving.signing_key,
+                saving.signed_by,
             ),
             activations=activations(sections),
             pipeline=pipeline(sections),

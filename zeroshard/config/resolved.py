@@ -209,7 +209,9 @@ class CheckpointConfig:
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
     is (None: they are in the clear), and `audit` begins a log of what is done with them. In an elastic job the state is
     kept in memory after every `memory_steps` steps; 0 is never. `on_failure` says whether a save that fails is an
-    error, and `remote` is a URL to which checkpoints are copied.
+    error, and `remote` is a URL to which checkpoints are copied. `signing_key` says where the key is that signs them
+    (None: they are not signed), and `signed_by` has the public keys of which one must have signed what is loaded (None:
+    those of the environment).
     """
 
     background: bool
@@ -221,6 +223,8 @@ class CheckpointConfig:
     memory_steps: int
     on_failure: Literal["raise", "warn"]
     remote: str | None
+    signing_key: str | None
+    signed_by: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)

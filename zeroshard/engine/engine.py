@@ -177,6 +177,7 @@ class Engine(TrainingEngine):
             encryption_key=self._options.saving.encryption_key,
             audit=self._options.saving.audit,
             remote=self._options.saving.remote,
+            signing_key=self._options.saving.signing_key,
             counters=self._counters(),
         )
 
@@ -249,6 +250,7 @@ class Engine(TrainingEngine):
                 scheduler=self.lr_scheduler,
                 selection=selection,
                 encryption_key=self._options.saving.encryption_key,
+                signed_by=self._options.saving.signed_by,
             )
         if selection.progress and loaded.counters:
             self._count_from(loaded.counters)

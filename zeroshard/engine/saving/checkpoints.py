@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zeroshard.checkpoint.manifest import MANIFEST, read_manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.remote import Remote
 from zeroshard.checkpoint.saver import Request, Saver
+from zeroshard.checkpoint.signature import Signer, check_signature, signer_of, trusted_keys
 from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.saving.all_stages import WholeModel, whole_model
@@ -64,6 +65,7 @@ def save(
     encryption_key: str | KeyService | None = None,
     audit: bool = False,
     remote: str | None = None,
+    signing_key: str | Signer | None = None,
 ) -> Path:
     """Save everything needed to go on; called by all ranks, between steps.
 
@@ -80,6 +82,7 @@ def save(
         encryption_key: encrypts the checkpoint; `file:PATH`, `env:NAME`, `command:PROGRAM`, or a KeyService.
         audit: from now on log all saves, loads and removals of checkpoints in the directory.
         remote: fsspec URL (s3://bucket/run) to which the complete checkpoint is copied; `keep` also applies there.
+        signing_key: private Ed25519 key that signs the checkpoint; as `encryption_key`, or a Signer. Rank 0 reads it.
 
     Returns:
         The checkpoint's folder, there once the save has ended.
@@ -102,7 +105,22 @@ def save(
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
         copies = None if remote is None else Remote(remote)
-        request = Request(base, tag, (), names.aliases, state, rank_state, latest, keep, service, audit, copies)
+        signer = signer_of(signing_key) if saver.barrier().rank == 0 else None
+        request = Request(
+            base,
+            tag,
+            (),
+            names.aliases,
+            state,
+            rank_state,
+            latest,
+            keep,
+            service,
+            audit,
+            copies,
+            signed=signing_key is not None,
+            signer=signer,
+        )
         return request, buffer_sums(handle)
 
     names = whole_model(handle, model)
@@ -128,6 +146,7 @@ def load(
     scheduler: Any = None,
     selection: Selection = EVERYTHING,
     encryption_key: str | KeyService | None = None,
+    signed_by: str | Sequence[str] | None = None,
 ) -> Loaded:
     """Go on from a checkpoint; called by all ranks.
 
@@ -135,10 +154,12 @@ def load(
         tag: None for the newest.
         scheduler: takes over the saved scheduler's state.
         encryption_key: of an encrypted one, as at the save; by default what ZEROSHARD_CHECKPOINT_KEY names.
+        signed_by: public keys (`ed25519:BASE64`, or `file:PATH` of a file with such lines), of which one must have
+            signed it; by default those in ZEROSHARD_CHECKPOINT_SIGNED_BY. Without any, no signature is demanded.
 
     Raises:
-        CheckpointError: it is not there, damaged, or of another model or optimizer, on this rank or another; nothing
-            was changed. The message names file and tensor.
+        CheckpointError: it is not there, damaged, not signed as demanded, or of another model or optimizer, on this
+            rank or another; nothing was changed. The message names file and tensor.
     """
     handle, stepper = handle_of(model), find_stepper(model)
     saver = saver_of(handle)
@@ -149,6 +170,12 @@ def load(
 
     folder = _agreed_folder(saver.barrier(), on_all_ranks(saver.barrier(), settle, load_dir), tag)
 
+    def check() -> None:
+        trusted = trusted_keys(signed_by)
+        if trusted:
+            check_signature(folder, trusted, share=saver.barrier().rank, shares=saver.barrier().size)
+
+    on_all_ranks(saver.barrier(), check, folder, "; nothing was changed here")  # before anything of it is interpreted
     names = whole_model(handle, model)
 
     def prepare() -> PreparedLoad:

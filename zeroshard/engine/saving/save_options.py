@@ -13,7 +13,9 @@ class SaveOptions:
 
     `tag_validation` says what is done where ranks give different tags, `encryption_key` where the key of encrypted ones
     is (None: they are in the clear), and `audit` begins a log of what is done with them. `raises` says whether a
-    save that fails is an error, or a warning. `remote` is a URL to which they are copied.
+    save that fails is an error, or a warning. `remote` is a URL to which they are copied. `signing_key` says where the
+    key is that signs them (None: they are not signed), and `signed_by` has the public keys of which one must have
+    signed what is loaded (None: those of the environment).
     """
 
     background: bool = False
@@ -24,3 +26,5 @@ class SaveOptions:
     audit: bool = False
     raises: bool = True
     remote: str | None = None
+    signing_key: str | None = None
+    signed_by: tuple[str, ...] | None = None
