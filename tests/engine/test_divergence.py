@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from tests.support.training import Setting, assert_same, shard_task, train_refer
 from tests.support.zoo import Stack
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import DivergenceError, ZeroShardError
+from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.offload import Offload
+from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 STAGES = (0, 1, 2, 3)
 LIMIT_S = 10.0
@@ -174,3 +178,81 @@ def test_a_step_swallowed_on_one_rank_is_never_silent() -> None:
     endings = run_ranks(2, _error_on_one_rank, timeout=60)
     assert endings[0].kind != "right", endings
     assert all(ending.seconds < 2 * LIMIT_S for ending in endings), endings
+
+
+def _logs(rank: int, world: int) -> None:
+    for stage in STAGES:
+        for subgroup in (world, 2):
+            model = Stack()
+            model, optimizer = zeroshard.shard(
+                model, torch.optim.AdamW(model.parameters()), plan=stage, shard_size=subgroup, accumulate=True
+            )
+            comm = handle_of(model).comm
+            comm.log.reset_totals()
+            comm.sent.reset_totals()
+            for micro in range(2):
+                square_loss(model, Batch(0, micro, rank)).backward()
+            optimizer.step()
+            calls = {kind: calls for kind, (calls, _) in comm.log.totals().items()}
+            assert calls == {kind: calls for kind, (calls, _) in comm.sent.totals().items()}, (stage, subgroup)
+            zeroshard.close(model)
+
+
+def test_the_log_has_every_collective_of_a_step() -> None:
+    """Without those that follow a reduce-scatter, ranks at stages 0 and 1 waited for each other without a word."""
+    run_ranks(4, _logs)
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "stage": (
+        {"plan": 0},
+        {"plan": 1},
+        r"rank 0 with unit \(root\): .* updated whole.*; 3 more, rank 1 with .* in parts",
+    ),
+    "clipping": ({}, {"clip_norm": 1.0}, r"rank 0 with clip_norm: 0\.0, rank 1 with clip_norm: 1\.0"),
+    "mean": (
+        {},
+        {"plan": Recipe(policy=ExecutionPolicy(mean=False))},
+        r"rank 0 with mean: True, rank 1 with mean: False",
+    ),
+    "accumulation": ({}, {"accumulate": True}, r"rank 0 with accumulate: False"),
+    "subgroups": (
+        {"plan": 2},
+        {"plan": 2, "shard_size": 1},
+        r"rank 0 with mesh: dp_replicate 1 x dp_shard 2;.* rank 1 with mesh: dp_replicate 2 x dp_shard 1",
+    ),
+    "wire": ({}, {"plan": Recipe(precision=Precision(wire="bf16"))}, r"sent in float32.* sent in bfloat16"),
+}
+
+
+def _different_plans(rank: int, world: int, name: str) -> None:
+    *options, said = DIFFERENT[name]
+    model = Stack()
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options[rank])
+
+    def step() -> None:
+        square_loss(model, Batch(0, 0, rank)).backward()
+        optimizer.step()
+
+    with pytest.raises(DivergenceError, match=rf"ranks sharded by different plans: .*{said}"):
+        step()
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_with_different_plans_are_told_in_what_they_differ(name: str) -> None:
+    run_ranks(2, _different_plans, name, timeout=60)
+
+
+def _hosts_differ(rank: int, world: int) -> None:
+    model = Stack()
+    offload = Offload(param=rank == 1, update=HostUpdate.PROCESSOR) if rank else None
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=Recipe(offload=offload))
+    for step in range(2):
+        square_loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state[model.get_parameter("outer.weight")]["step"] == 2
+
+
+def test_where_state_rests_may_differ() -> None:
+    run_ranks(2, _hosts_differ)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zeroshard.comm.oplog import STEP, LogTail, Operation
+from zeroshard.comm.oplog import PLAN, STEP, LogTail, Operation
 
 ADVICE = (
     "All ranks must run the same blocks in the same order; look for a branch that depends on the rank or on its data."
@@ -19,6 +19,12 @@ STEP_ADVICE = (
     "Hyper-parameters must be the same on all ranks, else each trains another model; look for a rate, a schedule or a "
     "group that depends on the rank."
 )
+PLAN_ADVICE = (
+    "All ranks must shard the same model by the same plan; look for an argument of shard() or initialize(), or a "
+    "setting of the config, that depends on the rank."
+)
+_SHOWN_LINES = 2
+"""Lines of a plan that a message shows of each rank."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,11 @@ def behind(tails: Mapping[int, LogTail]) -> dict[int, Operation | None]:
 
 def explain(divergence: Divergence) -> str:
     """One sentence that names the operation, the units and the ranks, and one that says what to do."""
-    if all(operation.kind == STEP for operation, _ in divergence.issued):
-        return _explain_step(divergence)
+    kinds = {operation.kind for operation, _ in divergence.issued}
+    if kinds == {STEP}:
+        return f"ranks stepped with different optimizer groups: {_differing(divergence)}. {STEP_ADVICE}"
+    if kinds == {PLAN}:
+        return f"ranks sharded by different plans: {_differing(divergence, _SHOWN_LINES)}. {PLAN_ADVICE}"
     sizes_matter = len({(operation.kind, operation.unit) for operation, _ in divergence.issued}) == 1
     clauses = []
     for place, (operation, ranks) in enumerate(divergence.issued):
@@ -82,15 +91,16 @@ def explain(divergence: Divergence) -> str:
     return f"{clauses[0]} where {' and '.join(clauses[1:])}. {ADVICE}"
 
 
-def _explain_step(divergence: Divergence) -> str:
-    """Ranks stepped with other hyper-parameters: the lines of their tables that differ."""
-    tables = [(operation.unit.splitlines(), ranks) for operation, ranks in divergence.issued]
-    common = set.intersection(*(set(lines) for lines, _ in tables))
-    clauses = [
-        f"{name_ranks(ranks)} with {'; '.join(line for line in lines if line not in common) or 'fewer groups'}"
-        for lines, ranks in tables
-    ]
-    return f"ranks stepped with different optimizer groups: {', '.join(clauses)}. {STEP_ADVICE}"
+def _differing(divergence: Divergence, most: int | None = None) -> str:
+    """The lines in which the texts of ranks differ, at most so many of each."""
+    texts = [(operation.unit.splitlines(), ranks) for operation, ranks in divergence.issued]
+    common = set.intersection(*(set(lines) for lines, _ in texts))
+    clauses: list[str] = []
+    for lines, ranks in texts:
+        own = [line for line in lines if line not in common]
+        shown = [*own[:most], f"{len(own) - most} more"] if most is not None and len(own) > most else own
+        clauses.append(f"{name_ranks(ranks)} with {'; '.join(shown) or 'nothing of it'}")
+    return ", ".join(clauses)
 
 
 def explain_digests(tails: Mapping[int, LogTail]) -> str:

@@ -22,6 +22,8 @@ _SLOT = RING_SIZE - 1
 _MASK = (1 << 63) - 1
 STEP = "step"
 """Kind of the entry that says with which hyper-parameters a step runs; nothing is sent for it."""
+PLAN = "plan"
+"""Kind of the entry that says by which plan the model was sharded; nothing is sent for it."""
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator: odd, so the map is a permutation
 
 
@@ -33,7 +35,8 @@ class Operation(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
-        return "an optimizer step" if self.kind == STEP else f"{self.kind} of unit {self.unit}"
+        named = {STEP: "an optimizer step", PLAN: "the start of a sharded model"}
+        return named.get(self.kind) or f"{self.kind} of unit {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,10 @@ class OperationLog:
         Schedules make a new table in each step, so these entries live only as long as they are in the ring.
         """
         self._append(_Entry(Operation(STEP, table, 0)))
+
+    def record_plan(self, text: str) -> None:
+        """Append the plan, a line for each part that ranks must have alike."""
+        self._append(_Entry(Operation(PLAN, text, 0)))
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:

@@ -32,6 +32,7 @@ from zeroshard.engine.outside_step.gathered import place_of
 from zeroshard.errors import PlanError, SpillError, UsageError, ZeroShardWarning
 from zeroshard.fp8.convert import convert, restore
 from zeroshard.mesh import MODEL_AXES, NESTED, TENSOR, Axes
+from zeroshard.plan.agreement import agreed_text
 from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
@@ -105,6 +106,7 @@ def _start_engine(
     tied: Sequence[TiedUnit],
 ) -> Handle:
     """The part of `build_handle` after the communicators were made."""
+    comm.log.record_plan(agreed_text(plan))
     parameters = dict(model.named_parameters())
     _warn_of_gradients(parameters)
     _move_buffers(model, device)

@@ -201,19 +201,22 @@ class LegActions:
         return send
 
     def _all_reduce(self, leg: Leg, context: LegContext) -> Action:
-        collectives, label, writes = self._reduces[leg.axes], context.unit.label, context.names(leg.target, Buffer.GRAD)
+        collectives, label, nbytes = self._reduces[leg.axes], context.unit.label, leg.nbytes
+        writes = context.names(leg.target, Buffer.GRAD)
 
         def send(_: BackwardArgs) -> None:
+            self._log.record("all-reduce", label, nbytes)
             part = context.tensor(leg.target)
             self._streams.launch(leg.stream, lambda: collectives.all_reduce(part, label), (), writes)
 
         return send
 
     def _all_gather(self, leg: Leg, context: LegContext) -> Action:
-        collectives, label = self._reduces[leg.axes], context.unit.label
+        collectives, label, nbytes = self._reduces[leg.axes], context.unit.label, leg.nbytes
         reads, writes = context.names(leg.target), context.names(leg.target, leg.source, Buffer.GRAD)
 
         def send(_: BackwardArgs) -> None:
+            self._log.record("all-gather", label, nbytes)
             whole, part = context.tensor(leg.target), context.tensor(leg.source)
             self._streams.launch(leg.stream, lambda: collectives.all_gather(whole, part, label), reads, writes)
 
