@@ -30,7 +30,7 @@ from zeroshard.checkpoint.error_barrier import CollectiveBarrier, ErrorBarrier, 
 from zeroshard.checkpoint.keys import KeyService
 from zeroshard.checkpoint.manifest import check_name
 from zeroshard.checkpoint.remote import Remote
-from zeroshard.checkpoint.signature import Signer, sign
+from zeroshard.checkpoint.signature import Signing, sign
 from zeroshard.checkpoint.staging import Staging
 from zeroshard.checkpoint.writer import Piece, join_tables, write_pieces
 from zeroshard.comm.collectives import Collectives
@@ -58,8 +58,7 @@ class Request:
         service: has the key that encrypts it; None for no encryption.
         audit: start the log of the directory (see `audit`); an existing log is continued anyway.
         remote: the store that it is copied to when it is whole; None for none.
-        signed: whether it is signed, equal on all ranks.
-        signer: signs it on rank 0; None on other ranks.
+        signing: how it is signed; None, on all ranks, for no signature.
     """
 
     base: Path
@@ -73,8 +72,7 @@ class Request:
     service: KeyService | None = None
     audit: bool = False
     remote: Remote | None = None
-    signed: bool = False
-    signer: Signer | None = None
+    signing: Signing | None = None
 
     @property
     def final(self) -> Path:
@@ -136,11 +134,12 @@ class Saver:
         first = self._barrier.rank == 0
         base, tag, final = request.base, request.tag, request.final
         key = None if request.service is None else request.service.id
-        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background} {key} {request.signed}"):
+        signed = request.signing is not None
+        if not self._barrier.all_equal(f"{tag} {request.latest} {request.keep} {background} {key} {signed}"):
             raise CheckpointError(
                 f"checkpoint {final}: the ranks do not agree on tag, save_latest, keep, async, key, and on whether it "
                 f"is signed (this rank: tag {tag!r}, {request.latest}, {request.keep}, {background}, {key}, "
-                f"{request.signed}); give all the same"
+                f"{signed}); give all the same"
             )
         with ExitStack() as undo:
             draft = on_all_ranks(
@@ -231,7 +230,12 @@ class _Writing:
         on_all_ranks(
             barrier,
             lambda: write_pieces(
-                self.folder, barrier.rank, request.pieces, request.rank_state, self.encryption, digests=request.signed
+                self.folder,
+                barrier.rank,
+                request.pieces,
+                request.rank_state,
+                self.encryption,
+                digests=request.signing is not None,
             ),
             request.final,
             _UNCHANGED,
@@ -251,8 +255,8 @@ class _Writing:
             return
         manifest = join_tables(self.folder, ranks, request.aliases, request.state, self.encryption)
         write_manifest(draft, manifest)
-        if request.signer is not None:
-            sign(self.folder, request.signer, {name: info.digest for name, info in manifest.files.items()})
+        if request.signing is not None and request.signing.signer is not None:
+            sign(self.folder, request.signing.signer, {name: info.digest for name, info in manifest.files.items()})
         if request.audit:
             begin_log(request.base)
         draft.publish(latest=request.latest)

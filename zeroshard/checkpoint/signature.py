@@ -85,6 +85,18 @@ def signer_of(key: str | Signer | None) -> Signer | None:
     return LocalSigner(secret_from(key, "signing key")) if isinstance(key, str) else key
 
 
+@dataclass(frozen=True)
+class Signing:
+    """How a save is signed: rank 0 has the `signer`, other ranks give the digests of what they have written."""
+
+    signer: Signer | None
+
+
+def signing_on(rank: int, key: str | Signer) -> Signing:
+    """How a rank takes part in signing; rank 0 alone reads the key. Raises CheckpointError as `secret_from`."""
+    return Signing(signer_of(key) if rank == 0 else None)
+
+
 def public_text(public: bytes) -> str:
     """A public key as text, ed25519:BASE64."""
     return _PREFIX + base64.b64encode(public).decode()

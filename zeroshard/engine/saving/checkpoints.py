@@ -28,7 +28,7 @@ from zeroshard.checkpoint.manifest import MANIFEST, read_manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.remote import Remote
 from zeroshard.checkpoint.saver import Request, Saver
-from zeroshard.checkpoint.signature import Signer, check_signature, signer_of, trusted_keys
+from zeroshard.checkpoint.signature import Signer, check_signature, signing_on, trusted_keys
 from zeroshard.checkpoint.values import pack, unpack
 from zeroshard.engine.core.handle import Handle, handle_of
 from zeroshard.engine.saving.all_stages import WholeModel, whole_model
@@ -105,22 +105,9 @@ def save(
         rank_state = {"generators": generator_states(handle.device)}
         service = service_of(encryption_key)
         copies = None if remote is None else Remote(remote)
-        signer = signer_of(signing_key) if saver.barrier().rank == 0 else None
-        request = Request(
-            base,
-            tag,
-            (),
-            names.aliases,
-            state,
-            rank_state,
-            latest,
-            keep,
-            service,
-            audit,
-            copies,
-            signed=signing_key is not None,
-            signer=signer,
-        )
+        signing = None if signing_key is None else signing_on(saver.barrier().rank, signing_key)
+        more = (latest, keep, service, audit, copies, signing)
+        request = Request(base, tag, (), names.aliases, state, rank_state, *more)
         return request, buffer_sums(handle)
 
     names = whole_model(handle, model)
