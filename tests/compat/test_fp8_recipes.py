@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.compat import tiny
+from tests.compat import stand_in_te, tiny
 from tests.support.beside import needs_torchao, use_beside
 from tests.support.distributed import run_ranks
 from tests.support.fp8_model import adamw, batch, build, loss_of, recipe
@@ -160,6 +161,22 @@ def _trainer(rank: int, world: int, base: str) -> None:
 
 def test_trainer_with_mixed_precision_fp8_trains_at_all_stages(tmp_path: Path) -> None:
     run_ranks(2, _trainer, str(tmp_path), timeout=300)
+
+
+def _transformer_engine(rank: int, world: int, folder: str) -> None:
+    sys.path.insert(0, folder)
+    from accelerate.utils import TERecipeKwargs
+    from transformer_engine import pytorch as engine  # pyright: ignore[reportMissingImports]
+
+    runs = [_run(rank, stage, "fp8", TERecipeKwargs()) for stage in range(4)]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0] == _run(rank, 3, "bf16")
+    assert set(engine.entered) == {(True, "DelayedScaling")}
+
+
+def test_layers_of_transformer_engine_train_as_plain_modules_at_all_stages(tmp_path: Path) -> None:
+    stand_in_te.write(tmp_path)
+    run_ranks(2, _transformer_engine, str(tmp_path), timeout=300)
 
 
 def _swapped(rank: int, world: int, stage: int, plain: bool) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import torch
 
+from zeroshard.fp8 import meta_casts
 from zeroshard.fp8.cast import scale_and_unscale, spread, to_codes, transpose
 from zeroshard.fp8.recipe import BLOCK
 
@@ -29,6 +30,8 @@ _KERNELS: ModuleType | None = import_module("zeroshard.fp8.block_kernels") if fi
 
 def cast_tiles(values: torch.Tensor, kind: torch.dtype) -> Operand:
     """Codes of a matrix (rows, columns), and the unscales of its tiles (rows, columns / 128)."""
+    if values.is_meta:
+        return meta_casts.cast_tiles(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_tiles(values, kind)
     rows, columns = values.shape
@@ -40,6 +43,8 @@ def cast_tiles(values: torch.Tensor, kind: torch.dtype) -> Operand:
 
 def cast_tiles_both(values: torch.Tensor, kind: torch.dtype) -> tuple[Operand, Operand]:
     """As `cast_tiles`, of a matrix and of the transposed one, with rows padded with zeros to a multiple of 128."""
+    if values.is_meta:
+        return meta_casts.cast_tiles_both(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_tiles_both(values, kind)
     missing = -values.shape[0] % BLOCK
@@ -49,6 +54,8 @@ def cast_tiles_both(values: torch.Tensor, kind: torch.dtype) -> tuple[Operand, O
 
 def cast_blocks(values: torch.Tensor, kind: torch.dtype) -> Operand:
     """Codes of a matrix (rows, columns), both multiples of 128, and the unscales of its blocks."""
+    if values.is_meta:
+        return meta_casts.cast_blocks(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_blocks(values, kind)
     rows, columns = values.shape

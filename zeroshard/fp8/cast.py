@@ -17,6 +17,8 @@ from types import ModuleType
 
 import torch
 
+from zeroshard.fp8 import meta_casts
+
 VALUES = torch.float8_e4m3fn
 """The format of weights and activations."""
 GRADIENTS = torch.float8_e5m2
@@ -48,6 +50,8 @@ def scale_and_unscale(largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.T
 
 def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix (rows, columns), and its unscale (1,)."""
+    if values.is_meta:
+        return meta_casts.cast(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast(values, kind)
     return _cast(values, kind)
@@ -55,6 +59,8 @@ def cast(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes (rows, columns), transposed codes (columns, padded rows) and the unscale of both (1,)."""
+    if values.is_meta:
+        return meta_casts.cast_both(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_both(values, kind)
     codes, unscale = _cast(values, kind)
@@ -63,6 +69,8 @@ def cast_both(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 
 def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a matrix (rows, columns), and the unscales of its rows (rows, 1)."""
+    if values.is_meta:
+        return meta_casts.cast_rows(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_rows(values, kind)
     wide = values.float()
@@ -72,6 +80,8 @@ def cast_rows(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, to
 
 def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cast_rows` of the transposed matrix, with rows padded with zeros to a multiple of COLUMNS."""
+    if values.is_meta:
+        return meta_casts.cast_columns(values, kind)
     if _KERNELS is not None and _by_kernel(values):
         return _KERNELS.cast_columns(values, kind)
     wide = values.float()
@@ -81,6 +91,8 @@ def cast_columns(values: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor,
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """Transposed codes (columns, padded rows), each row padded with zeros to a multiple of COLUMNS."""
+    if codes.is_meta:
+        return meta_casts.transpose(codes)
     if _KERNELS is not None and _by_kernel(codes):
         return _KERNELS.transpose(codes)
     missing = -codes.shape[0] % COLUMNS

@@ -111,7 +111,7 @@ def products_of(wanted: Fp8, choices: Sequence[Choice]) -> Products | None:
 
 def convert(model: nn.Module, products: Products) -> None:
     """Convert the layers of a plan to fp8. Raises PlanError for one that is no plain linear layer."""
-    last = LastInput(products.scaling is Scaling.BLOCKWISE)
+    last, resting = LastInput(products.scaling is Scaling.BLOCKWISE), products.resting_weights
     for path in products.layers:
         linear = model.get_submodule(path)
         if not _is_linear(linear):
@@ -120,13 +120,14 @@ def convert(model: nn.Module, products: Products) -> None:
             linear.__class__ = _in_fp8(type(linear))
         assert isinstance(linear, Fp8Linear)
         linear.scaling, linear.last_input, linear.kept = products.scaling, last, None
+        linear.rests = f"{path}.weight" in resting
 
 
 def restore(model: nn.Module) -> None:
     """Convert layers in fp8 back to plain linear layers."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):
-            del module.scaling, module.last_input, module.kept
+            del module.scaling, module.last_input, module.kept, module.rests
             module.__class__ = type(module).before  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -31,6 +31,7 @@ from zeroshard.fp8.arithmetic import (
 )
 from zeroshard.fp8.block_casts import Operand
 from zeroshard.fp8.cast import VALUES, cast_columns, cast_rows
+from zeroshard.fp8.meta_casts import resting_codes
 from zeroshard.fp8.parameter import CodedGuard, Codes, kept_codes
 from zeroshard.fp8.products import product
 from zeroshard.fp8.recipe import Scaling
@@ -75,13 +76,15 @@ class Fp8Linear(nn.Linear):
 
     scaling: Scaling
     last_input: LastInput
+    rests: bool
+    """Whether the plan lets the weight rest in fp8, if it can; for the planner, which has no engine."""
     kept: Codes | None
     """The weight's codes that the engine keeps, if it does; torch.compile can't read them from the parameter."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The output (..., out_features) of an input (..., in_features), in the dtype of the weight or of autocast."""
         weight, bias = self.weight, self.bias
-        if torch.is_autocast_enabled(input.device.type):
+        if not input.is_meta and torch.is_autocast_enabled(input.device.type):  # the planner runs it on meta
             dtype = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(dtype), weight if isinstance(weight, CodedGuard) else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -95,6 +98,8 @@ class Fp8Linear(nn.Linear):
 
     def _codes_of(self, weight: torch.Tensor) -> Operand:
         kept = self.kept
+        if weight.is_meta and self.rests:
+            return resting_codes(weight, VALUES, self.scaling.block)
         if kept is None or not isinstance(weight, CodedGuard):  # the parameter has its values
             return cast_weight(weight.detach(), by_block=self.last_input.by_block)
         return kept.codes, kept.unscale

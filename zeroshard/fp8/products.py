@@ -63,7 +63,7 @@ def product(
     """
     by_row = unscale_a.numel() > 1 or unscale_b.numel() > 1
     if a.is_meta:
-        return torch.mm(a, b.t()).to(dtype)
+        return _on_meta(a, b, dtype)
     if not a.is_cuda:
         return (a.float() @ b.float().t() * unscale_a * (unscale_b.view(1, -1) if by_row else unscale_b)).to(dtype)
     # functional.scaled_mm would break graphs of torch.compile in torch 2.11.
@@ -81,7 +81,7 @@ def product_of_blocks(
         unscale_b: of tiles, (N, K / 128), column by column; or of blocks, (N / 128, K / 128), row by row.
     """
     if a.is_meta:
-        return torch.mm(a, b.t()).to(dtype)
+        return _on_meta(a, b, dtype)
     if not a.is_cuda:
         wide = decode(a, unscale_a, torch.float32), decode(b, unscale_b, torch.float32)
         return (wide[0] @ wide[1].t()).to(dtype)
@@ -94,3 +94,9 @@ def product_of_blocks(
         unscale_b = unscale_b.t().repeat_interleave(BLOCK, 1).t()
     result = torch._scaled_mm(a, b.t(), unscale_a, unscale_b.t(), out_dtype=dtype)
     return result[:rows] if missing else result
+
+
+def _on_meta(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One product, with a scale that is not read."""
+    one = a.new_empty(1, dtype=torch.float32)
+    return torch._scaled_mm(a, b.t(), one, one, out_dtype=dtype)

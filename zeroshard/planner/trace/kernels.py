@@ -50,6 +50,7 @@ _PRODUCTS = {
     aten.bmm.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.baddbmm.default: (1, 2),
+    aten._scaled_mm.default: (0, 1),
 }
 _CONVOLUTIONS = {aten.convolution.default, aten._convolution.default, aten.convolution_backward.default}
 _GROUPED = {aten._grouped_mm.default}
