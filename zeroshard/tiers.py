@@ -45,7 +45,7 @@ class Row(Protocol):
     def write(self, start: int, source: torch.Tensor) -> Completion | None:
         """Copy `source`, 1-D, of the row's dtype, to the elements from `start` on.
 
-        Returns as `read`. `source` may be changed only after the completion.
+        Returns as `read`. `source` may be changed only after the completion, which keeps it alive.
         """
         ...
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import stat
+import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -76,6 +77,29 @@ def test_aligned_memory_is_read_and_written_where_it_lies_and_may_be_under_way(t
             assert torch.equal(source, target)
         assert memory.used == sum(row.numel * 4 for row in rows)
         assert memory.pinned == 0
+
+
+def _aligned(numel: int) -> torch.Tensor:
+    """Elements that begin at a block, so that they are moved from and to where they lie."""
+    whole = torch.rand(numel + ELEMENTS)
+    begin = -whole.data_ptr() % BLOCK // 4
+    return whole[begin : begin + numel]
+
+
+def test_memory_lives_until_its_transfer_has_ended_whoever_else_holds_it(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        memory = memory_in(folder, nbytes=1 << 24)
+        for numel in (8 * ELEMENTS, 8 * ELEMENTS + 3):
+            row = memory.allocate(numel, torch.float32)
+            for begin in (row.write, row.read):
+                values = _aligned(numel)
+                known = weakref.ref(values)
+                completion = begin(0, values)
+                del values
+                assert known() is not None, "the transfer knows its address alone"
+                finish(completion)
+                del completion
+                assert known() is None
 
 
 def test_several_folders_hold_a_share_each_and_give_the_same_bytes(tmp_path: Path) -> None:

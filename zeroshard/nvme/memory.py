@@ -126,7 +126,7 @@ class DiskRow:
             arrived.append(self._memory.read_blocks(begin, into.data_ptr() + begin - low, end - begin))
         for edge_low, edge_high in _edges(low, high, begin, end):
             arrived.append(lambda a=edge_low, b=edge_high: self._read_edge(a, b, low, into))
-        return _all(arrived)
+        return _all(arrived, into)
 
     def write(self, start: int, source: torch.Tensor) -> Completion | None:
         """See Row."""
@@ -137,7 +137,7 @@ class DiskRow:
             written.append(self._memory.write_blocks(begin, source.data_ptr() + begin - low, end - begin))
         for edge_low, edge_high in _edges(low, high, begin, end):
             self._write_edge(edge_low, edge_high, low, source)
-        return _all(written)
+        return _all(written, source)
 
     def _range(self, start: int, values: torch.Tensor) -> tuple[int, int]:
         """The bytes on disk of as many elements from `start` on."""
@@ -192,14 +192,15 @@ def _through(low: int, high: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def _all(completions: Sequence[Completion]) -> Completion | None:
-    """All of them; every one is waited for, whatever happens to the others."""
+def _all(completions: Sequence[Completion], memory: torch.Tensor) -> Completion | None:
+    """All of them; every one is waited for, whatever happens to the others.
+
+    It holds `memory`, which the transfers know by its address alone, so that it is not freed before they have ended.
+    """
     if not completions:
         return None
-    if len(completions) == 1:
-        return completions[0]
 
-    def finish() -> None:
+    def finish(_held: torch.Tensor = memory) -> None:
         errors: list[RuntimeError] = []
         for completion in completions:
             try:
