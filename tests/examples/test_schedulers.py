@@ -51,6 +51,29 @@ def test_manifests_are_yaml(name: str) -> None:
     assert found
 
 
+def test_skypilot_takes_the_task() -> None:
+    sky: Any = pytest.importorskip("sky", reason="needs skypilot")
+    task = sky.Task.from_yaml(str(FOLDER / "sky.yaml"))
+    assert (task.num_nodes, task.workdir) == (4, ".")
+
+
+def _core_parts() -> dict[str, dict[str, Any]]:
+    """Jobs and pods in the manifests, as objects of their own."""
+    jobs = yaml.safe_load((FOLDER / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
+    pods = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
+    meta = {"metadata": {"name": "part"}}
+    found = {f"job {one['name']}": {"apiVersion": "batch/v1", "kind": "Job", **meta, **one["template"]} for one in jobs}
+    return found | {
+        f"pod {name}": {"apiVersion": "v1", "kind": "Pod", **meta, **one["template"]} for name, one in pods.items()
+    }
+
+
+@pytest.mark.parametrize("part", ["job meet", "job node", "pod Master", "pod Worker"])
+def test_kubernetes_takes_the_jobs_and_pods(part: str) -> None:
+    checker: Any = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    checker.validate(_core_parts()[part], checker.latest_version(), strict=True)
+
+
 @pytest.mark.parametrize("name", ["start.sh", "slurm.sbatch"])
 def test_scripts_are_of_the_shell(name: str) -> None:
     subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)

@@ -92,6 +92,19 @@ def test_ranks_that_save_at_a_signal_are_asked_once_and_are_not_restarted(tmp_pa
     assert said.splitlines()[-1] == "zeroshard: the ranks were told to stop and have saved; status 75"
 
 
+def test_a_signal_to_every_process_of_a_job_asks_its_ranks_once(tmp_path: Path) -> None:
+    """As Slurm without cgroups sends it."""
+    name = script(tmp_path, _SAVES.replace("SECONDS", "1"))
+    launcher = start(tmp_path, "run", "--nproc", "2", name, stderr=subprocess.PIPE)
+    assert launcher.stdout is not None
+    ranks = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (launcher.pid, agent, *ranks):
+        os.kill(pid, signal.SIGTERM)
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 75, said
+
+
 @pytest.mark.skipif("ZEROSHARD_LAUNCH_TESTS" not in os.environ, reason="long: ZEROSHARD_LAUNCH_TESTS=1")
 def test_a_second_signal_does_not_wait_for_ranks_that_save(tmp_path: Path) -> None:
     name = script(tmp_path, _SAVES.replace("SECONDS", "1000"))
@@ -102,6 +115,7 @@ def test_a_second_signal_does_not_wait_for_ranks_that_save(tmp_path: Path) -> No
     launcher.send_signal(signal.SIGTERM)
     while "save and end" not in launcher.stderr.readline():
         pass
+    time.sleep(0.6)  # within half a second it is the same request
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 128 + signal.SIGTERM, said

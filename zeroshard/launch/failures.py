@@ -33,6 +33,9 @@ KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, si
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # The end of a rank without an error file is noticed so many seconds after its connections to other ranks have closed.
 _REPORT_DELAY_SECONDS = 0.05
+# A SIGTERM within so many seconds of another one is the same request: some schedulers send it to all processes of a
+# job, and the guard passes its own on.
+_SAME_REQUEST_SECONDS = 0.5
 # A flag of a process in /proc (include/linux/sched.h), set before an exiting process closes its descriptors.
 _PF_EXITING = 0x4
 _FLAGS_FIELD = 6  # counted from the state, which follows the name
@@ -78,6 +81,7 @@ class RankWatch:
         self._ends: dict[int, _ExitStatus] = {}
         self._reaped_by_agent: dict[int, float] = {}
         self._suspects: set[int] | None = None
+        self._last_sigterm = -math.inf
         self._asked = self._stopping = False
 
     def __enter__(self) -> RankWatch:
@@ -202,6 +206,10 @@ class RankWatch:
 
     def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
         by_peer = self.ended_by_peer and not self._stopping
+        if not by_peer and number == signal.SIGTERM:
+            former, self._last_sigterm = self._last_sigterm, time.monotonic()
+            if self._last_sigterm - former < _SAME_REQUEST_SECONDS:
+                return
         if not by_peer and not self._stopping and number == signal.SIGTERM and self._ask_to_save():
             return
         self._record_suspects()

@@ -7,6 +7,8 @@
     trouble/0       why               round 0 can't continue; its ranks go to their gates
     regroup/0       why               round 0 ends between two steps
     round/1         0,2               the nodes of round 1; the first node that writes this key has decided
+    end             0, ""             the job has ended, with this status, and why
+    saved           1                 ranks were told to stop, have saved and ended; the job ends with its last node
 
 Of the nodes that live the one with the lowest number decides, by `rounds.decide`, and writes the decision. If two nodes
 both consider themselves the lowest, the first write of `round/1` counts. Rejected: an elected leader, whose loss has to
@@ -33,10 +35,13 @@ import torch.distributed as dist
 from zeroshard.errors import UsageError
 from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, decide
 from zeroshard.launch.report import one_line
+from zeroshard.launch.runner import PREEMPTED
 
 TICK_SECONDS = 0.1
 _PREFIX = "zeroshard/elastic"
 _POLL_SECONDS = 0.02
+_LOST_SECONDS = 10.0
+"""The host of the rendezvous calls a node lost that has been silent for so long."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,31 @@ def _is_own_address(address: str) -> bool:
     return True
 
 
-def status_of_job(store: dist.Store) -> int | None:
-    """The status with which the job of a store has ended; None while it runs."""
-    job = dist.PrefixStore(_PREFIX, store)
-    return json.loads(job.get("end"))[0] if job.check(["end"]) else None
+class JobView:
+    """The job of a store as the process sees it that serves the store; ask every second or so."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self._heartbeats: dict[str, tuple[bytes, float]] = {}
+
+    def has_nodes(self) -> bool:
+        """Whether nodes are in the job: they have not left it, and have written heartbeats lately."""
+        if not self._store.check(["joined"]):
+            return False
+        now, found = time.monotonic(), False
+        for number in self._store.get("joined").decode().rstrip(",").split(","):
+            beat, state = self._store.multi_get([f"heartbeat/{number}", f"state/{number}"])
+            if number not in self._heartbeats or self._heartbeats[number][0] != beat:
+                self._heartbeats[number] = (beat, now)
+            alive = now - self._heartbeats[number][1] < _LOST_SECONDS
+            found |= alive and State.from_text(state.decode()).kind is not Kind.LEFT
+        return found
+
+    def status(self) -> int | None:
+        """The status with which the job has ended; None while it runs."""
+        if self._store.check(["end"]):
+            return json.loads(self._store.get("end"))[0]
+        return PREEMPTED if self._store.check(["saved"]) and not self.has_nodes() else None
 
 
 class Membership:
@@ -172,6 +198,10 @@ class Membership:
     @property
     def state(self) -> State:
         return self._state
+
+    def note_saved(self) -> None:
+        """Write down that this node's ranks, which were told to stop, have saved and ended."""
+        self._store.set("saved", "1")
 
     def leave(self, why: str = "") -> None:
         """Leave the job; returns when that is written into the store."""

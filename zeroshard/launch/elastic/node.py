@@ -29,7 +29,7 @@ from zeroshard.launch.elastic.rounds import Kind, Limits, Round, State
 from zeroshard.launch.failures import RankWatch
 from zeroshard.launch.job import Job
 from zeroshard.launch.messages import say
-from zeroshard.launch.runner import SOCKET_VARIABLE
+from zeroshard.launch.runner import PREEMPTED, SOCKET_VARIABLE
 
 _LEAVE_SECONDS = 20.0
 _POLL_SECONDS = 0.5
@@ -109,6 +109,8 @@ class ElasticNode:
             if outcome.status == 0:
                 return self._finish(membership, number)
             if not (outcome.failed or by_us):
+                if outcome.status == PREEMPTED:
+                    membership.note_saved()
                 return outcome.status  # stopped by a signal from outside
             without_progress = without_progress + 1 if number <= self._last_progress else 1
             self._last_progress = number

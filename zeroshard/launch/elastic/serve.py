@@ -11,7 +11,7 @@ import signal
 import torch.distributed as dist
 
 from zeroshard.errors import UsageError
-from zeroshard.launch.elastic.membership import status_of_job
+from zeroshard.launch.elastic.membership import JobView
 from zeroshard.launch.messages import say
 from zeroshard.launch.report import one_line
 
@@ -23,19 +23,36 @@ _END_SECONDS = 5.0
 def serve(port: int, *, once: bool) -> int:
     """Serve until a signal comes, or with `once` until the job has ended; returns the exit status.
 
+    SIGTERM lets the nodes end first: schedulers send it to all processes of a job, whose ranks may be about to save. A
+    second one, or another signal, ends it at once.
+
+    Returns:
+        0; with `once` the job's status, 1 if it has not ended.
+
     Raises:
         UsageError: this host can't listen on the port.
     """
+    ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store starts threads, which would get the signals
     try:
         store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except dist.DistError as error:
         raise UsageError(f"--port {port}: this host can't listen on it ({one_line(str(error))})") from error
     say(f"zeroshard: nodes may meet at port {store.port}")
-    ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    while signal.sigtimedwait(ends, _POLL_SECONDS) is None:
-        status = status_of_job(store) if once else None
-        if status is not None:
-            signal.sigtimedwait(ends, _END_SECONDS)
-            return status
-    return 0
+    job, told = JobView(store), False
+    while True:
+        got = signal.sigtimedwait(ends, _POLL_SECONDS)
+        if got is not None:
+            if told or got.si_signo != signal.SIGTERM or not job.has_nodes():
+                break
+            told = True
+            say("zeroshard: SIGTERM received: the rendezvous ends when all nodes have; a second one ends it at once")
+        has_nodes, status = job.has_nodes(), job.status()
+        if told and not has_nodes:
+            break
+        if once and status is not None:
+            if has_nodes:
+                signal.sigtimedwait(ends, _END_SECONDS)
+            break
+    status = job.status()
+    return 0 if not once else 1 if status is None else status
