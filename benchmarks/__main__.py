@@ -13,6 +13,7 @@ WITHOUT_GPU = {
     "host_adam": "the optimizer's step on the host against torch's fused AdamW and the rate of memory",
     "largest": "the largest model that the plan says one GPU and its host train",
     "nvme": "state on disk: rates beside plain direct I/O, and a step's seconds beside the prediction",
+    "vertical": "all micro-batches through a block before the next, beside the usual order, parameters on disk",
     "checkpoint": "how fast checkpoints are written and read, beside dd on the same disk",
     "slow_links": "a step over a slow link between two nodes (network namespaces, root): codes, second copies, HSDP",
     "elastic": "kills of every kind in a job whose nodes come and go (namespaces, root): lost samples, useful time",

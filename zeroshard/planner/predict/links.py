@@ -24,8 +24,9 @@ def link_traffic(row: Row) -> Mapping[str, int]:
 def _pcie(row: Row) -> int:
     """Bytes between device and host of an update, and of gathers of parameters that rest off the device."""
     moved = plan_link_traffic(row.plan)
+    passes = -(-row.micro_batches // row.plan.policy.micro_batches)
     gathered = sum(
-        2 * row.micro_batches * group.layout.shard_numel * itemsize(group.param.dtype)
+        2 * passes * group.layout.shard_numel * itemsize(group.param.dtype)
         for _, group in row.plan.groups()
         if group.param.off_device
     )

@@ -54,6 +54,8 @@ _OF_PURPOSE = {
     Purpose.TEMPORARY: "backward",
     Purpose.GRADIENTS: "local gradients",
 }
+_OF_MICRO_BATCH = {one: name for one, name in _OF_PURPOSE.items() if one is not Purpose.GRADIENTS}
+"""What a micro-batch holds between two units, while others pass them: all but gradients of parameters."""
 _OF_STATE = {
     StateKind.PARAM: "parameters",
     StateKind.GRAD: "gradients",
@@ -131,6 +133,7 @@ def _on_device(plan: Plan, traced: Trace, waiting: int) -> StepMemory:
     reduced: dict[str, int] = {}
     moments: list[Moment] = []
     sending, started = 0, False
+    others, before = plan.policy.micro_batches - 1, (0,) * len(Purpose)
     complete = iter(traced.complete)
     for segment in traced.segments:
         if segment.phase is Phase.BACKWARD:
@@ -140,6 +143,9 @@ def _on_device(plan: Plan, traced: Trace, waiting: int) -> StepMemory:
         nbytes = {name: segment.peak[purpose] for purpose, name in _OF_PURPOSE.items()}
         nbytes["local gradients"] += sending
         nbytes["activations"] += waiting
+        if others:
+            _add(nbytes, {name: others * max(before[one], segment.end[one]) for one, name in _OF_MICRO_BATCH.items()})
+        before = segment.end
         moments.append(Moment(_label(plan, segment, started), _added(resting, reduced, nbytes)))
         started = started or segment.phase is Phase.BACKWARD
     step = _added(

@@ -198,7 +198,9 @@ def make_row(
 
 def recipe_at(recipe: Recipe, setting: Setting, micro_batches: int) -> Recipe:
     """The recipe with the stage and the offload of a setting, for steps of this many micro-batches."""
-    policy = replace(recipe.policy, accumulate=recipe.policy.accumulate or micro_batches > 1)
+    together = recipe.policy.micro_batches > 1
+    accumulate = not together and (recipe.policy.accumulate or micro_batches > 1)
+    policy = replace(recipe.policy, accumulate=accumulate, micro_batches=micro_batches if together else 1)
     axes, row = recipe.sharding.axes, STAGES[setting.stage]
     row = row.over(axes) if recipe.gradient_codes is None else replace(row, axes=axes)
     return gpu_recipe(replace(recipe, sharding=row, policy=policy), setting.offload, setting.ratio)

@@ -95,7 +95,7 @@ def step_time(
 
 def steady_time(plan: Plan, traced: Trace, cluster: Cluster, micro_batches: int) -> StepTime:
     """As `step_time`, but micro-batches after the first few are extrapolated, since each takes as long as the last."""
-    if micro_batches <= STEADY + 1:
+    if micro_batches <= STEADY + 1 or plan.policy.micro_batches > 1:
         return step_time(plan, traced, cluster, micro_batches=micro_batches)
     few, more = (step_time(plan, traced, cluster, micro_batches=count) for count in (STEADY, STEADY + 1))
     further = micro_batches - STEADY
@@ -143,23 +143,25 @@ class _Simulation:
         return StepTime(seconds, dict(self._kinds), busy, self._waited, spans)
 
     def step(self, micro_batches: int) -> None:
-        for micro in range(micro_batches):
-            self._pass(last=micro == micro_batches - 1)
+        together = self._plan.policy.micro_batches
+        for first in range(0, micro_batches, together):
+            left = micro_batches - first
+            self._pass(min(together, left), last=left <= together)
         self._optimizer()
 
-    def _pass(self, *, last: bool) -> None:
+    def _pass(self, together: int, *, last: bool) -> None:
+        """A forward and backward of so many micro-batches, which pass each unit in turn."""
         forward, backward = _Cursor(self._programs.forward), _Cursor(self._programs.backward)
         complete = iter(self._traced.complete)
         for segment in self._traced.segments:
-            if segment.phase is Phase.FORWARD:
-                if segment.uses:
-                    self._run(forward.to_use(segment.unit))
-            else:
+            cursor = forward if segment.phase is Phase.FORWARD else backward
+            if segment.phase is not Phase.FORWARD:
                 for unit in next(complete):
-                    self._reduce_unit(unit, last)
+                    self._reduce_unit(unit, together, last)
+            for _ in range(together):
                 if segment.uses:
-                    self._run(backward.to_use(segment.unit))
-            self._kernels(segment)
+                    self._run(cursor.to_use(segment.unit))
+                self._kernels(segment)
         for unit in range(len(self._plan.units)):
             self._release(unit)
 
@@ -256,8 +258,8 @@ class _Simulation:
             self._slot_free[slot] = self._clock["compute"]
         self._ledger.release(index)
 
-    def _reduce_unit(self, index: int, last: bool) -> None:
-        """Collect a unit's gradients, and reduce them if the plan reduces them in this backward."""
+    def _reduce_unit(self, index: int, together: int, last: bool) -> None:
+        """Collect a unit's gradients, those of each micro-batch, and reduce them if the plan does in this backward."""
         unit = self._plan.units[index]
         slot = self._plan.reduce_slots.of_unit[index]
         if slot is not None:
@@ -265,6 +267,8 @@ class _Simulation:
         self._clock["host"] += self._share.host_operation
         for legs in self._plan.legs[index]:
             now = legs.reduce if last or legs.divided else legs.keep
+            if together > 1:
+                now = (*legs.keep * together, *(legs.pending if last or legs.divided else ()))
             for leg in now:
                 if leg.stream is Stream.COMPUTE:
                     self._work(f"{leg.kind.value} {unit.label}", "collect", self._pass_seconds(leg))
