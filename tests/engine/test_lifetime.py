@@ -233,3 +233,57 @@ def test_code_is_compiled_amid_an_accumulation() -> None:
     for length in (3, 5):
         ids = torch.arange(length)
         assert torch.equal(compiled(ids), model(ids))
+
+
+def _interrupted(rank: int, world: int) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for stage in (0, 1, 2, 3):
+        found: list[dict[str, torch.Tensor]] = []
+        for interrupts in (False, True):
+            model, optimizer = shard_task(TASK, Setting(plan=stage))
+            for step in range(2):
+                if interrupts:
+                    hook = model.get_submodule("blocks.1").register_forward_pre_hook(interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        square_loss(model, Batch(9, 0, rank))
+                    hook.remove()
+                square_loss(model, Batch(step, 0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(full_parameters(model))
+            zeroshard.close(model)
+        assert_same(found[1], found[0], f"stage {stage}")
+
+
+def test_training_goes_on_after_a_forward_that_was_interrupted() -> None:
+    """torch runs no hooks after a KeyboardInterrupt, so the forward seemed to run for good: no backward was taken."""
+    run_ranks(2, _interrupted)
+
+
+class _Twice(Stack):
+    """A model whose block calls the whole model once more, without gradients."""
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                x = x + 0.1 * self(x)
+        return super().run_blocks(x)
+
+
+def _calls_itself(rank: int, world: int) -> None:
+    task = Task(_Twice, square_loss)
+    expected = train_reference(task, Setting(steps=2), world, rank).parameters
+    for stage in (0, 3):
+        model, optimizer = shard_task(task, Setting(plan=stage, steps=2))
+        for step in range(2):
+            square_loss(model, Batch(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(full_parameters(model), expected, 1e-6, f"stage {stage}")
+        zeroshard.close(model)
+
+
+def test_a_forward_that_calls_the_whole_model_again_is_one_pass() -> None:
+    run_ranks(2, _calls_itself)

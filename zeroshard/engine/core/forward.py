@@ -133,6 +133,11 @@ class Forward:
         elif self.inside == entry:  # for example, a hook of a module inside calls the model
             self._nested += 1
 
+    def forget_interrupted(self) -> None:
+        """The running forward has ended in an exception after which torch runs no hooks (KeyboardInterrupt)."""
+        self.inside = self._part = None
+        self._nested = 0
+
     def leave(self, entry: int, output: object, *, failed: bool) -> None:
         """Such a module has run, or ended in an exception."""
         mine = in_backward() or self.inside == entry

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.engine.core.autograd import in_backward
+from zeroshard.engine.core.forward import Forward
+from zeroshard.engine.core.interrupted import is_nested_call
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError, ZeroShardError
@@ -45,7 +48,7 @@ def install_hooks(model: nn.Module, runtime: Runtime) -> list[RemovableHandle]:
         if dtype is not None:
             cast = partial(_cast_inputs, torch_dtype(dtype))
             handles.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
-        enter = _outside_of_compiled_code(_entering(runtime.forward.enter, entry))
+        enter = _outside_of_compiled_code(_entering_model(runtime.forward, entry))
         leave = _outside_of_compiled_code(_leaving(runtime.forward.leave, entry))
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
@@ -190,6 +193,15 @@ def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
 def _root_members(runtime: Runtime) -> set[int]:
     root = next(unit for unit in runtime.units if unit.plan.name == "")
     return {id(parameter) for group in root.groups for parameter in group.parameters}
+
+
+def _entering_model(forward: Forward, entry: int) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, _args: Any) -> None:
+        if forward.inside == entry and not in_backward() and not is_nested_call(module):
+            forward.forget_interrupted()
+        forward.enter(entry)
+
+    return hook
 
 
 def _entering(enter: Callable[[int], None], number: int) -> Callable[[nn.Module, Any], None]:

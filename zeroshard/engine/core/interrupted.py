@@ -7,10 +7,12 @@ the engine's `backward`, which does not see `loss.backward()`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
+from torch import nn
 
 from zeroshard.engine.core.autograd import transforming
 from zeroshard.engine.memory.unit import Unit
@@ -25,6 +27,21 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         self._end()
+
+
+def is_nested_call(module: nn.Module) -> bool:
+    """Whether the call of `module` that has just begun is inside of another one, by the stack of this thread.
+
+    torch runs no hooks after a call that a KeyboardInterrupt has ended, so that a forward may seem to run for good.
+    """
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name.startswith("torch_dynamo_resume_in"):
+            return True  # compiled code, whose frames do not tell
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
 
 
 def refuse_half_done(what: str) -> NoReturn:
@@ -45,8 +62,7 @@ def refuse_tracing(error: Exception) -> None:
 
 
 def refuse_transform(units: Iterable[Unit]) -> None:
-    """Raises UsageError for a derivative by torch.func through sharded parameters, which are released before it runs.
-    Raises UsageError for a derivative by torch.func through sharded parameters, which are released before it runs."""
+    """Raises UsageError for a derivative by torch.func through sharded parameters, which are released before it."""
     if transforming() and torch.is_grad_enabled() and any(unit.plan.sharded for unit in units):
         raise UsageError(
             "a transform of torch.func (grad, vjp, jacrev, vmap with gradients) through a model whose parameters are "
