@@ -180,11 +180,12 @@ def test_models_in_float32_and_edited_plans_are_refused() -> None:
         load_config({**CONFIG, "fp8": {"enabled": True, "recipe": "mxfp8"}}, world_size=1)
 
 
-def _taken(width: int, tokens: int) -> dict[str, bool]:
+def _taken(width: int, tokens: int, depth: int = 24) -> dict[str, bool]:
     """Which of a block's layers, of `width` squared and four times as wide, are converted by themselves."""
     with torch.device("meta"):
         blocks = nn.ModuleList(
-            nn.ModuleDict({"square": nn.Linear(width, width), "wide": nn.Linear(width, 4 * width)}) for _ in range(3)
+            nn.ModuleDict({"square": nn.Linear(width, width), "wide": nn.Linear(width, 4 * width)})
+            for _ in range(depth)
         )
     found = choose(nn.ModuleDict({"blocks": blocks}), Fp8(tokens=tokens))
     return {name: any(choice.taken for choice in found if choice.name.endswith(name)) for name in ("square", "wide")}
@@ -195,3 +196,14 @@ def test_only_layers_that_take_the_gpu_longer_than_fp8_takes_the_host_are_conver
     assert _taken(1024, 4096) == {"square": False, "wide": False}
     assert _taken(1536, 8192) == {"square": False, "wide": True}
     assert _taken(2048, 8192) == {"square": True, "wide": True}
+
+
+def test_a_model_that_is_as_slow_as_its_host_stays_in_bf16_but_for_layers_that_are_named() -> None:
+    assert _taken(1536, 8192, depth=24) == {"square": False, "wide": True}
+    assert _taken(1536, 8192, depth=12) == {"square": False, "wide": False}
+    assert _taken(4096, 8192, depth=3) == {"square": True, "wide": True}
+    with torch.device("meta"):
+        blocks = nn.ModuleList(nn.ModuleDict({"wide": nn.Linear(1536, 6144)}) for _ in range(2))
+    found = choose(nn.ModuleDict({"blocks": blocks}), Fp8(tokens=8192, names=("auto", "blocks.1.wide")))
+    assert [choice.taken for choice in found] == [False, True]
+    assert "15 ms" in found[0].why

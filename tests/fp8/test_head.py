@@ -148,7 +148,7 @@ def test_auto_among_the_names_chooses_besides() -> None:
         (("auto", "lm_head"), {"blocks.0.wide", "blocks.1.wide", "lm_head"}),
         (("lm_head",), {"lm_head"}),
     ):
-        assert {choice.name for choice in choose(model, Fp8(names=names)) if choice.taken} == expected
+        assert {choice.name for choice in choose(model, Fp8(names=names, tokens=65536)) if choice.taken} == expected
 
 
 def test_a_named_head_that_cannot_multiply_in_fp8_is_refused() -> None:

@@ -177,7 +177,7 @@ class _Mixed(nn.Module):
 def test_the_layers_in_blocks_that_gain_take_part_and_the_list_says_why_others_do_not() -> None:
     with torch.device("meta"):
         model = _Mixed()
-    found = {choice.name: choice for choice in choose(model, Fp8())}
+    found = {choice.name: choice for choice in choose(model, Fp8(tokens=65536))}
     assert {name for name, choice in found.items() if choice.taken} == {"inner.0.wide", "inner.1.wide"}
     assert "multiples of 16" in found["inner.0.odd"].why
     assert "tied" in found["head"].why

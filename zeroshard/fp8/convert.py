@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeGuard
 
@@ -21,7 +21,7 @@ from torch import nn
 from zeroshard.errors import PlanError
 from zeroshard.fp8.linear import Fp8Linear, LastInput
 from zeroshard.fp8.recipe import AUTO, Fp8, Products, Scaling
-from zeroshard.fp8.speedup import HOST_SECONDS, seconds_in_bf16, speedup
+from zeroshard.fp8.speedup import HOST_SECONDS, STEP_SECONDS, seconds_in_bf16, speedup
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.opaque import is_opaque
 
@@ -79,6 +79,10 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
             found.append(Choice(path, sizes, named, why))
         else:
             found.append(_by_speedup(path, sizes, wanted, inside=not repeated or path in repeated))
+    if sum(seconds_in_bf16(*choice.sizes, wanted.tokens) for choice in found if choice.taken) < STEP_SECONDS:
+        found = [
+            choice if any(_part(choice.name, name) for name in names) else _of_small_model(choice) for choice in found
+        ]
     for name in names:
         _check_name(name, [choice for choice in found if _part(choice.name, name)])
     return found
@@ -162,6 +166,14 @@ def _by_speedup(path: str, sizes: tuple[int, int], wanted: Fp8, *, inside: bool)
         least = HOST_SECONDS * 1e3
         return Choice(path, sizes, False, f"{why}, but {seconds * 1e3:.2f} of {least:.2f} ms that fp8 takes the host")
     return Choice(path, sizes, times >= LEAST_SPEEDUP, why)
+
+
+def _of_small_model(choice: Choice) -> Choice:
+    """The choice for a layer that was not named, where all that were chosen are too small together."""
+    least = (
+        f"all such layers together take less than {STEP_SECONDS * 1e3:.0f} ms of a step, which the host takes anyway"
+    )
+    return replace(choice, taken=False, why=f"{choice.why}, but {least}") if choice.taken else choice
 
 
 def _part(path: str, name: str) -> bool:

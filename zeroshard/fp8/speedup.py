@@ -23,6 +23,10 @@ HOST_SECONDS = 2.5e-4
 """Host time of a step that a layer in fp8 adds to that of one in bf16, compiled: casts and codes are kernels of Triton.
 Where the products take the GPU less time, it waits for the host, and a model of such layers is slower in fp8."""
 
+STEP_SECONDS = 1.5e-2
+"""Host time of a whole step that no layer has a part in, compiled: root, optimizer and loop. The smallest models take
+it too. A model whose products take the GPU less is as slow as its host, and fp8 gives that more to do."""
+
 
 def seconds_in_bf16(out_features: int, in_features: int, rows: int) -> float:
     """Seconds that the three products of a layer's forward and backward take the GPU in bf16."""
