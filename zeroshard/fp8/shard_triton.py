@@ -38,7 +38,8 @@ def cast_tiles(master, tiles, largest, codes, numel, count, TILE: tl.constexpr, 
 def place_of_block(blocks, BLOCK: tl.constexpr):
     """The places of a block's elements in the shard, and the number of its scale."""
     block = blocks + tl.program_id(0) * 3
-    start, columns = tl.load(block), tl.load(block + 1)
+    # Rows of a block begin at multiples of its side, so that several elements are read and written at once.
+    start, columns = tl.multiple_of(tl.load(block), BLOCK), tl.multiple_of(tl.load(block + 1), BLOCK)
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     return start + row[:, None] * columns + column[None, :], tl.load(block + 2)
 
