@@ -16,7 +16,7 @@ from zeroshard.tiers import finish
 
 
 def _both_orders(rank: int, world: int, folder: Path) -> tuple[int, int, int, int]:
-    options = Namespace(path=str(folder), gib=0.04, tokens=2, rounds=1, gbps=2.0)
+    options = Namespace(path=str(folder), gib=0.1, tokens=2, rounds=1, gbps=2.0)
     row = measured(options, 3, lambda _: None)
     assert row.ratio > 0
     return row.usual_read, row.vertical_read, row.usual_device, row.vertical_device
