@@ -23,7 +23,7 @@ from zeroshard.errors import PlanError
 from zeroshard.pipeline.partition import partition
 
 _IDS, _EMBEDDED = "input_ids", "inputs_embeds"
-_CLOSE = 1e-3
+CLOSE = 1e-3
 """How far the stages together may be from the whole, relative to its largest output: rounding and no more."""
 
 
@@ -49,6 +49,13 @@ class _HeadOfEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._embedding[0].get_parameter("weight"))
+
+
+def find_parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    """Paths of a model's layers, of what comes before them, and of what comes after. Raises PlanError."""
+    cut = _Cutter(model, 1)
+    count = len(list(model.get_submodule(cut.path).children()))
+    return [f"{cut.path}.{number}" for number in range(count)], cut.first, cut.last
 
 
 def pipeline_stage(model: nn.Module, axis: DeviceMesh, *, check: bool = True) -> tuple[nn.Module, list[str]]:
@@ -97,15 +104,15 @@ class _Cutter:
                 f"{type(model).__name__} has {layers} layers, which do not go over {stages} pipeline stages"
             )
         self._borders = partition([1] * layers, stages)
-        self._first = [path for path, (taken, _) in plan.items() if _IDS in taken]
-        self._last = [path for path in plan if path not in self._first and path != self.path]
+        self.first = [path for path, (taken, _) in plan.items() if _IDS in taken]
+        self.last = [path for path in plan if path not in self.first and path != self.path]
         self.tied, self._heads = self._find_tied()
 
     def _find_tied(self) -> tuple[list[str], list[str]]:
         """The embedding that heads read their weight from, and these heads."""
         own = {path: {id(one) for one in self._model.get_submodule(path).parameters()} for path in self._plan}
-        tied = [path for path in self._first if any(own[path] & own[head] for head in self._last)]
-        return tied, [head for head in self._last if any(own[path] & own[head] for path in tied)]
+        tied = [path for path in self.first if any(own[path] & own[head] for head in self.last)]
+        return tied, [head for head in self.last if any(own[path] & own[head] for path in tied)]
 
     def keep(self, stage: int) -> dict[str, nn.Module]:
         """Leave one stage in the model; what was there instead, by path."""
@@ -113,8 +120,8 @@ class _Cutter:
         gone = [f"{self.path}.{layer}" for layer in range(self._borders[-1])]
         gone = [path for number, path in enumerate(gone) if not self._has(stage, number)]
         last = stage == self.stages - 1
-        gone += [] if last else self._last
-        gone += [] if stage == 0 else [path for path in self._first if not (last and path in self.tied)]
+        gone += [] if last else self.last
+        gone += [] if stage == 0 else [path for path in self.first if not (last and path in self.tied)]
         heads = self._heads if last and stage > 0 else []
         for path in (*gone, *heads):
             before[path] = model.get_submodule(path)
@@ -162,7 +169,7 @@ def _compare(model: nn.Module, cut: _Cutter) -> None:
             cut.put_back(before)
     model.train(training)
     far = float((x.float() - wanted.float()).abs().max())
-    if not far <= _CLOSE * float(wanted.float().abs().max()):
+    if not far <= CLOSE * float(wanted.float().abs().max()):
         raise PlanError(
             f"{type(model).__name__}: {cut.stages} stages one after the other give logits that differ from the whole "
             f"model's by {far:.3g}: its forward computes more between its layers than its plan says (a scale of the "
