@@ -85,6 +85,14 @@ def test_a_node_that_leaves_is_let_out_between_two_steps_without_trouble() -> No
     assert (formed.act, formed.nodes) == (Act.FORM, (0, 2))
 
 
+def test_all_save_if_the_others_cannot_go_on_without_a_node_that_leaves() -> None:
+    nodes = {0: _seen(Kind.RUNNING), 1: _seen(Kind.LEAVING)}
+    assert _decide(nodes, Round(0, (0, 1))).act is Act.SAVE
+    assert _decide({**nodes, 2: _seen(Kind.WAITING, -1)}, Round(0, (0, 1))).act is Act.REGROUP, "a spare"
+    both = {**nodes, 0: _seen(Kind.LEAVING)}
+    assert _decide(both, Round(0, (0, 1))).act is Act.SAVE
+
+
 def test_only_numbers_of_ranks_that_the_batch_allows_are_formed() -> None:
     nodes = {number: _seen(Kind.WAITING) for number in range(4)}
     limits = replace(_LIMITS, most=4, sizes=(4, 8))
@@ -124,6 +132,12 @@ class _Ranks:
 
     def trouble(self, number: int, why: str) -> None:
         self._out(number)
+
+    def save(self, number: int, why: str) -> None:
+        pass
+
+    def can_save(self) -> bool:
+        return False
 
     def regroup(self, number: int, why: str) -> None:
         self._out(number)

@@ -35,11 +35,19 @@ class ElasticJob:
         hosts: where nodes run; None for the loopback.
         words: options of `zeroshard run`.
         arguments: of the script, after its directory.
+        rendezvous: whether it is a process of its own; else the first node serves it.
     """
 
     def __init__(
-        self, directory: Path, hosts: TestHosts | None, words: list[str], arguments: list[str], port: int = 29471
+        self,
+        directory: Path,
+        hosts: TestHosts | None,
+        words: list[str],
+        arguments: list[str],
+        port: int = 29471,
+        rendezvous: bool = True,
     ) -> None:
+        self._separate = rendezvous
         self.directory, self._hosts, self._words, self._arguments = directory, hosts, words, arguments
         self._port = port
         self._mark = f"{os.getpid()}-{id(self)}"
@@ -48,7 +56,8 @@ class ElasticJob:
         self.outputs: dict[int, list[str]] = {}
 
     def __enter__(self) -> ElasticJob:
-        self._serve()
+        if self._separate:
+            self._serve()
         return self
 
     def __exit__(
@@ -93,6 +102,10 @@ class ElasticJob:
             for line in process.stdout:
                 file.write(f"{time.time():.2f} ".encode() + line)
                 self.outputs.setdefault(node, []).append(line.decode(errors="replace").rstrip())
+
+    def terminate(self, node: int) -> None:
+        """Send the node SIGTERM, as a scheduler does that wants its host back."""
+        self._nodes[node].send_signal(signal.SIGTERM)
 
     def running(self, node: int) -> bool:
         return node in self._nodes and self._nodes[node].poll() is None

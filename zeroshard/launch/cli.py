@@ -21,7 +21,7 @@ from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.launch import dispatch
 from zeroshard.launch import options as o
 from zeroshard.launch.dispatch import HostOptions
-from zeroshard.launch.job import Console, Job, TargetKind
+from zeroshard.launch.job import Console, Job, OnSigterm, TargetKind
 from zeroshard.launch.rendezvous import Rendezvous
 from zeroshard.launch.starters import Launcher, StarterOptions
 
@@ -77,6 +77,7 @@ def run(
     spares: o.Spares = 0,
     lost_after: o.LostAfter = 3.0,
     last_call: o.LastCall = 30.0,
+    on_sigterm: o.AtSigterm = None,
     node_rank: o.NodeRank = None,
     master_addr: o.MasterAddr = None,
     master_port: o.MasterPort = None,
@@ -96,6 +97,8 @@ def run(
     )
     if spares and elastic_nodes is None:
         raise UsageError("--spares: spare nodes are those of an elastic job; give --nodes MIN:MAX")
+    if on_sigterm is not None and elastic_nodes is None:
+        raise UsageError("--on-sigterm: nodes of elastic jobs may leave alone; give --nodes MIN:MAX")
     job = Job(
         target=script,
         args=tuple(args or ()),
@@ -112,6 +115,7 @@ def run(
         spares=spares,
         lost_after=lost_after,
         last_call=last_call,
+        on_sigterm=on_sigterm or OnSigterm.LEAVE,
     )
     if console is not Console.ALL and job.log_dir is None:
         raise UsageError(f"--console {console.value}: give the files in which the output is to be, as --log-dir")

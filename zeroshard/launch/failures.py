@@ -70,6 +70,7 @@ class RankWatch:
         failed: set when the first rank fails.
         stopped_by: the signal from outside that stopped the agent, or that came when its ranks had ended.
         handles_stops: whether stop signals are handled; before `handle_stops` they end the process.
+        leave: called at SIGTERM, before ranks are asked to save; whether the ranks will end by it. It must not wait.
         ended_by_peer: set before the process sends itself SIGTERM because another node is in trouble.
     """
 
@@ -82,7 +83,8 @@ class RankWatch:
         self._reaped_by_agent: dict[int, float] = {}
         self._suspects: set[int] | None = None
         self._last_sigterm = -math.inf
-        self._asked = self._stopping = False
+        self._asked = self._stopping = self._leaving = False
+        self.leave: Callable[[], bool] | None = None
 
     def __enter__(self) -> RankWatch:
         self._former = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, self._on_child_signal)}
@@ -210,10 +212,10 @@ class RankWatch:
             former, self._last_sigterm = self._last_sigterm, time.monotonic()
             if self._last_sigterm - former < _SAME_REQUEST_SECONDS:
                 return
-        if not by_peer and not self._stopping and number == signal.SIGTERM and self._ask_to_save():
+        if not by_peer and not self._stopping and number == signal.SIGTERM and self._end_gently():
             return
         self._record_suspects()
-        if self.stopped_by is not None or self._asked:
+        if self.stopped_by is not None or self._asked or self._leaving:
             self.kill_ranks()  # a second signal: kill now, since the agent would wait for the ranks to end
         if not by_peer:
             self.stopped_by = self.stopped_by or signal.Signals(number)
@@ -221,13 +223,31 @@ class RankWatch:
             self._stopping = True
             raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
-    def _ask_to_save(self) -> bool:
-        """Send SIGTERM to all ranks. Returns False, and sends none, if one can't save, was asked or has failed."""
-        self._read_ends()
-        running = set(self._pids()) - set(self._ends)
-        can_save = {pid for pid in running if (self._directory / f"{pid}.{SAVES_FILE}").exists()}
-        if self._asked or self._suspects is not None or not running <= can_save or (not running and not self.preempted):
+    def _end_gently(self) -> bool:
+        """Whether the ranks end by themselves, having left the job or saved; at the second signal they don't."""
+        if self._leaving or self._asked:
             return False
+        if self.leave is not None and self._suspects is None and self.leave():
+            self._leaving = True
+            return True
+        return self.ask_to_save()
+
+    def can_save(self) -> bool:
+        """Whether all ranks that run can save; else those that have ended were told to and have."""
+        self._read_ends()
+        running = self._running()
+        return (bool(running) or self.preempted) and all(
+            (self._directory / f"{pid}.{SAVES_FILE}").exists() for pid in running
+        )
+
+    def _running(self) -> set[int]:
+        return set(self._pids()) - set(self._ends)
+
+    def ask_to_save(self) -> bool:
+        """Send SIGTERM to all ranks. Returns False, and sends none, if one can't save, was asked or has failed."""
+        if self._asked or self._suspects is not None or not self.can_save():
+            return False
+        running = self._running()
         self._asked = True
         for pid in running:
             with suppress(ProcessLookupError):

@@ -26,6 +26,15 @@ class TargetKind(str, Enum):
     PROGRAM = "program"
 
 
+class OnSigterm(str, Enum):
+    """What a node of an elastic job does at SIGTERM."""
+
+    LEAVE = "leave"
+    """It leaves between two steps; if the others can't go on without it, all ranks save and end."""
+    SAVE = "save"
+    """All ranks of the job save and end."""
+
+
 class Console(str, Enum):
     """Which ranks' output is shown when all output is also written to files."""
 
@@ -54,6 +63,7 @@ class Job:
         nodes: the least and the most nodes of an elastic job; None for a job with a fixed number of nodes.
         spares: number of further nodes of an elastic job that may wait.
         lost_after: seconds of silence after which a node of an elastic job is lost.
+        on_sigterm: what a node of an elastic job does at SIGTERM.
         last_call: seconds without a new node after which an elastic job begins with fewer than the most nodes.
         over_ssh: whether a launcher watches the node through its standard streams.
         ends_with_input: whether the end of standard input means that the process that started the node has ended.
@@ -80,6 +90,7 @@ class Job:
     spares: int = 0
     lost_after: float = 3.0
     last_call: float = 30.0
+    on_sigterm: OnSigterm = OnSigterm.LEAVE
     over_ssh: bool = False
     ends_with_input: bool = False
 
@@ -101,6 +112,7 @@ class Job:
             values["nodes"] = (values["nodes"][0], values["nodes"][1])
         values["kind"] = TargetKind(values["kind"])
         values["console"] = Console(values["console"])
+        values["on_sigterm"] = OnSigterm(values["on_sigterm"])
         if values["devices"] is not None:
             values["devices"] = tuple(values["devices"])
         return Job(**values)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.launch.job import Console
+from zeroshard.launch.job import Console, OnSigterm
 from zeroshard.launch.rendezvous import Rendezvous
 from zeroshard.launch.starters import Launcher
 
@@ -178,6 +178,17 @@ LostAfter = Annotated[
         "--lost-after",
         min=0.5,
         help="Seconds of silence after which a node of an elastic job is lost.",
+        rich_help_panel=_BY_HAND,
+    ),
+]
+AtSigterm = Annotated[
+    OnSigterm | None,
+    typer.Option(
+        "--on-sigterm",
+        "--on_sigterm",
+        help="What a node of an elastic job does at SIGTERM: leave the job between two steps (if the others can't go "
+        "on without it, all save), or let all ranks save and end. [default: leave]",
+        show_default=False,
         rich_help_panel=_BY_HAND,
     ),
 ]

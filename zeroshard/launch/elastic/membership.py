@@ -6,6 +6,7 @@
     heartbeat/1     42                a count that grows; a node whose count stops is lost
     trouble/0       why               round 0 can't continue; its ranks go to their gates
     regroup/0       why               round 0 ends between two steps
+    save/0          why               round 0 is the last one: all ranks save and end
     round/1         0,2               the nodes of round 1; the first node that writes this key has decided
     end             0, ""             the job has ended, with this status, and why
     saved           1                 ranks were told to stop, have saved and ended; the job ends with its last node
@@ -25,6 +26,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,13 +35,15 @@ from typing import Protocol
 import torch.distributed as dist
 
 from zeroshard.errors import UsageError
-from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, decide
+from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, choose, decide
 from zeroshard.launch.report import one_line
 from zeroshard.launch.runner import PREEMPTED
 
 TICK_SECONDS = 0.1
 _PREFIX = "zeroshard/elastic"
 _POLL_SECONDS = 0.02
+_GATHER_SECONDS = 1.0
+"""A node that asks to leave waits so long for others that are told to end as well."""
 _LOST_SECONDS = 10.0
 """The host of the rendezvous calls a node lost that has been silent for so long."""
 
@@ -92,13 +96,23 @@ class Listener(Protocol):
         """Round `number` is to end between two steps."""
         ...
 
+    def save(self, number: int, why: str) -> None:
+        """All ranks of round `number` are to save and to end."""
+        ...
+
+    def can_save(self) -> bool:
+        """Whether this node's ranks can save when they are told to end."""
+        ...
+
     def over(self, status: int, why: str) -> None:
         """The job is over for this node."""
         ...
 
 
-def connect(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """The store of a job; served by this process if the address is this host's and no other process listens there.
+def connect(address: str, port: int, timeout: float) -> tuple[dist.TCPStore, bool]:
+    """The store of a job, and whether this process serves it.
+
+    It does if the address is this host's and no other process listens there.
 
     Raises:
         UsageError: the store can't be reached within `timeout` seconds.
@@ -106,9 +120,9 @@ def connect(address: str, port: int, timeout: float) -> dist.TCPStore:
     limit = timedelta(seconds=timeout)
     if _is_own_address(address):
         with suppress(dist.DistError):  # the port is taken: by `zeroshard rendezvous`, or by another node of this host
-            return dist.TCPStore(address, port, is_master=True, timeout=limit, wait_for_workers=False)
+            return dist.TCPStore(address, port, is_master=True, timeout=limit, wait_for_workers=False), True
     try:
-        return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+        return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False), False
     except dist.DistError as error:
         raise UsageError(f"the nodes did not meet at {address}:{port}: {one_line(str(error))}") from error
 
@@ -171,6 +185,7 @@ class Membership:
         self._notified: set[tuple[str, int]] = set()
         self._newcomer_at = self._waiting_since = self._entered_at = time.monotonic()
         self._trouble_since: float | None = None
+        self._leaving_since: float | None = None
         self._answered_at = time.monotonic()
         self._over, self._woken = threading.Event(), threading.Event()
         self._threads = [
@@ -198,6 +213,19 @@ class Membership:
     @property
     def state(self) -> State:
         return self._state
+
+    def others_can_go_on(self) -> bool:
+        """Whether the other nodes can form a round without this one."""
+        newest = self._newest
+        views = self._node_views() if newest is not None else {}
+        going = (Kind.WAITING, Kind.RUNNING, Kind.DOWN)  # the last are about to start their ranks again
+        others = {n: seen for n, seen in views.items() if n != self.number and seen.alive and seen.state.kind in going}
+        return newest is not None and bool(choose(others, newest.nodes, self._limits))
+
+    @property
+    def newest_round(self) -> int:
+        """The number of the newest round that is known; -1 for none."""
+        return -1 if self._newest is None else self._newest.number
 
     def note_saved(self) -> None:
         """Write down that this node's ranks, which were told to stop, have saved and ended."""
@@ -289,7 +317,12 @@ class Membership:
         if newest is None:
             self._check_waiting(state)
             return
-        for kind, told in (("trouble", self._listener.trouble), ("regroup", self._listener.regroup)):
+        told_of = (
+            ("trouble", self._listener.trouble),
+            ("regroup", self._listener.regroup),
+            ("save", self._listener.save),
+        )
+        for kind, told in told_of:
             own = state.kind in (Kind.RUNNING, Kind.LEAVING) and state.round >= 0
             if own and (kind, state.round) not in self._notified and self._store.check([f"{kind}/{state.round}"]):
                 self._notified.add((kind, state.round))
@@ -321,6 +354,8 @@ class Membership:
 
     def _check_waiting(self, state: State) -> None:
         """End the job if this node has waited too long; while other nodes train it may wait without limit."""
+        if state.kind is Kind.LEFT:
+            return
         if self._is_too_many():
             self._over.set()
             limits = self._limits
@@ -370,14 +405,26 @@ class Membership:
         )
         if decision.act is Act.TROUBLE and self._trouble_since is None:
             self._trouble_since = now
+        if self._gathers(seen, current, now) and decision.act in (Act.REGROUP, Act.SAVE):
+            return
         self._carry_out(decision, current)
+
+    def _gathers(self, seen: Mapping[int, NodeView], current: Round | None, now: float) -> bool:
+        """Whether a node has asked to leave so lately that others may be about to: all of a job may be told to end."""
+        asked = current is not None and any(
+            one.state.kind is Kind.LEAVING for number, one in seen.items() if number in current.nodes
+        )
+        self._leaving_since = None if not asked else self._leaving_since or now
+        return self._leaving_since is not None and now - self._leaving_since < _GATHER_SECONDS
 
     def _carry_out(self, decision: Decision, current: Round | None) -> None:
         number = -1 if current is None else current.number
         if decision.act is Act.TROUBLE:
             self._announce(number, decision.why)
-        elif decision.act is Act.REGROUP and not self._store.check([f"regroup/{number}"]):
-            self._store.set(f"regroup/{number}", decision.why)
+        elif decision.act in (Act.REGROUP, Act.SAVE):
+            if not any(self._store.check([f"{name}/{number}"]) for name in ("regroup", "save")):
+                saves = decision.act is Act.SAVE and self._listener.can_save()
+                self._store.set(f"{'save' if saves else 'regroup'}/{number}", decision.why)
         elif decision.act is Act.FORM:
             begun = Round(number + 1, decision.nodes, decision.lost, decision.why)
             self._store.compare_set(f"round/{begun.number}", "", begun.to_text())

@@ -17,6 +17,7 @@ import json
 import os
 import socketserver
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class MemoryServer:
 
     Attributes:
         port: the TCP port for requests of other nodes.
+        asked_at: when another node has asked last, in seconds of the monotonic clock.
         token: what these requests must contain; none is answered while it is "".
     """
 
@@ -70,7 +72,7 @@ class MemoryServer:
         self._slots: dict[str, _Slot] = {}
         self._images: dict[str, Image] = {}
         self._count = 0
-        self.token = ""
+        self.token, self.asked_at = "", 0.0
         memory_server = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -152,6 +154,7 @@ class MemoryServer:
         with suppress(OSError, ValueError, KeyError):
             while line := connection.rfile.readline(_LONGEST_LINE):
                 message = json.loads(line)
+                self.asked_at = time.monotonic()
                 if not (self.token and hmac.compare_digest(message["token"], self.token)):
                     return
                 self._reply(connection, message)

@@ -27,12 +27,15 @@ from zeroshard.launch.elastic.membership import Membership, Node, address_toward
 from zeroshard.launch.elastic.memory_server import MemoryServer
 from zeroshard.launch.elastic.rounds import Kind, Limits, Round, State
 from zeroshard.launch.failures import RankWatch
-from zeroshard.launch.job import Job
+from zeroshard.launch.job import Job, OnSigterm
 from zeroshard.launch.messages import say
 from zeroshard.launch.runner import PREEMPTED, SOCKET_VARIABLE
 
 _LEAVE_SECONDS = 20.0
 _POLL_SECONDS = 0.5
+_HAS_LEFT = f"this node has left the job, as SIGTERM asked it to; status {PREEMPTED}"
+_HANDOVER_SECONDS = 2.0
+"""A node that has left stays until no other node has read its memory for so long in the next round."""
 
 
 @dataclass
@@ -59,6 +62,9 @@ class ElasticNode:
         self._gate = Gate(directory, ranks, self._gate_changed, self._memory_server)
         os.environ[SOCKET_VARIABLE] = str(self._gate.path)
         self._membership: Membership | None = None
+        self._asked_to_leave, self._has_left, self._serves = threading.Event(), False, False
+        if job.on_sigterm is OnSigterm.LEAVE:
+            threading.Thread(target=self._leave_when_asked, name="leave", daemon=True).start()
 
     def run(self, prepare: Callable[[], str]) -> int:
         """Take part until the job is over; returns the exit status.
@@ -72,7 +78,7 @@ class ElasticNode:
         job = self._job
         assert job.master_addr is not None
         assert job.master_port is not None
-        store = connect(job.master_addr, job.master_port, self._limits.timeout)
+        store, self._serves = connect(job.master_addr, job.master_port, self._limits.timeout)
         own = address_towards(job.master_addr, job.master_port)
         name = job.node_name or os.uname().nodename
         node = Node(f"host {name} ({own})", self._ranks, own, self._memory_server.port)
@@ -106,6 +112,12 @@ class ElasticNode:
                     say(f"zeroshard: {over.why}")
                 return over.status or (0 if outcome.status == 0 or by_us else outcome.status)
             number = -1 if round_ is None else round_.number
+            if self._asked_to_leave.is_set() and (outcome.failed or by_us) and membership.others_can_go_on():
+                self._has_left = True
+                membership.set_state(State(Kind.LEFT, number, "a rank has failed" if outcome.failed else "", True))
+                self._await_handover(number)
+                say(f"zeroshard: {_HAS_LEFT}")
+                return PREEMPTED
             if outcome.status == 0:
                 return self._finish(membership, number)
             if not (outcome.failed or by_us):
@@ -134,6 +146,8 @@ class ElasticNode:
 
     def _watch_ranks(self, watch: RankWatch | None) -> None:
         """The agent is about to start the ranks, or they have ended."""
+        if watch is not None and self._job.on_sigterm is OnSigterm.LEAVE:
+            watch.leave = self._ask_to_leave
         with self._lock:
             self._watch = watch
         if watch is not None:
@@ -175,8 +189,52 @@ class ElasticNode:
             number = max(one.left for one in waiting)
             trouble = next((one.trouble for one in waiting if one.trouble), self._why)
             number = max(number, -1 if self._round is None else self._round.number)
+            if self._asked_to_leave.is_set() and (number < 0 or membership.others_can_go_on()):
+                if not self._has_left:
+                    self._has_left = True
+                    membership.set_state(State(Kind.LEFT, number, trouble, self._ranks_died))
+                    threading.Thread(target=self._end_left, args=(number,), name="handover", daemon=True).start()
+                return
             if membership.state.kind is not Kind.WAITING:
                 membership.set_state(State(Kind.WAITING, number, trouble, self._ranks_died))
+
+    # What SIGTERM asks for.
+
+    def _ask_to_leave(self) -> bool:
+        """In the handler of the signal: whether this node leaves by it."""
+        if self._serves:  # the job would end with this node
+            return False
+        first = not self._asked_to_leave.is_set()
+        self._asked_to_leave.set()
+        return first
+
+    def _leave_when_asked(self) -> None:
+        """In a thread: leave when the ranks can, which the other nodes decide while a round runs."""
+        self._asked_to_leave.wait()
+        say("zeroshard: SIGTERM received: this node leaves the job between two steps; a second one ends it at once")
+        with self._lock:
+            if self._membership is not None and self._membership.state.kind is Kind.RUNNING:
+                self._membership.set_state(State(Kind.LEAVING, self._membership.state.round))
+        self._gate_changed()  # the ranks may wait there already
+
+    def _end_left(self, number: int) -> None:
+        """In a thread: end the ranks, which wait at the gate, when the others have the state."""
+        self._await_handover(number)
+        with self._lock:
+            if self._over is None:
+                self._over = _JobEnd(PREEMPTED, _HAS_LEFT)
+                self._gate.open({local: {"end": 0} for local in range(self._ranks)})
+
+    def _await_handover(self, number: int) -> None:
+        """Wait until the next round has begun and reads this node's memory no more."""
+        assert self._membership is not None
+        end, begun_at = time.monotonic() + _LEAVE_SECONDS, 0.0
+        while number >= 0 and self._over is None and (now := time.monotonic()) < end:
+            if not begun_at and self._membership.newest_round > number:
+                begun_at = now
+            if begun_at and now - max(begun_at, self._memory_server.asked_at) > _HANDOVER_SECONDS:
+                return
+            time.sleep(0.05)
 
     # What is decided.
 
@@ -209,6 +267,8 @@ class ElasticNode:
                 "token": self._memory_server.token,
             }
             self._gate.open({local: {**common, "rank": base + local} for local in range(self._ranks)})
+            if self._asked_to_leave.is_set():  # the others could not begin a round without this node
+                self._membership.set_state(State(Kind.LEAVING, begun.number))
         if place == 0:
             names = ", ".join(nodes[number].name for number in begun.nodes)
             because = f" ({begun.why})" if begun.why else ""
@@ -221,6 +281,17 @@ class ElasticNode:
     def regroup(self, number: int, why: str) -> None:
         """See Listener."""
         self._end_round({"event": "regroup", "round": number, "why": why})
+
+    def save(self, number: int, why: str) -> None:
+        """See Listener."""
+        with self._lock:
+            if self._watch is not None and self._over is None and not self._watch.ask_to_save():
+                say(f"zeroshard: {why}, without which the job can't go on, but the ranks of this node can't save")
+
+    def can_save(self) -> bool:
+        """See Listener."""
+        with self._lock:
+            return self._watch is not None and self._watch.can_save()
 
     def _end_round(self, event: Message) -> None:
         """End the round: ranks that listen go to the gate by themselves; if there are others, all ranks are ended."""

@@ -128,6 +128,7 @@ class Act(Enum):
     WAIT = "wait"
     TROUBLE = "trouble"
     REGROUP = "regroup"
+    SAVE = "save"
     FORM = "form"
     FINISH = "finish"
 
@@ -233,12 +234,15 @@ def _trouble(current: Round, members: Mapping[int, NodeView], lost: Sequence[int
 def _regroup(
     current: Round, members: Mapping[int, NodeView], waiting: Mapping[int, NodeView], limits: Limits
 ) -> Decision:
-    """Regroup if a node leaves, or if waiting nodes allow more ranks, while the round runs."""
+    """Regroup if a node leaves, or if waiting nodes allow more ranks, while the round runs.
+
+    If the others can't go on without the node that leaves, all save and end.
+    """
     leaving = [number for number, seen in members.items() if seen.state.kind is Kind.LEAVING]
     staying = {number: seen for number, seen in members.items() if number not in leaving}
     chosen = choose({**staying, **waiting}, current.nodes, limits)
     if leaving:
-        return Decision(Act.REGROUP, f"{members[leaving[0]].name} leaves")
+        return Decision(Act.REGROUP if chosen else Act.SAVE, f"{members[leaving[0]].name} leaves")
     before = sum(seen.ranks for seen in members.values())
     if sum(seen.ranks for number, seen in {**staying, **waiting}.items() if number in chosen) > before:
         new = next(number for number in chosen if number not in current.nodes)
