@@ -40,6 +40,15 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], line: str) -> N
     assert done.stderr.splitlines() == [f"zeroshard: {line.format(cwd=tmp_path)}"]
 
 
+def test_a_rendezvous_at_etcd_is_refused_with_the_reason(tmp_path: Path) -> None:
+    done = zeroshard(tmp_path, "run", "--rendezvous", "etcd://host:2379", script(tmp_path, "", "s.py"))
+    assert done.returncode == 2
+    assert "EtcdStore lacks" in " ".join(done.stderr.replace("│", " ").split())
+    assert "none of env, kubernetes" in " ".join(
+        zeroshard(tmp_path, "run", "--rendezvous", "consul", "s.py").stderr.replace("│", " ").split()
+    )
+
+
 def test_a_file_of_variables_that_is_named_reaches_ranks_of_this_host_too(tmp_path: Path) -> None:
     name = script(tmp_path, "import os; print(os.environ['COLOUR'])")
     missing = zeroshard(tmp_path, "run", "--nproc", "1", "--env-file", "variables", name)

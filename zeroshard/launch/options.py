@@ -234,10 +234,26 @@ MasterPort = Annotated[
         rich_help_panel=_BY_HAND,
     ),
 ]
+
+
+def _rendezvous(value: str) -> Rendezvous:
+    names = ", ".join(one.value for one in Rendezvous)
+    if value in names.split(", "):
+        return Rendezvous(value)
+    if value.startswith("etcd"):
+        raise typer.BadParameter(
+            f"{value}: nodes meet in a store of torch's own, served by `zeroshard rendezvous`; torch's EtcdStore lacks "
+            f"operations that rounds need (docs/decisions/0033). This option is one of {names}"
+        )
+    raise typer.BadParameter(f"{value!r} is none of {names}")
+
+
 RendezvousName = Annotated[
     Rendezvous,
     typer.Option(
         "--rendezvous",
+        parser=_rendezvous,
+        metavar="|".join(one.value for one in Rendezvous),
         help="Which variables say what the options leave out about this node: torchrun's PET_* variables, or those "
         "of a pod, a Slurm step or an mpirun.",
         rich_help_panel=_BY_HAND,
