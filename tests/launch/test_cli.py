@@ -29,6 +29,11 @@ from zeroshard.launch.resources import resolve_nproc, set_threads, usable_cores
         ([""], "'': no such script"),
         (["."], ".: a folder without __main__.py; name a script"),
         (["--console", "first", "s.py"], "--console first: give the files in which the output is to be, as --log-dir"),
+        (["--spares", "1", "s.py"], "--spares: spare nodes are those of an elastic job; give --nodes MIN:MAX"),
+        (
+            ["--on-sigterm", "leave", "s.py"],
+            "--on-sigterm: nodes of elastic jobs may leave alone; give --nodes MIN:MAX",
+        ),
         (["--force-multi", "s.py"], "--force-multi needs a --hostfile"),
         (["--export", "NOT_SET", "s.py"], "--export NOT_SET: it is not set here"),
     ],

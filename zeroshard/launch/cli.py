@@ -95,10 +95,8 @@ def run(
     nnodes, elastic_nodes = _nodes(
         nodes if nodes is not None or len(set(in_environment.split(":"))) < 2 else in_environment
     )
-    if spares and elastic_nodes is None:
-        raise UsageError("--spares: spare nodes are those of an elastic job; give --nodes MIN:MAX")
-    if on_sigterm is not None and elastic_nodes is None:
-        raise UsageError("--on-sigterm: nodes of elastic jobs may leave alone; give --nodes MIN:MAX")
+    if elastic_nodes is None:
+        _refuse_elastic_options(spares, on_sigterm)
     job = Job(
         target=script,
         args=tuple(args or ()),
@@ -229,6 +227,14 @@ def _allowed_sizes(config_file: Path) -> tuple[int, ...]:
     from zeroshard.config.elastic_config import elastic_sizes
 
     return elastic_sizes(config_file)
+
+
+def _refuse_elastic_options(spares: int, on_sigterm: OnSigterm | None) -> None:
+    """Raises UsageError for options of elastic jobs."""
+    if spares:
+        raise UsageError("--spares: spare nodes are those of an elastic job; give --nodes MIN:MAX")
+    if on_sigterm is not None:
+        raise UsageError("--on-sigterm: nodes of elastic jobs may leave alone; give --nodes MIN:MAX")
 
 
 def _nodes(text: str | None) -> tuple[int | None, tuple[int, int] | None]:
