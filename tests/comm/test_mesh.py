@@ -98,6 +98,20 @@ def test_axes_with_the_same_ranks_share_communicators() -> None:
     assert run_ranks(2, _shares) == [3, 3]
 
 
+def _different(rank: int, world: int) -> None:
+    """Odd ranks come with subgroups, and with one mesh all go on afterwards."""
+    for over in ((), (DATA, (SHARD,))):
+        with pytest.raises(PlanError, match=r"rank 0 has .*dp_shard 4.*, ranks 1, 3 not: rank 1 has .*dp_shard 2"):
+            build_mesh(Mesh.data_parallel(world, 2 if rank % 2 else None), over)
+    with pytest.raises(PlanError, match=r"have different meshes: .* rank 2 not: .*over .*, dp_shard; give"):
+        build_mesh(Mesh.data_parallel(world), [(SHARD,)] if rank == 2 else [])
+    assert build_mesh(Mesh.data_parallel(world)).world_size == world
+
+
+def test_ranks_with_different_meshes_are_told_so_before_they_wait_for_each_other() -> None:
+    run_ranks(4, _different, timeout=60)
+
+
 def test_a_mesh_for_other_ranks_is_refused() -> None:
     with pytest.raises(PlanError, match=r"the mesh dp_replicate 1 x dp_shard 2 is for 2 ranks, but there are 1"):
         build_mesh(Mesh.data_parallel(2))

@@ -216,11 +216,6 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"rank 0 with mean: True, rank 1 with mean: False",
     ),
     "accumulation": ({}, {"accumulate": True}, r"rank 0 with accumulate: False"),
-    "subgroups": (
-        {"plan": 2},
-        {"plan": 2, "shard_size": 1},
-        r"rank 0 with mesh: dp_replicate 1 x dp_shard 2;.* rank 1 with mesh: dp_replicate 2 x dp_shard 1",
-    ),
     "wire": ({}, {"plan": Recipe(precision=Precision(wire="bf16"))}, r"sent in float32.* sent in bfloat16"),
 }
 

@@ -122,6 +122,23 @@ def test_products_by_block_are_those_of_the_decoded_values() -> None:
     assert by_block[:, :BLOCK].norm() < 0.5 * by_tensor[:, :BLOCK].norm()  # where values are small beside others
 
 
+def test_a_compiled_graph_of_any_length_calls_the_product_by_block_as_it_is() -> None:
+    seen: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> object:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    for backend in (look, "inductor"):
+        compiled = torch.compile(product_of_blocks, fullgraph=True, dynamic=True, backend=backend)
+        for rows in (64, 5, 32):
+            left, right = cast_tiles(_matrix(rows, 256), VALUES), cast_blocks(_matrix(128, 256), VALUES)
+            expected = product_of_blocks(*left, *right, torch.bfloat16)
+            assert torch.equal(compiled(*left, *right, torch.bfloat16), expected)
+    assert any("product_of_blocks" in name for name in seen)
+    assert not any("scaled_mm" in name for name in seen)
+
+
 def test_products_by_tensor_and_by_row_are_those_of_the_decoded_values() -> None:
     a, b = _matrix(5, 32), _matrix(7, 32, seed=1)
     for kind in (cast, cast_rows):

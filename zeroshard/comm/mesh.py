@@ -9,7 +9,8 @@ device, and has no form for one process without a process group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +18,9 @@ import torch.distributed as dist
 
 from zeroshard.errors import DivergenceError, PlanError
 from zeroshard.mesh import Axes, Mesh
+
+Partition = tuple[tuple[int, ...], ...]
+"""The groups of ranks along some axes, sorted."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = (), whole: Mesh 
         whole: of all ranks, where `mesh` is that of one pipeline stage; the rank's number is that in its stage then.
 
     Raises:
-        PlanError: the mesh is for another number of ranks.
+        PlanError: the mesh is for another number of ranks, or the ranks have different ones.
+        DivergenceError: not all ranks have come here within the default group's timeout.
     """
     joined = dist.is_available() and dist.is_initialized()
     size, rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
@@ -89,14 +94,47 @@ def build_mesh(mesh: Mesh | None = None, over: Iterable[Axes] = (), whole: Mesh 
     whole = mesh if whole is None else whole
     if whole.world_size != size:
         raise PlanError(f"the mesh {whole} is for {whole.world_size} ranks, but there are {size}")
-    made: dict[tuple[tuple[int, ...], ...], AxisGroups] = {}
+    made: dict[Partition, AxisGroups] = {}
     groups: dict[Axes, AxisGroups] = {}
-    for axes in dict.fromkeys((mesh.names, *over)):
-        partition = tuple(sorted(tuple(sorted(ranks)) for ranks in whole.groups(axes)))
+    partitions = {axes: _partition(whole, axes) for axes in dict.fromkeys((mesh.names, *over))}
+    if size > 1:
+        _compare(whole, partitions, rank, size)
+    for axes, partition in partitions.items():
         if partition not in made:
             made[partition] = _axis_groups("+".join(axes), partition, rank)
         groups[axes] = made[partition]
     return RankMesh(mesh, whole.position(rank, mesh.names), groups)
+
+
+def _partition(mesh: Mesh, axes: Axes) -> Partition:
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in mesh.groups(axes)))
+
+
+def _compare(mesh: Mesh, over: Iterable[Axes], rank: int, size: int) -> None:
+    """Compare through the store what the ranks are about to make: if it differs, torch's call waits for ranks that
+    never come. Rank 0 compares, and tells the others."""
+    own = f"{mesh}, communicators over {', '.join('+'.join(axes) for axes in over)}"
+    default: dist.Store = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"zeroshard/mesh/{default.add(f'zeroshard/mesh/{rank}', 1)}", default)
+    store.set(str(rank), own)
+    with _meeting():
+        if rank == 0:
+            store.wait([str(other) for other in range(size)], group_timeout())
+            found = [store.get(str(other)).decode() for other in range(size)]
+            others = [other for other in range(size) if found[other] != own]
+            store.set("verdict", "" if not others else _difference(found, others))
+        store.wait(["verdict"], group_timeout())
+        verdict = store.get("verdict").decode()
+    if verdict:
+        raise PlanError(verdict)
+
+
+def _difference(found: Sequence[str], others: Sequence[int]) -> str:
+    said = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    return (
+        f"the ranks have different meshes: rank 0 has {found[0]}, {said} not: rank {others[0]} has {found[others[0]]}; "
+        "give all ranks the same mesh and plan"
+    )
 
 
 def _axis_groups(name: str, partition: Sequence[Sequence[int]], rank: int) -> AxisGroups:
@@ -131,14 +169,20 @@ def _new_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup | in
     Raises:
         DivergenceError: not all ranks have come here within that time.
     """
-    timeout = group_timeout()
-    try:
-        made = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
-    except RuntimeError as error:  # stores and backends have kinds of their own
-        raise DivergenceError(
-            f"rank {dist.get_rank()} did not meet the other ranks within {timeout.total_seconds():g} s: they have "
-            "ended, or never come to initialize() or shard(), which all ranks call "
-            f"({str(error).partition(chr(10))[0]})"
-        ) from error
+    with _meeting():
+        made = dist.new_group(list(ranks), timeout=group_timeout(), group_desc=description)
     assert made is not None
     return made
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Raises DivergenceError where the other ranks do not come in time, whatever torch raises."""
+    try:
+        yield
+    except RuntimeError as error:  # stores and backends have kinds of their own
+        raise DivergenceError(
+            f"rank {dist.get_rank()} did not meet the other ranks within {group_timeout().total_seconds():g} s: they "
+            "have ended, or never come to initialize() or shard(), which all ranks call "
+            f"({str(error).partition(chr(10))[0]})"
+        ) from error
