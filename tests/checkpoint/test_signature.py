@@ -7,7 +7,9 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -161,6 +163,33 @@ def test_public_keys_come_from_texts_files_and_the_environment(tmp_path: Path, m
     assert signer_of("command:echo " + SIGNER.secret.hex()) == SIGNER
     with pytest.raises(CheckpointError, match="signing key of 3 characters names no place"):
         signer_of("key")
+
+
+@dataclass(frozen=True)
+class _Service:
+    """A key management service that gives what it is told to."""
+
+    public: bytes
+    signature: bytes
+
+    def sign(self, message: bytes) -> bytes:
+        return self.signature
+
+
+@pytest.mark.parametrize(
+    ("signer", "why"),
+    [
+        (_Service(SIGNER.public, SIGNER.sign(b"a hash of the message")), "no load would accept it"),
+        (_Service(SIGNER.public, b"short"), "64 bytes of a signature"),
+        (_Service(b"short", bytes(64)), "32 bytes of a public key"),
+        (_Service(cast(bytes, "text"), bytes(64)), "32 bytes of a public key"),
+    ],
+)
+def test_what_is_no_signature_is_not_written(saved: Path, signer: _Service, why: str) -> None:
+    before = (saved / SIGNATURE).read_bytes()
+    with pytest.raises(CheckpointError, match=why):
+        sign(saved, signer)
+    assert (saved / SIGNATURE).read_bytes() == before
 
 
 def test_a_new_key_of_an_encrypted_checkpoint_is_signed_too(tmp_path: Path) -> None:

@@ -449,6 +449,9 @@ def _refused(rank: int, world: int) -> None:
     schedule = zeroshard.VerticalSchedule(tied, cross_entropy, blocks=_tied_blocks(tied))
     with pytest.raises(UsageError, match=r"shard\(..., micro_batches=3\)"):
         schedule.step(batches(0, 3, rank))
+    detached = zeroshard.VerticalSchedule(tied, lambda *both: cross_entropy(*both).detach(), blocks=_tied_blocks(tied))
+    with pytest.raises(UsageError, match=r"the loss of micro-batch 0 has no graph"):
+        detached.step(batches(0, 1, rank))
 
     def through(x: torch.Tensor) -> torch.Tensor:
         for block in tied.blocks:

@@ -156,16 +156,27 @@ def sign(folder: Path, signer: Signer, digests: Mapping[str, str] | None = None)
         digests: the SHA-256 of each file but the table; None computes them.
 
     Raises:
-        CheckpointError: it can't be read, or the signature can't be made or written.
+        CheckpointError: it can't be read, the signature can't be made or written, or it is not that of the public key.
     """
     names = _names(folder)
     known = {} if digests is None else dict(digests)
     files = {name: known[name] if name in known else digest_of_file(folder / name) for name in names}
+    message = _message(files)
     try:
-        signature = signer.sign(_message(files))
-        text = {"format": _FORMAT, "version": _VERSION, "key": public_text(signer.public), "files": files}
+        public, signature = signer.public, signer.sign(message)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder} can't be signed: {error}") from error
+    if not _fits(public, KEY_NBYTES) or not _fits(signature, _SIGNATURE_NBYTES):
+        raise CheckpointError(
+            f"{folder} can't be signed: the signer gives something else than {KEY_NBYTES} bytes of a public key and "
+            f"{_SIGNATURE_NBYTES} bytes of a signature"
+        )
+    if not _is_valid(public, signature, message):
+        raise CheckpointError(
+            f"{folder} can't be signed: what the signer gives is no Ed25519 signature of the message that it got by "
+            f"{public_text(public)}, so no load would accept it"
+        )
+    text = {"format": _FORMAT, "version": _VERSION, "key": public_text(public), "files": files}
     staged = temporary_path(folder, SIGNATURE, new_id(), "partial")
     try:
         write_synced(staged, jsonfile.encode({**text, "signature": base64.b64encode(signature).decode()}))
@@ -241,6 +252,10 @@ def _names(folder: Path) -> list[str]:
 def _is_listed(name: object, digest: object) -> bool:
     named = isinstance(name, str) and (name == MANIFEST or OWN_FILE.fullmatch(name) is not None)
     return named and isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
+
+
+def _fits(value: object, nbytes: int) -> bool:
+    return isinstance(value, bytes) and len(value) == nbytes
 
 
 def _message(files: Mapping[str, str]) -> bytes:

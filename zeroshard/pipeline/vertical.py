@@ -108,6 +108,7 @@ class VerticalRunner:
                 value = self._call(block, given)
                 if last:
                     value = loss(value, micro)
+                    _refuse_without_graph(value, micro)
                 if number and not self._checked:
                     _refuse_other_ways(value, since, number)
                 cut: Cut = []
@@ -218,7 +219,8 @@ class VerticalSchedule:
             The losses of the micro-batches, without a graph and not divided.
 
         Raises:
-            UsageError: the plan has no sums for several micro-batches, or a block reads what was not handed to it.
+            UsageError: the plan has no sums for several micro-batches, a block reads what was not handed to it, or a
+                loss has no graph.
         """
         count = len(micro_batches)
         if not count:
@@ -318,11 +320,19 @@ def _cut(value: Any, cut: Cut, block: int) -> Any:
 def _backward_of(cut: Cut, *, first: bool) -> None:
     """The backward of a block for a micro-batch, from the gradients that the next block left; `first`: from a loss."""
     if first:
-        torch.autograd.backward([one for one, _ in cut if one.requires_grad])
+        torch.autograd.backward([one for one, _ in cut])
         return
     given = [(one, leaf.grad) for one, leaf in cut if leaf.grad is not None]
     if given:
         torch.autograd.backward([one for one, _ in given], [gradient for _, gradient in given])
+
+
+def _refuse_without_graph(loss: torch.Tensor, micro: int) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            f"the vertical schedule: the loss of micro-batch {micro} has no graph, so nothing would be trained: no "
+            "parameter that it was computed from requires gradients, or it was detached, or computed under no_grad()"
+        )
 
 
 def _refuse_other_ways(value: Any, since: int, block: int) -> None:
