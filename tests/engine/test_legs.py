@@ -115,6 +115,26 @@ def test_a_changed_leg_changes_what_is_sent_what_is_counted_and_the_bits(name: s
     assert not all(bits for _, _, bits in results)
 
 
+def _other_dtype(kind: LegKind, leg: Leg) -> Leg:
+    return replace(leg, dtype="bfloat16") if leg.kind is kind else leg
+
+
+def _half_as_much(kind: LegKind, leg: Leg) -> Leg:
+    return replace(leg, numel=leg.numel // 2) if leg.kind is kind else leg
+
+
+def _refuses(rank: int, world: int) -> None:
+    plan = _plan(STAGES[3], WORLD, accumulate=False)
+    for kind in (LegKind.COLLECT, LegKind.REDUCE_SCATTER, LegKind.ALL_GATHER):
+        for change in (_other_dtype, _half_as_much):
+            with pytest.raises(AssertionError, match=kind.name):
+                _trained(_with_legs(plan, partial(change, kind)), rank, 1)
+
+
+def test_legs_that_say_another_dtype_or_size_than_the_memory_has_do_not_run() -> None:
+    run_ranks(WORLD, _refuses)
+
+
 def _kinds(plan: Plan) -> Iterator[LegKind]:
     for unit in plan.legs:
         for group in unit:

@@ -113,6 +113,7 @@ class GatherSteps:
         gathers, label = self._gathers[leg.axes], unit.label
         if leg.route is Route.COPIES and whole is group.whole:
             assert self._peers is not None
+            assert whole.nbytes == leg.nbytes, (leg, whole.nbytes)
             return self._peers.all_gather(whole, group.shard, label, group.copied)
         if leg.source is Buffer.RECORDS:
             records, record = self._records(leg.nbytes), self._own_record(group, leg.nbytes)
@@ -124,6 +125,7 @@ class GatherSteps:
             own = _own_part(group, leg.target, whole)
         else:
             own = _second(group)
+        assert target.nbytes == leg.nbytes, (leg, target.nbytes)  # traffic and clocks are counted from legs
         target, own = (_as_bytes(tensor) if group.plan.scaled else tensor for tensor in (target, own))
         return lambda: gathers.all_gather(target, own, label)
 

@@ -29,7 +29,11 @@ from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.engine.memory.update_view import own_grad
 from zeroshard.mesh import Axes
+from zeroshard.plan.dtypes import torch_dtype
 from zeroshard.plan.legs import Buffer, Leg, LegKind, Legs, Route, Stream
+
+_OF_THE_SLOT = frozenset({Buffer.WIRE, Buffer.WIRE_PART, Buffer.STAGING, Buffer.LATE, Buffer.LATE_PART})
+"""Buffers that are there, with the dtype and size of a leg, when its action is made."""
 
 
 class LegActions:
@@ -97,6 +101,7 @@ class LegActions:
                 if leg.route is Route.COLLECTIVE:  # PeerReduce, which copies, waits itself
                     actions.append(partial(self._wait_for_compute, context.names(leg.source)))
                 beside = True
+            _check_memory(leg, context)
             actions.append(self._makers[leg.kind](leg, context))
         if through_slot:
             actions.append(partial(self._leave_slot, context))
@@ -251,6 +256,17 @@ class LegActions:
             self._streams.enqueue(leg.stream, lambda: target.copy_(source, non_blocking=True), *buffers)
 
         return copy
+
+
+def _check_memory(leg: Leg, context: LegContext) -> None:
+    """Traffic and clocks are counted from legs, so the memory has to be what they say."""
+    sends = bool(leg.axes) and leg.route is Route.COLLECTIVE
+    for buffer, dtypes in ((leg.source, (leg.read, leg.dtype) if sends else (leg.read,)), (leg.target, (leg.dtype,))):
+        if buffer in _OF_THE_SLOT:
+            found = context.tensor(buffer)
+            assert all(found.dtype is torch_dtype(dtype) for dtype in dtypes), (leg, found.dtype)
+            whole = buffer in (Buffer.WIRE, Buffer.LATE)
+            assert found.numel() == leg.numel if whole else found.numel() <= leg.numel, (leg, found.numel())
 
 
 def _leaves_slot(leg: Leg) -> bool:

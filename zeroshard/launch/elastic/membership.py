@@ -231,6 +231,16 @@ class Membership:
         """Write down that this node's ranks, which were told to stop, have saved and ended."""
         self._store.set("saved", "1")
 
+    def await_others(self, seconds: float) -> None:
+        """Wait, at most so long, until all other nodes have left the job or are lost."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(
+            view.alive and view.state.kind is not Kind.LEFT
+            for number, view in self._node_views().items()
+            if number != self.number
+        ):
+            time.sleep(_POLL_SECONDS)
+
     def leave(self, why: str = "") -> None:
         """Leave the job; returns when that is written into the store."""
         self._over.set()

@@ -93,7 +93,8 @@ class ElasticNode:
             with self._lock:
                 over = self._over
             if over is None or over.status == 0 or "rendezvous" not in over.why:
-                self._membership.leave()
+                with suppress(dist.DistError):  # the rendezvous has ended, and this node's status is known
+                    self._membership.leave()
             self._gate.close()
             self._memory_server.close()
 
@@ -123,6 +124,8 @@ class ElasticNode:
             if not (outcome.failed or by_us):
                 if outcome.status == PREEMPTED:
                     membership.note_saved()
+                    if self._serves:  # the store ends with this process
+                        membership.await_others(_LEAVE_SECONDS)
                 return outcome.status  # stopped by a signal from outside
             without_progress = without_progress + 1 if number <= self._last_progress else 1
             self._last_progress = number
