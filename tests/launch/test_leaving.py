@@ -9,9 +9,10 @@ import pytest
 
 from tests.support.elastic_job import ElasticJob, made
 from tests.support.elastic_train import BATCH, Line, planned, trained_on
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(400)
-_STEPS, _PORT = 40, 29483
+_STEPS = 40
 
 
 def _job(directory: Path, *words: str, saves: bool = False, rendezvous: bool = True) -> ElasticJob:
@@ -19,7 +20,7 @@ def _job(directory: Path, *words: str, saves: bool = False, rendezvous: bool = T
     (directory / "ds.json").write_text(json.dumps(config))
     options = ["--nodes", "2:3", "--nproc", "1", "--elastic", str(directory / "ds.json"), "--last-call", "60", *words]
     script = [str(_STEPS), "0", "0.2", *([str(directory / "checkpoints")] if saves else [])]
-    return ElasticJob(directory, None, options, script, _PORT, rendezvous)
+    return ElasticJob(directory, None, options, script, free_port(), rendezvous)
 
 
 def _rounds_of_steps(lines: list[Line]) -> dict[int, set[int]]:

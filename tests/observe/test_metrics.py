@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
+from tests.support.ports import free_port
 from tests.test_initialize import CONFIG, loss_of, start, train
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.errors import ConfigError, UsageError
@@ -32,12 +33,6 @@ from zeroshard.observe.metrics.names import METRICS, series_names
 DATA = resources.files("zeroshard.observe") / "data"
 ALERTS, DASHBOARD = (DATA / "alerts.yml").read_text(), (DATA / "dashboard.json").read_text()
 CASES = Path(__file__).with_name("alerts_test.yml")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def scraped(folder: Path) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.observe.test_metrics import ALERTS, alerts, free_port, queries, until
+from tests.observe.test_metrics import ALERTS, alerts, queries, until
+from tests.support.ports import free_port
 from tests.test_initialize import CONFIG, start, train
 
 SERVER = shutil.which("prometheus")

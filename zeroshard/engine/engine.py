@@ -273,7 +273,6 @@ class Engine(TrainingEngine):
 
     def _save_and_end(self, on_sigterm: _OnSigterm) -> NoReturn:
         saved = self.save_checkpoint(on_sigterm.directory, client_state=on_sigterm.client_state, background=False)
-        on_sigterm.preemption.close(ends=True)
         self.destroy()
         raise SystemExit(PREEMPTED if saved else 1)
 

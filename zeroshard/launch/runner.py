@@ -70,6 +70,8 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as stop:
         if stop.code == PREEMPTED:
+            # Others may have ended before, and the agent tells the rest to stop: this rank has saved already.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             (files / f"{os.getpid()}.{PREEMPTED_FILE}").touch()
             sys.exit(0)
         if stop.code not in (None, 0):

@@ -80,14 +80,8 @@ class Preemption:
         """Called by all ranks after each step: whether to save now and to end with `PREEMPTED`; on all ranks alike."""
         return self._stopping.boundary()
 
-    def close(self, *, patient: bool = True, ends: bool = False) -> None:
-        """Restore the former handler of SIGTERM.
-
-        Args:
-            patient: wait for other ranks; False if some are lost.
-            ends: this process has saved and ends: it ignores SIGTERM from now on. Other ranks may have ended before,
-                whereupon a launcher tells the rest to stop, and the status should say that this one has saved.
-        """
+    def close(self, *, patient: bool = True) -> None:
+        """Restore the former handler of SIGTERM. With `patient=False` it does not wait for other ranks (lost ones)."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -95,8 +89,7 @@ class Preemption:
         atexit.unregister(self.close)
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._former_wakeup_fd)
-            former = self._former if self._former is not None else signal.SIG_DFL
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if ends else former)
+            signal.signal(signal.SIGTERM, self._former if self._former is not None else signal.SIG_DFL)
         self._reader_end.close()
         self._writer_end.close()
 
