@@ -1,7 +1,8 @@
 """Run a function on N real processes joined by gloo, from inside a pytest test.
 
+    pytest process: TCPStore server, its port of the system's choice
     forkserver (torch, pytest and all of zeroshard imported once per pytest process, no threads)
-        |-- fork --> rank 0: FileStore, gloo, fn(0, world_size, *args) --pipe--> result or traceback
+        |-- fork --> rank 0: TCPStore client, gloo, fn(0, world_size, *args) --pipe--> result or traceback
         |-- fork --> rank 1: ...
 
 A fork of a server that has already imported what a rank needs (preload.py) starts in some hundredths of a second; a
@@ -9,7 +10,9 @@ spawned process imports torch anew, seconds on a busy machine. Forking the pytes
 threads by then (OpenMP, autograd), and a fork of a process with threads may hang. Workers kept alive between tests were
 rejected too: a test that breaks a process group or leaves a hook behind must not reach the next one.
 
-Every rank rendezvous through a file in a fresh directory, so there are no ports to collide.
+The ranks meet as under torchrun: in a TCPStore whose server outlives them, here on a port that the system chose, so
+that none collide. torch's FileStore was rejected: a write that fails half way, on a full disk say, leaves a record that
+every later reader waits for without end, with Python's lock held where the reader is a store that is being freed.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ _PRELOAD = ["pytest", "tests.support.preload"]
 _GRACE_SECONDS = 3.0
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
 _DUMP_SECONDS = 1.0
+_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class _Job:
     rank: int
     world_size: int
     directory: str
+    port: int
     timeout: float
     env: Mapping[str, str]
     payload: bytes
@@ -105,7 +110,9 @@ def run_ranks(
 
 def _run_once(world_size: int, payload: bytes, timeout: float, env: Mapping[str, str], backend: str) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        jobs = [_Job(rank, world_size, directory, timeout, dict(env), payload, backend) for rank in range(world_size)]
+        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        shared = (world_size, directory, store.port, timeout, dict(env), payload, backend)
+        jobs = [_Job(rank, *shared) for rank in range(world_size)]
         ranks: list[_Rank] = []
         try:
             for job in jobs:
@@ -255,7 +262,7 @@ def _call(job: _Job) -> bytes:
     fn, args = pickle.loads(job.payload)
     dist.init_process_group(
         job.backend,
-        store=dist.FileStore(f"{job.directory}/store", job.world_size),
+        store=dist.TCPStore(_HOST, job.port, job.world_size, timeout=timedelta(seconds=job.timeout)),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout),
