@@ -32,7 +32,9 @@ class _Ranks:
         self._directory = directory
         self.saving: list[bool] = []
         self.watch = RankWatch(directory, len(commands), lambda: self.saving.append(True))
-        self.processes = [subprocess.Popen(command, start_new_session=True) for command in commands]
+        self.processes = [
+            subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE) for command in commands
+        ]
         for rank, process in enumerate(self.processes):
             start = {"rank": rank, "local_rank": rank, "pid": process.pid, "restart": 0}
             start["error_file"] = str(directory / f"error-{rank}")
@@ -65,7 +67,7 @@ def test_a_killed_rank_goes_before_the_peer_that_recorded_an_error_and_ended_fir
         ranks.record(0)
         os.kill(ranks.processes[1].pid, signal.SIGKILL)
         os.waitid(os.P_PID, ranks.processes[1].pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has been told
-        _until(lambda: ranks.processes[0].poll() is not None)
+        ranks.processes[0].communicate()  # its line: it ends
         assert ranks.first() == (1, -signal.SIGKILL)
 
 
