@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 from datetime import timedelta
 from logging.handlers import QueueHandler
 
@@ -16,6 +15,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
+from tests.support.ports import free_port
 from zeroshard.cluster import rank_place, slurm_port
 from zeroshard.comm import init_distributed
 from zeroshard.errors import UsageError
@@ -67,7 +67,7 @@ def _meet(rank: int, world: int, ports: dict[str, int]) -> dict[str, tuple[float
 
 
 def test_ranks_meet_whatever_started_them() -> None:
-    ports = {scheme: _free_port() for scheme in ("env", "openmpi", "mpich", "slurm")}
+    ports = {scheme: free_port() for scheme in ("env", "openmpi", "mpich", "slurm")}
     for rank, met in enumerate(run_ranks(2, _meet, ports)):
         assert met["env"] == (3.0, rank, str(rank))
         assert met["openmpi"] == met["mpich"] == met["slurm"] == (3.0, rank, "2")
@@ -186,12 +186,12 @@ def _unknown(rank: int, world: int, port: int) -> list[str]:
 
 
 def test_a_host_without_an_address_is_named_before_it_is_waited_for() -> None:
-    (said,) = run_ranks(1, _unknown, _free_port())
+    (said,) = run_ranks(1, _unknown, free_port())
     assert any("MASTER_ADDR 'no-such-host.invalid' is no host that is known here" in line for line in said)
 
 
 def test_ranks_that_do_not_meet_say_where_they_waited() -> None:
-    port = _free_port()
+    port = free_port()
     (said,) = run_ranks(1, _unmet, port)
     assert said.startswith(f"rank 1 of 2 (torchrun) did not meet the others at localhost:{port}: ")
 
@@ -236,9 +236,3 @@ def test_a_slurm_steps_ranks_agree_on_host_and_port() -> None:
 
 def test_a_batch_script_outside_of_a_step_is_no_rank() -> None:
     assert rank_place({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

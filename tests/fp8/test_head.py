@@ -11,11 +11,9 @@ from torch.nn import functional
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.fp8_model import BLOCK, Block, adamw, codes_are_those_of_whole_weights, recipe
+from tests.support.fp8_model import BLOCK, Block, adamw, codes_are_those_of_whole_weights, recipe, trained_in_codes
 from tests.support.measure import forget_sent, sent
 from zeroshard.errors import PlanError
-from zeroshard.fp8.arithmetic import cast_weight
-from zeroshard.fp8.cast import decode
 from zeroshard.fp8.convert import choose, convert
 from zeroshard.fp8.linear import Fp8Linear
 from zeroshard.fp8.recipe import Fp8, Products, Scaling
@@ -84,21 +82,7 @@ def _alone(*, tied: bool) -> Trained:
     """Plain torch: the head multiplies in fp8; if it is tied, codes are made of the weight in bf16."""
     truth, model = _build(tied=tied), _build(tied=tied).bfloat16()
     convert(model, Products(Scaling.TENSORWISE, ("lm_head",)))
-    optimizer, losses = adamw(truth.parameters()), []
-    for step in range(3):
-        for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
-            value = theirs.detach()
-            coded = name == "lm_head.weight"
-            ours.data = decode(*cast_weight(value, by_block=False), torch.bfloat16) if coded else value.bfloat16()
-            ours.grad = None
-        loss = model(_ids(step, 0))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-            assert ours.grad is not None
-            theirs.grad = ours.grad.float()
-        optimizer.step()
-    return losses, {name: value.detach() for name, value in truth.named_parameters()}
+    return trained_in_codes(truth, model, 3, lambda step: model(_ids(step, 0)), ("lm_head",))
 
 
 @WAYS

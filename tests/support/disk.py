@@ -16,6 +16,8 @@ from zeroshard.nvme.memory import DiskRow, NvmeMemory
 from zeroshard.nvme.places import Spill
 from zeroshard.nvme.spill import SpillFile
 from zeroshard.nvme.transfers import Transfer
+from zeroshard.plan.offload import disk_nbytes
+from zeroshard.plan.plan import Plan
 from zeroshard.tiers import Completion
 
 
@@ -55,6 +57,18 @@ class CountedMemory(NvmeMemory):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> DiskRow:
         return CountedRow(self, super().allocate(numel, dtype))
+
+
+class CountedDisk:
+    """Makes a rank's `CountedMemory` in a folder, as `shard(tiers=...)` calls it, and keeps it as `made`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._spill, self._rank = Spill((str(folder),)), rank
+        self.made: CountedMemory | None = None
+
+    def __call__(self, plan: Plan, device: torch.device) -> NvmeMemory:
+        self.made = CountedMemory(self._spill, self._rank, disk_nbytes(plan))
+        return self.made
 
 
 class CountedRow(DiskRow):

@@ -125,20 +125,36 @@ def train(
 
 
 def train_alone(steps: int, fp8: Fp8 = FP8) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same in one process by plain torch: each step computes with what the codes of the float32 truth stand for."""
+    """`Stack` in one process by plain torch."""
     truth = build(fp8)
-    optimizer = adamw(truth.parameters())
     model = copy.deepcopy(truth).bfloat16()
     convert(model, Products(fp8.scaling, LAYERS))
-    losses: list[float] = []
+    return trained_in_codes(truth, model, steps, lambda step: loss_of(model, batch(step, 0, 0)), LAYERS, fp8)
+
+
+def trained_in_codes(
+    truth: nn.Module,
+    model: nn.Module,
+    steps: int,
+    loss_of_step: Callable[[int], torch.Tensor],
+    coded: Sequence[str],
+    fp8: Fp8 = FP8,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights by plain torch: a step computes with what the codes of the float32 truth stand for.
+
+    Args:
+        truth: float32 weights; updated.
+        model: of the same parameters, computes the losses in bf16.
+        coded: the layers whose weights are codes; the others are rounded to bf16.
+    """
+    optimizer, losses = adamw(truth.parameters()), list[float]()
+    by_block = fp8.scaling is Scaling.BLOCKWISE
     for step in range(steps):
         for (name, ours), theirs in zip(model.named_parameters(), truth.parameters(), strict=True):
-            coded = name.removesuffix(".weight") in LAYERS
-            value = theirs.detach()
-            by_block = fp8.scaling is Scaling.BLOCKWISE
-            ours.data = decode(*cast_weight(value, by_block=by_block), torch.bfloat16) if coded else value.bfloat16()
+            in_codes, value = name.removesuffix(".weight") in coded, theirs.detach()
+            ours.data = decode(*cast_weight(value, by_block=by_block), torch.bfloat16) if in_codes else value.bfloat16()
             ours.grad = None
-        loss = loss_of(model, batch(step, 0, 0))
+        loss = loss_of_step(step)
         loss.backward()
         losses.append(float(loss.detach()))
         for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 
 import zeroshard
 from tests.engine.offload.test_on_disk import BLOCK_OF_ELEMENTS, TASK, Deep
-from tests.support.disk import CountedMemory, FailingTransfers, disk_folder, spill_descriptors
+from tests.support.disk import CountedDisk, FailingTransfers, disk_folder, spill_descriptors
 from tests.support.distributed import run_ranks
 from tests.support.models import Batch, Task, square_loss
 from tests.support.offload import offloaded, recipe, train
@@ -132,23 +132,11 @@ def test_every_order_that_the_events_allow_gives_the_same_bits(tmp_path: Path) -
         run_ranks(2, _all_orders, folder)
 
 
-class _Counted:
-    """Makes memory on disk that counts what passes."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._spill, self._rank = Spill((str(folder),)), rank
-        self.made: CountedMemory | None = None
-
-    def __call__(self, plan: Plan, device: torch.device) -> NvmeMemory:
-        self.made = CountedMemory(self._spill, self._rank, disk_nbytes(plan))
-        return self.made
-
-
 def _bytes(rank: int, world: int, folder: Path) -> None:
     for micro, reuse, param, state in ((1, True, "bf16", Tier.NVME), (2, False, None, Tier.HOST)):
         plain = offloaded(recipe(3, param), param=True)
         plain = replace(plain, policy=replace(plain.policy, reuse=reuse))
-        counted, model = _Counted(folder, rank), build(TASK)
+        counted, model = CountedDisk(folder, rank), build(TASK)
         model, optimizer = zeroshard.shard(
             model,
             adamw(model),

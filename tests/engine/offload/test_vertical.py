@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.support.disk import CountedMemory, disk_folder
+from tests.support.disk import CountedDisk, disk_folder
 from tests.support.distributed import run_ranks
 from tests.support.measure import forget_sent, sent
 from tests.support.offload import offloaded, recipe
@@ -19,14 +19,12 @@ from tests.support.sequence import Steps, Way, batches, sharded, trained
 from tests.support.training import assert_same
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
-from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.nvme.places import Spill
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
-from zeroshard.plan.offload import disk_nbytes, host_nbytes, link_traffic
+from zeroshard.plan.offload import host_nbytes, link_traffic
 from zeroshard.plan.placement import Tier
-from zeroshard.plan.plan import Plan
 from zeroshard.plan.policy import HostUpdate, OnNonFinite
 from zeroshard.plan.traffic import disk_traffic, step_traffic
 
@@ -89,23 +87,11 @@ def test_steps_in_float16_are_skipped_as_usual(tmp_path: Path) -> None:
         run_ranks(2, _skips, folder, timeout=300)
 
 
-class _Counted:
-    """Makes memory on disk that counts what passes."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._spill, self._rank = Spill((str(folder),)), rank
-        self.made: CountedMemory | None = None
-
-    def __call__(self, plan: Plan, device: torch.device) -> NvmeMemory:
-        self.made = CountedMemory(self._spill, self._rank, disk_nbytes(plan))
-        return self.made
-
-
 def _moved(rank: int, world: int, folder: Path) -> None:
     for reuse in (True, False):
         plan = _on_disk(offloaded(recipe(3, "bf16"), param=True), folder)
         plan = replace(plan, policy=replace(plan.policy, reuse=reuse))
-        counted = _Counted(folder, rank)
+        counted = CountedDisk(folder, rank)
         way = Way(plan, MICRO, vertical=True, shard={"tiers": {Tier.NVME: counted}})
         model, optimizer, _ = sharded(way)
         steps, memory = Steps(way, model, None), counted.made
