@@ -21,11 +21,20 @@ from tests.support.measure import forget_sent, held_bytes, live_bytes, sent
 from tests.support.models import VOCABULARY, WIDTH, Block
 from tests.support.offload import recipe
 from tests.support.patience import Patience
-from tests.support.sequence import Steps, Way, batches, cross_entropy, sequence, sharded, trained
+from tests.support.sequence import (
+    Steps,
+    TiedModel,
+    Way,
+    batches,
+    cross_entropy,
+    sequence,
+    sharded,
+    tied_blocks,
+    trained,
+)
 from tests.support.shared_memory import shared_files
 from tests.support.training import assert_same
 from zeroshard.engine.core.virtual_streams import Pace, VirtualStreams
-from zeroshard.errors import PlanError, UsageError
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.plan import Plan
@@ -155,29 +164,7 @@ def test_the_lists_use_a_unit_for_each_micro_batch_and_gather_reduce_and_release
 # What models do.
 
 
-class _Tied(nn.Module):
-    """A language model whose head reads the embedding's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _tied_blocks(model: nn.Module) -> list[Any]:
-    assert isinstance(model, _Tied)
-    return [model.embedding, *model.blocks, model.head]
-
-
-class _Called(_Tied):
+class _Called(TiedModel):
     """The same, its second block called twice, and its first again at the end."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,14 +174,32 @@ class _Called(_Tied):
 
 
 def _called_blocks(model: nn.Module) -> list[Any]:
-    assert isinstance(model, _Tied)
+    assert isinstance(model, TiedModel)
     first, second, third = model.blocks
     return [model.embedding, first, second, second, third, first, model.head]
 
 
+class _InPlace(nn.Sequential):
+    """The same as a sequence of which two blocks begin with an in-place operation on what they are given."""
+
+    def __init__(self) -> None:
+        first, second = (nn.Sequential(nn.LeakyReLU(inplace=True), Block()) for _ in range(2))
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), first, second, nn.Linear(WIDTH, VOCABULARY, bias=False))
+
+
+def _in_place(rank: int, world: int) -> None:
+    for stage in (0, 3):
+        way = Way(stage, 3, build=_InPlace)
+        _alike(rank, way, way.upright, f"stage {stage}")
+
+
+def test_blocks_may_change_in_place_what_they_are_given() -> None:
+    run_ranks(2, _in_place)
+
+
 def _ties(rank: int, world: int) -> None:
     for stage in range(4):
-        for build, calls in ((_Tied, _tied_blocks), (_Called, _called_blocks)):
+        for build, calls in ((TiedModel, tied_blocks), (_Called, _called_blocks)):
             for plan in (stage, recipe(stage, "bf16")):
                 way = Way(plan, 3, build=build, blocks=calls)
                 _alike(rank, way, way.upright, f"{build.__name__} at stage {stage}, {plan}")
@@ -365,113 +370,7 @@ def test_steps_may_have_other_numbers_of_micro_batches_and_the_usual_order_still
     run_ranks(2, _ragged)
 
 
-# Errors.
-
-
-class _Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.fails = nn.Parameter(torch.ones(WIDTH)), ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails == "forward":
-            raise RuntimeError("on purpose")
-        x = x * self.scale
-        if self.fails == "backward":
-            x.register_hook(_fail)
-        return x
-
-
-def _fail(_: torch.Tensor) -> None:
-    raise RuntimeError("on purpose")
-
-
-def _failing() -> nn.Sequential:
-    model = sequence()
-    model[2] = _Fails()
-    return model
-
-
-def _after_an_exception(rank: int, world: int) -> None:
-    for stage in (1, 3):
-        way = Way(stage, 3, vertical=True, build=_failing)
-        wanted = trained(way, rank)
-        for fails in ("forward", "backward"):
-            model, optimizer, _ = sharded(way)
-            steps, broken = Steps(way, model, None), model.get_submodule("2")
-            assert isinstance(broken, _Fails)
-            for step in range(3):
-                broken.fails = fails
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    steps.run(batches(9, 3, rank))
-                broken.fails = ""
-                steps.run(batches(step, 3, rank))
-                optimizer.step()
-                optimizer.zero_grad()
-            found = {name: one.clone() for name, one in zeroshard.iterate_full_parameters(model)}
-            assert_same(found, wanted.parameters, f"stage {stage}, {fails}")
-            zeroshard.close(model)
-
-
-def test_an_exception_leaves_nothing_for_the_next_step() -> None:
-    run_ranks(1, _after_an_exception)
-
-
-class _Keeps(nn.Module):
-    """Adds what the block before it computed last, which is another micro-batch's."""
-
-    def __init__(self, source: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.scale, self._source = nn.Parameter(torch.ones(WIDTH)), source
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale + (self._source[0] if self._source else 0)
-        self._source[:] = [x]
-        return x
-
-
-def _refused(rank: int, world: int) -> None:
-    source: list[torch.Tensor] = []
-    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), _Keeps(source), _Keeps(source), nn.Linear(WIDTH, VOCABULARY))
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2)
-    with pytest.raises(UsageError, match=r"block 1 computes with a tensor that .* another micro-batch"):
-        zeroshard.VerticalSchedule(model, cross_entropy).step(batches(0, 2, rank))
-    with pytest.raises(UsageError, match=r"no micro-batches"):
-        zeroshard.VerticalSchedule(model, cross_entropy).step([])
-    with torch.no_grad(), pytest.raises(UsageError, match=r"no_grad"):
-        zeroshard.VerticalSchedule(model, cross_entropy).step(batches(0, 2, rank))
-    zeroshard.close(model)
-
-    tied = _Tied()
-    zeroshard.shard(tied, torch.optim.SGD(tied.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"_Tied does not say what its blocks are"):
-        zeroshard.VerticalSchedule(tied, cross_entropy)
-    schedule = zeroshard.VerticalSchedule(tied, cross_entropy, blocks=_tied_blocks(tied))
-    with pytest.raises(UsageError, match=r"shard\(..., micro_batches=3\)"):
-        schedule.step(batches(0, 3, rank))
-    detached = zeroshard.VerticalSchedule(tied, lambda *both: cross_entropy(*both).detach(), blocks=_tied_blocks(tied))
-    with pytest.raises(UsageError, match=r"the loss of micro-batch 0 has no graph"):
-        detached.step(batches(0, 1, rank))
-
-    def through(x: torch.Tensor) -> torch.Tensor:
-        for block in tied.blocks:
-            x = block(x)
-        return x
-
-    with pytest.raises(UsageError, match=r"block 1 holds the units \['blocks.0', 'blocks.1', 'blocks.2'\]"):
-        zeroshard.VerticalSchedule(tied, cross_entropy, blocks=[tied.embedding, through, tied.head])
-    zeroshard.close(tied)
-
-
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    run_ranks(2, _refused)
-
-
-def test_a_policy_is_either_for_micro_batches_together_or_for_accumulation() -> None:
-    with pytest.raises(PlanError, match="leave accumulate out"):
-        ExecutionPolicy(micro_batches=2, accumulate=True)
-    with pytest.raises(PlanError, match="whole number of at least 1"):
-        ExecutionPolicy(micro_batches=0)
+# Copies between peers.
 
 
 def _copied(rank: int, world: int, folder: str) -> None:

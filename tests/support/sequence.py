@@ -28,6 +28,28 @@ def sequence(depth: int = 3) -> nn.Sequential:
     )
 
 
+class TiedModel(nn.Module):
+    """A language model whose head reads the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tied_blocks(model: nn.Module) -> list[Any]:
+    assert isinstance(model, TiedModel)
+    return [model.embedding, *model.blocks, model.head]
+
+
 def cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over tokens."""
     return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten())

@@ -284,7 +284,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside only accumulate on this rank; the next backward outside, or the step, reduces."""
     runtime = handle_of(model).runtime
     if not runtime.plan.policy.accumulate:
-        raise UsageError("no_sync needs a plan that accumulates: shard(..., accumulate=True)")
+        instead = " in place of micro_batches" if runtime.plan.policy.micro_batches > 1 else ""
+        raise UsageError(f"no_sync needs a plan that accumulates: shard(..., accumulate=True){instead}")
     with runtime.reduce_policy.no_sync():
         yield
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,6 +40,11 @@ Loss = Callable[[Any, int], torch.Tensor]
 """The loss of a micro-batch, from the last block's output and the micro-batch's number."""
 Cut = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that a block gave, and the leaves that the next block got in their place."""
+
+_REACHES = (
+    "A function counts as using each module that it can reach through its variables, arguments and object: let it "
+    "refer to the modules that it calls, not to the whole model"
+)
 
 
 class VerticalRunner:
@@ -66,7 +71,7 @@ class VerticalRunner:
         self._through, self._autocast = _one_after_the_other if through is None else through, autocast
         self._blocks = _joined(calls)
         members = [{id(one) for call in block for _, one in reachable_parameters(call)} for block in self._blocks]
-        _refuse_several_units(handle, members)
+        _refuse_several_units(handle, self._blocks, members)
         self._shared = _Shared(handle, members)
         self._checked = False
 
@@ -105,7 +110,7 @@ class VerticalRunner:
             for micro, given in enumerate(values):
                 self._handle.runtime.forward.repeats = micro > 0
                 since = torch.autograd._get_sequence_nr()
-                value = self._call(block, given)
+                value = self._call(block, _changeable(given) if number else given)
                 if last:
                     value = loss(value, micro)
                     _refuse_without_graph(value, micro)
@@ -279,7 +284,7 @@ def _joined(calls: Sequence[Call]) -> list[list[Call]]:
     return blocks
 
 
-def _refuse_several_units(handle: Handle, members: Sequence[set[int]]) -> None:
+def _refuse_several_units(handle: Handle, blocks: Sequence[Sequence[Call]], members: Sequence[set[int]]) -> None:
     of_unit = {
         id(parameter): unit
         for unit in handle.runtime.units
@@ -290,9 +295,11 @@ def _refuse_several_units(handle: Handle, members: Sequence[set[int]]) -> None:
     for number, ids in enumerate(members):
         labels = sorted({of_unit[key].label for key in ids if key in of_unit})
         if len(labels) > 1:
+            function = any(not isinstance(call, nn.Module) for call in blocks[number])
             raise UsageError(
                 f"the vertical schedule: block {number} holds the units {labels}, each of which would be gathered "
                 "again for each micro-batch; give smaller blocks, or make the block one unit: shard(..., units=[...])"
+                + (f". {_REACHES}" if function else "")
             )
 
 
@@ -315,6 +322,32 @@ def _cut(value: Any, cut: Cut, block: int) -> Any:
             "it: give tensors, or tuples, lists and dicts of them"
         )
     return made
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory behind a node of the graph: a block may change it in place, which torch refuses for a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _changeable(value: Any) -> Any:
+    """What a block is given: as in the usual order it may begin with an in-place operation."""
+    aliases: dict[int, torch.Tensor] = {}
+
+    def alias_of(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or not one.requires_grad:
+            return one
+        if id(one) not in aliases:
+            aliases[id(one)] = cast(torch.Tensor, _Alias.apply(one))
+        return aliases[id(one)]
+
+    return tree_map(alias_of, value)
 
 
 def _backward_of(cut: Cut, *, first: bool) -> None:

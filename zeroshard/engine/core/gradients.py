@@ -335,6 +335,13 @@ class Gradients:
                 "(clip_grad_norm_, safe_get_full_grad), after the last backward. Call step() or zero_grad() before "
                 "the next one"
             )
+        if self._plan.policy.micro_batches > 1:
+            raise UsageError(
+                f"a second backward before the step: the gradient of unit {unit.label!r} has no accumulator in the "
+                f"plan, which sums {self._plan.policy.micro_batches} micro-batches in the vertical order alone. Hand "
+                "all of them to VerticalSchedule.step(), or to the engine's train_batch(); or say accumulate=True in "
+                "place of micro_batches"
+            )
         raise UsageError(
             f"a second backward before the step: the gradient of unit {unit.label!r} has no accumulator in the plan. "
             "Say shard(..., accumulate=True), or give the engine gradient_accumulation_steps; where their number "
