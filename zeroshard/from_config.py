@@ -7,9 +7,9 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,8 @@ from zeroshard.parallel.divided_attention import divide_attention, find_transfor
 from zeroshard.parallel.requested import SIZE, agreed_mesh, answers_sequence, requested_sequence
 from zeroshard.parallel.sequence_axis import SequenceParallel
 from zeroshard.pipeline.engine import PipelineCalls, PipelineEngine
-from zeroshard.pipeline.module import PipelineModule
-from zeroshard.pipeline.start import PipelineStart, find_pipeline, refuse_vertical
+from zeroshard.pipeline.start import PipelineStart, find_pipeline, find_vertical
+from zeroshard.pipeline.vertical_engine import VerticalCalls, VerticalEngine
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
@@ -76,6 +76,18 @@ ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.
 ClientScheduler = Any
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 Result = tuple[Engine, "ShardedOptimizer | None", "DataLoader[Any] | None", Any]
+
+
+@dataclass(frozen=True)
+class EngineKinds(Generic[AnyEngine]):
+    """Classes of engines: for backwards one by one, for pipelines, and for blocks in the vertical schedule."""
+
+    plain: type[AnyEngine]
+    pipeline: type[AnyEngine]
+    vertical: type[AnyEngine]
+
+
+_KINDS = EngineKinds[Engine](Engine, PipelineEngine, VerticalEngine)
 
 
 def initialize(
@@ -116,7 +128,7 @@ def initialize(
         PlanError, UsageError: what can't be put together.
     """
     return build_engine(
-        PipelineEngine if isinstance(model, PipelineModule) else Engine,
+        _KINDS,
         args=args,
         model=model,
         optimizer=optimizer,
@@ -134,7 +146,7 @@ def initialize(
 
 
 def build_engine(
-    kind: type[AnyEngine],
+    kinds: EngineKinds[AnyEngine],
     *,
     args: Any = None,
     model: nn.Module | None = None,
@@ -153,7 +165,7 @@ def build_engine(
     """As `initialize`, with an engine of another class. A model of an `Init` that is still open is built first."""
     with outside_of_init(model):
         return _build_engine(
-            kind,
+            kinds,
             args,
             model,
             optimizer,
@@ -171,7 +183,7 @@ def build_engine(
 
 
 def _build_engine(
-    kind: type[AnyEngine],
+    kinds: EngineKinds[AnyEngine],
     args: Any,
     model: nn.Module | None,
     optimizer: ClientOptimizer | None,
@@ -201,8 +213,8 @@ def _build_engine(
     resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
     if pipeline is not None:
         pipeline.obey(resolved)
-    else:
-        refuse_vertical(model, resolved)
+    inner = find_transformers_model(model)
+    vertical = find_vertical(model, inner, resolved, mesh) if pipeline is None else None
     if resolved.log_level is not None:
         logging.getLogger("zeroshard").setLevel(resolved.log_level.upper())
     check_packages(resolved.observe)
@@ -229,11 +241,15 @@ def _build_engine(
         _cast_buffers(model, resolved.precision.buffer)
         scheduler = _scheduler(resolved, sharded, lr_scheduler)
         observer = build_observer(resolved.observe, handle_of(model))
+        kind = kinds.pipeline if pipeline is not None else kinds.plain if vertical is None else kinds.vertical
         engine = kind(model, sharded, scheduler, _batch_sizes(resolved), _engine_options(resolved, observer))
         if observer is not None:
             weakref.finalize(engine, observer.close)
         if isinstance(engine, PipelineCalls):
             engine.run_schedule(resolved.pipeline.schedule)
+        if isinstance(engine, VerticalCalls):
+            assert vertical is not None
+            engine.run_blocks(vertical.model, vertical.blocks)
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
         if resolved.checkpoint.directory is not None:
             engine.save_on_sigterm(resolved.checkpoint.directory)

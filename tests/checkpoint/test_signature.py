@@ -233,6 +233,7 @@ def test_the_commands_make_a_key_sign_and_verify(tmp_path: Path) -> None:
     assert key.stat().st_mode & 0o777 == 0o600
     assert "is not signed" in _run("verify", str(folder), "--signed-by", public, status=1)
     _run("sign", str(folder.parent), "--key", f"file:{key}")
+    assert "its signature was not checked" in _run("verify", str(folder))
     assert "signed as demanded" in _run("verify", str(folder), "--signed-by", public)
     assert json.loads(_run("verify", str(folder), "--signed-by", public, "--json"))["signature checked"]
     other = public_text(OTHER.public)

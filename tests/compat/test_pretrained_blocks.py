@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
 from tests.compat.test_pretrained_stages import EXPERTS, _doubled, _ids, _model
 from tests.support.distributed import run_ranks
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, UsageError
 from zeroshard.pipeline.pretrained_blocks import pretrained_blocks
+from zeroshard.pipeline.vertical_engine import VerticalEngine
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 MICRO = 3
@@ -88,3 +90,84 @@ def test_a_model_that_is_not_what_its_blocks_make_is_refused() -> None:
         PlanError, match=r"blocks one after the other give logits that differ from the whole model's by"
     ):
         pretrained_blocks(odd)
+
+
+def _config(stage: int, **others: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **others,
+    }
+
+
+def _labelled(step: int, rank: int, micro: int) -> dict[str, torch.Tensor]:
+    batch = _batch(step, rank, micro)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def _by_config(rank: int, world: int, adapted: bool) -> None:
+    found: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for stage, vertical in ((1, False), (1, True), (3, True)):
+        model = _model("Llama", tied=True)
+        if adapted:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        section = {"pipeline": {"schedule": "vertical"}} if vertical else {}
+        engine, *_ = zeroshard.initialize(model=model, config=_config(stage, **section))
+        losses: list[float] = []
+        for step in range(3):
+            batches = [_labelled(step, rank, micro) for micro in range(MICRO)]
+            if vertical:
+                assert isinstance(engine, VerticalEngine)
+                losses.append(float(engine.train_batch(iter(batches))))
+                continue
+            engine.train()
+            mean = torch.zeros(())
+            for one in batches:
+                loss = engine(**one, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
+                mean += loss.detach() / MICRO / world
+            dist.all_reduce(mean)
+            losses.append(float(mean))
+        engine.eval()
+        with torch.no_grad():
+            losses.append(float(engine(**_labelled(9, 0, 0), use_cache=False).loss))
+        assert (engine.global_steps, engine.micro_steps) == (3, 3 * MICRO)
+        found.append((losses, {name: one.clone() for name, one in zeroshard.full_state_dict(engine.module).items()}))
+        engine.destroy()
+    for losses, values in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-6)
+        assert all(torch.equal(one, found[0][1][name]) for name, one in values.items())
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "LoRA"])
+def test_train_batch_of_a_config_has_the_bits_of_a_loop_of_backwards_with_the_models_own_loss(adapted: bool) -> None:
+    run_ranks(2, _by_config, adapted, timeout=300)
+
+
+def _refused(rank: int, world: int) -> None:
+    engine, *_ = zeroshard.initialize(
+        model=_model("Llama", tied=False), config=_config(2, pipeline={"schedule": "vertical"})
+    )
+    assert isinstance(engine, VerticalEngine)
+    with pytest.raises(UsageError, match=r"engine\.backward\(\): .* call train_batch\(data_iter\)"):
+        engine.backward(engine(**_labelled(0, 0, 0)).loss)
+    with pytest.raises(UsageError, match=r"dicts with input_ids, labels .* one with \['attention_mask', 'input_ids'\]"):
+        engine.train_batch(iter([_batch(0, 0, 0)] * MICRO))
+    with pytest.raises(UsageError, match=r"num_items_in_batch divides losses"):
+        engine.train_batch(iter([{**_labelled(0, 0, 0), "num_items_in_batch": 3}] * MICRO))
+    with pytest.raises(UsageError, match=r"ended after 2 of the 3 micro-batches"):
+        engine.train_batch(iter([_labelled(0, 0, 0)] * 2))
+    engine.set_dataloader([_labelled(0, 0, 0)])
+    engine.train_batch()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_what_an_engine_in_the_vertical_order_cannot_do_is_refused_by_name() -> None:
+    run_ranks(1, _refused)

@@ -27,6 +27,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.rekey import is_encrypted, rekey
 from zeroshard.checkpoint.signature import (
     check_signature,
+    is_signed,
     new_signing_key_file,
     public_text,
     sign,
@@ -93,14 +94,15 @@ def verify(path: _Path, signed_by: _SignedBy = None, as_json: _Json = False) -> 
     except CheckpointError as error:
         problems = [str(error)]
     if as_json:
-        found = {"checkpoint": str(folder), "bytes": nbytes, "whole": not problems, "signature checked": bool(trusted)}
-        _print_json({**found, "problems": problems})
+        found = {"checkpoint": str(folder), "bytes": nbytes, "whole": not problems}
+        _print_json({**found, "signed": is_signed(folder), "signature checked": bool(trusted), "problems": problems})
     else:
         console = Console()
         for problem in problems:
             console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
         if not problems:
-            signed = ", and it is signed as demanded" if trusted else ""
+            unchecked = "; its signature was not checked (--signed-by KEY)" if is_signed(folder) else ""
+            signed = ", and it is signed as demanded" if trusted else unchecked
             whole = f"{folder} is whole: {_size(nbytes)} match their checksums{signed}"
             console.print(whole, markup=False, highlight=False, soft_wrap=True)
     if problems:

@@ -20,6 +20,7 @@ from zeroshard.engine.build import default_device
 from zeroshard.errors import ConfigError, UsageError, ZeroShardWarning
 from zeroshard.mesh import DATA, MODEL_AXES, REPLICATE, SHARD, Mesh, MeshAxis
 from zeroshard.pipeline.module import PipelineModule
+from zeroshard.pipeline.pretrained_blocks import pretrained_blocks
 from zeroshard.pipeline.schedules import VERTICAL, splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
 from zeroshard.plan.builder import Recipe
@@ -55,22 +56,10 @@ class PipelineStart:
                 "pipeline.seed_layers is true, but the PipelineModule has built its layers without seeds: say "
                 "PipelineModule(..., seed_layers=True)"
             )
-        if config.zero.stage == "auto":
-            raise ConfigError('zero_optimization.stage "auto" is not built for pipelines; write a number from 0 to 3')
+        _refuse_unbuilt(config)
         if asked.checkpoint_interval:
             model.activation_checkpoint_interval = asked.checkpoint_interval
         model.use_reentrant = asked.reentrant
-        if config.observe.flops is not None:
-            raise ConfigError(
-                "flops_profiler.enabled: FLOPs of pipelines are not counted yet; leave it out, or profile the model "
-                "with get_model_profile"
-            )
-        if config.observe.breakdown:
-            warnings.warn(
-                "wall_clock_breakdown: a pipeline's forwards and backwards run in turn, and are not timed apart",
-                ZeroShardWarning,
-                stacklevel=4,
-            )
         self._check_stages()
 
     def _check_stages(self) -> None:
@@ -132,11 +121,55 @@ def find_pipeline(model: nn.Module, mpu: Any, mesh_param: Any) -> PipelineStart 
     return PipelineStart(model, mesh)
 
 
-def refuse_vertical(model: nn.Module, config: Config) -> None:
-    """Raises ConfigError where a config asks for the vertical schedule of a model that is no list of layers."""
-    if config.pipeline.schedule == VERTICAL:
+@dataclass(frozen=True)
+class VerticalStart:
+    """A language model of transformers, and its blocks, through which all micro-batches of a step are to pass."""
+
+    model: nn.Module
+    blocks: list[nn.Module]
+
+
+def find_vertical(model: nn.Module, inner: nn.Module | None, config: Config, mesh: Mesh | None) -> VerticalStart | None:
+    """The blocks of a model that is no PipelineModule, where a config asks for the vertical schedule; else None.
+
+    Args:
+        inner: the model of transformers in it, if there is one.
+
+    Raises:
+        ConfigError: it is no model of transformers, or the config asks for what is not built.
+        PlanError: the model brings no plan of stages.
+    """
+    if config.pipeline.schedule != VERTICAL:
+        return None
+    if inner is None:
         raise ConfigError(
             f"pipeline.schedule 'vertical': a {type(model).__name__} is called as a whole; write it as a "
             "PipelineModule(layers, num_stages=1), whose train_batch() lets all micro-batches pass a layer before the "
             "next one, or use the native interface: zeroshard.VerticalSchedule(model, loss_fn, blocks=[...])"
+        )
+    axes = () if mesh is None else mesh.axes
+    others = [*axes_of_model(model), *(axis.name for axis in axes if axis.name not in DATA and axis.size > 1)]
+    if others:
+        raise ConfigError(
+            f"pipeline.schedule 'vertical': the model or its sequences are divided over {others[0]!r}, and blocks of "
+            "transformers' models are not run so yet; leave one of the two out"
+        )
+    _refuse_unbuilt(config)
+    return VerticalStart(inner, pretrained_blocks(inner))
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    """What steps of `train_batch` do not do yet: an error, or a warning where nothing is lost but figures."""
+    if config.zero.stage == "auto":
+        raise ConfigError('zero_optimization.stage "auto" is not built for pipelines; write a number from 0 to 3')
+    if config.observe.flops is not None:
+        raise ConfigError(
+            "flops_profiler.enabled: FLOPs of pipelines are not counted yet; leave it out, or profile the model "
+            "with get_model_profile"
+        )
+    if config.observe.breakdown:
+        warnings.warn(
+            "wall_clock_breakdown: a pipeline's forwards and backwards run in turn, and are not timed apart",
+            ZeroShardWarning,
+            stacklevel=5,
         )

@@ -18,7 +18,7 @@ from deepspeed._parameters import describe, enables_checks
 from deepspeed._torchao import take_over
 from deepspeed._version import VERSION
 from deepspeed.runtime.engine import DeepSpeedEngine, leave
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine, VerticalEngine
 from deepspeed.runtime.zero.parameter_offload import ParameterOffload
 from deepspeed.utils.logging import logger
 from zeroshard.auto_config import ConfigSource
@@ -26,8 +26,7 @@ from zeroshard.config.document import Document
 from zeroshard.engine.core.handle import handle_of
 from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import UsageError, ZeroShardWarning
-from zeroshard.from_config import build_engine
-from zeroshard.pipeline.module import PipelineModule
+from zeroshard.from_config import EngineKinds, build_engine
 
 
 def initialize(
@@ -76,7 +75,7 @@ def initialize(
         if not trains:  # the caller of a reference model knows that it can't be trained
             warnings.filterwarnings("ignore", "initialize: neither the config", ZeroShardWarning)
         engine, *others = build_engine(
-            PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
+            EngineKinds(DeepSpeedEngine, PipelineEngine, VerticalEngine),
             args=args,
             model=model,
             optimizer=optimizer,
