@@ -18,6 +18,11 @@ from zeroshard.launch.failures import RankWatch
 _SLEEPER = ("sleep", "100")
 
 
+def _ends(status: int) -> tuple[str, ...]:
+    """A rank that ends with a status when it is let go on."""
+    return "sh", "-c", f"read line; exit {status}"
+
+
 def _until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not holds():
@@ -33,7 +38,8 @@ class _Ranks:
         self.saving: list[bool] = []
         self.watch = RankWatch(directory, len(commands), lambda: self.saving.append(True))
         self.processes = [
-            subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE) for command in commands
+            subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for command in commands
         ]
         for rank, process in enumerate(self.processes):
             start = {"rank": rank, "local_rank": rank, "pid": process.pid, "restart": 0}
@@ -52,6 +58,14 @@ class _Ranks:
         self.processes[rank].send_signal(number)
         _until(lambda: self.processes[rank].poll() is not None)
 
+    def end(self, rank: int) -> None:
+        """Let a rank that reads a line go on, and take its status once its end has been told."""
+        process = self.processes[rank]
+        assert process.stdin is not None
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        _until(lambda: process.poll() is not None)
+
     def first(self) -> tuple[int, int] | None:
         """The first failure when all have ended: rank and status."""
         for process in self.processes:
@@ -62,12 +76,12 @@ class _Ranks:
 
 
 def test_a_killed_rank_goes_before_the_peer_that_recorded_an_error_and_ended_first(tmp_path: Path) -> None:
-    ranks = _Ranks(tmp_path, ("sh", "-c", "read line; exit 1"), _SLEEPER)
+    ranks = _Ranks(tmp_path, _ends(1), _SLEEPER)
     with ranks.watch:
         ranks.record(0)
         os.kill(ranks.processes[1].pid, signal.SIGKILL)
         os.waitid(os.P_PID, ranks.processes[1].pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has been told
-        ranks.processes[0].communicate()  # its line: it ends
+        ranks.end(0)
         assert ranks.first() == (1, -signal.SIGKILL)
 
 
@@ -82,20 +96,20 @@ def test_of_errors_the_first_that_was_recorded_is_blamed(tmp_path: Path) -> None
 
 
 def test_a_rank_that_failed_and_is_ended_by_the_agent_on_its_way_out_has_status_1(tmp_path: Path) -> None:
-    ranks = _Ranks(tmp_path, ("sh", "-c", "sleep 0.3; exit 3"), _SLEEPER)
+    ranks = _Ranks(tmp_path, _ends(3), _SLEEPER)
     with ranks.watch:
         ranks.record(1)
         time.sleep(0.02)  # the clock of the file system ticks every 4 ms
         ranks.record(0)
-        _until(lambda: ranks.processes[0].poll() == 3)
+        ranks.end(0)
         ranks.kill(1, signal.SIGTERM)
         assert ranks.first() == (1, 1)
 
 
 def test_a_rank_that_the_agent_ends_is_never_the_first(tmp_path: Path) -> None:
-    ranks = _Ranks(tmp_path, ("sh", "-c", "sleep 0.2; exit 3"), _SLEEPER, _SLEEPER)
+    ranks = _Ranks(tmp_path, _ends(3), _SLEEPER, _SLEEPER)
     with ranks.watch:
-        _until(lambda: ranks.processes[0].poll() == 3)
+        ranks.end(0)
         assert ranks.watch.failed.is_set()
         ranks.kill(1)
         ranks.record(2)
@@ -116,10 +130,10 @@ def test_what_had_failed_when_the_agent_is_stopped_is_known_and_what_fails_later
 
 
 def test_ranks_that_are_well_when_the_agent_is_stopped_have_not_failed(tmp_path: Path) -> None:
-    ranks = _Ranks(tmp_path, _SLEEPER, ("sh", "-c", "sleep 0.1; exit 0"))
+    ranks = _Ranks(tmp_path, _SLEEPER, _ends(0))
     with ranks.watch:
         ranks.watch.handle_stops()
-        _until(lambda: ranks.processes[1].poll() == 0)
+        ranks.end(1)
         with pytest.raises(SignalException):
             signal.raise_signal(signal.SIGTERM)
         ranks.record(0)
@@ -137,9 +151,11 @@ def test_a_second_signal_kills_what_the_first_did_not_end(tmp_path: Path) -> Non
 
 
 def test_sigterm_asks_ranks_to_save_once_if_all_of_them_can(tmp_path: Path) -> None:
-    handles = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
+    handles = ("sh", "-c", "trap 'exit 0' TERM; echo; while :; do sleep 0.05; done")
     ranks = _Ranks(tmp_path, handles, handles)
-    time.sleep(0.2)  # until the shells have their traps
+    for process in ranks.processes:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has its trap
     with ranks.watch:
         ranks.watch.handle_stops()
         for rank in range(2):

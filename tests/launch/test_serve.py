@@ -61,7 +61,7 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     assert served.stderr is not None
     assert "ends when all nodes have" in served.stderr.readline()
     served.send_signal(signal.SIGTERM)
-    assert served.wait(3) == 1, "the job has not ended"
+    assert served.wait(10) == 1, "the job has not ended"
 
 
 @pytest.mark.parametrize(
