@@ -71,7 +71,7 @@ def until_trained(job: ElasticJob, seconds: float, since: float) -> bool:
 def report(lines: Sequence[Line], kinds: Counter[str], hung: int, pauses: dict[str, list[float]]) -> dict[str, object]:
     """What came of it."""
     steps = [line for line in lines if line.what == "step"]
-    found = trained_on(steps)
+    found = trained_on(lines)
     expected = planned(max(found))
     wrong = [step for step in found if found[step] != expected[step]]
     missing = sorted(set(expected) - set(found))
@@ -97,6 +97,7 @@ def report(lines: Sequence[Line], kinds: Counter[str], hung: int, pauses: dict[s
         "steps made again": len({(line.step, line.round) for line in steps}) - len(found),
         "hangs": hung,
         "steps with other samples": len(wrong) + len(missing),
+        "the first of them": [_difference(step, found.get(step, []), expected[step]) for step in (wrong + missing)[:5]],
         "useful": round(useful / total, 4),
         "seconds": {
             "all": round(total, 1),
@@ -108,6 +109,11 @@ def report(lines: Sequence[Line], kinds: Counter[str], hung: int, pauses: dict[s
             kind: [round(statistics.median(values), 1), round(max(values), 1)] for kind, values in pauses.items()
         },
     }
+
+
+def _difference(step: int, found: Sequence[int], expected: Sequence[int]) -> str:
+    lost, repeated = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
+    return f"step {step}: without {sorted(lost.elements())}, with {sorted(repeated.elements())} besides"
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from tests.compat.test_pretrained_stages import EXPERTS, _doubled, _ids, _model
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.pipeline.pretrained_blocks import pretrained_blocks
-from zeroshard.pipeline.vertical_engine import VerticalEngine
+from zeroshard.pipeline.vertical_engine import VerticalCalls, VerticalEngine
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 MICRO = 3
@@ -171,3 +171,23 @@ def _refused(rank: int, world: int) -> None:
 
 def test_what_an_engine_in_the_vertical_order_cannot_do_is_refused_by_name() -> None:
     run_ranks(1, _refused)
+
+
+def _under_deepspeeds_name(rank: int, world: int) -> None:
+    import deepspeed
+
+    losses: list[list[float]] = []
+    for initialize in (zeroshard.initialize, deepspeed.initialize):
+        config = _config(3, pipeline={"schedule": "vertical"}, bf16={"enabled": True})
+        engine, *_ = initialize(model=_model("Llama", tied=False), config=config)
+        assert isinstance(engine, VerticalCalls)
+        assert isinstance(engine, deepspeed.DeepSpeedEngine) == (initialize is deepspeed.initialize)
+        engine.set_dataloader([_labelled(0, rank, micro) for micro in range(MICRO)])
+        losses.append([float(engine.train_batch()) for _ in range(3)])
+        engine.destroy()
+    assert losses[0] == losses[1]
+    assert losses[0][2] < losses[0][0]
+
+
+def test_deepspeeds_initialize_has_the_same_train_batch() -> None:
+    run_ranks(2, _under_deepspeeds_name)

@@ -2,8 +2,10 @@
 
     zeroshard run --nodes MIN:MAX ... tests/support/elastic_train.py DIRECTORY STEPS SHARD SECONDS [CHECKPOINTS]
 
-DIRECTORY/log gets a line of JSON per rank and step, written at once, so that a kill leaves whole lines. `read_log` and
-`trace` give them back; `train` is also run by plain ranks, for a continuation that was planned.
+DIRECTORY/log gets lines of JSON from each rank, written at once, so that a kill leaves whole lines: before a step with
+its samples, and after it. A step that any rank has made has the samples of all its ranks, for none ends it alone; so a
+rank that is killed after a step, and before its second line, has left what it trained on. `read_log` and `trained_on`
+give them back; `train` is also run by plain ranks, for a continuation that was planned.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ SAMPLES, BATCH = 4800, 24
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank wrote: it has made the `step`th step (or, as `resumed`, goes on from it), with these samples."""
+    """What a rank wrote: it `tries` the `step`th step with these samples, has made it (`step`), or has `resumed` it."""
 
     what: str
     step: int
@@ -66,8 +68,8 @@ def train(
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     number = -1 if place is None else place.round
 
-    def write(what: str, samples: Sequence[int] = (), more: str = "") -> None:
-        line = [what, engine.global_steps, number, rank, ranks, time.time(), samples, more]
+    def write(what: str, samples: Sequence[int] = (), more: str = "", ahead: int = 0) -> None:
+        line = [what, engine.global_steps + ahead, number, rank, ranks, time.time(), samples, more]
         with (directory / "log").open("ab", buffering=0) as log:
             log.write(json.dumps(line).encode() + b"\n")
 
@@ -81,12 +83,13 @@ def train(
             engine.backward((engine(values) - values.sum(1, keepdim=True)).square().mean())
             if engine._batching.at_boundary:
                 time.sleep(seconds)
+                write("tries", read, ahead=1)
+                read = []
             try:
                 engine.step()
             finally:
                 if engine.global_steps > before:
-                    write("step", read)
-                    read = []
+                    write("step")
             if every and engine.global_steps > before and engine.global_steps % every == 0:
                 engine.save_checkpoint(checkpoints or ".", background=True)
             if engine.global_steps == steps:
@@ -111,14 +114,14 @@ def read_log(directory: Path) -> list[Line]:
 
 
 def trained_on(lines: Sequence[Line]) -> dict[int, list[int]]:
-    """The samples of each step that the final state has: those of the last round that made it, by all its ranks."""
+    """The samples of each step that the final state has: those of all ranks in the last round that made it."""
     last: dict[int, int] = {}
     for line in lines:
         if line.what == "step":
             last[line.step] = max(last.get(line.step, -1), line.round)
     found: dict[int, list[int]] = {}
     for line in lines:
-        if line.what == "step" and line.round == last[line.step]:
+        if line.what == "tries" and line.round == last.get(line.step):
             found.setdefault(line.step, []).extend(line.samples)
     return {step: sorted(samples) for step, samples in found.items()}
 
