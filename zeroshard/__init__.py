@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         z3_leaf_module,
     )
     from zeroshard.sharding.on_device import OnDevice
+    from zeroshard.sharding.quantized_init import QuantizedInit
     from zeroshard.sharding.tiled import TiledLinear
 
 __version__ = "0.1.0"
@@ -117,6 +118,7 @@ _HOME = {
     "MeshAxis": "zeroshard.mesh",
     "Plan": "zeroshard.plan.plan",
     "Precision": "zeroshard.plan.builder",
+    "QuantizedInit": "zeroshard.sharding.quantized_init",
     "Fp8": "zeroshard.fp8.recipe",
     "Scaling": "zeroshard.fp8.recipe",
     "Pretrained": "zeroshard.checkpoint.pretrained",
@@ -215,6 +217,7 @@ __all__ = [
     "Precision",
     "Preemption",
     "Pretrained",
+    "QuantizedInit",
     "Recipe",
     "Scaling",
     "Sharding",

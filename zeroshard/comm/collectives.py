@@ -35,6 +35,11 @@ if TorchVersion(torch.__version__) >= "2.13":
 else:
     _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
+_KNOWN = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+"""Dtypes that all backends send; others are sent as bytes."""
+
 
 class Pending:
     """A collective that was issued; `Collectives.wait` it before the data is used."""
@@ -140,6 +145,7 @@ class Collectives:
                 out.copy_(shard)
             return Pending("all-gather", unit)
         on_device = self._before("all-gather", unit, out)
+        out, shard = _as_sent(out), _as_sent(shard)
         return self._issued("all-gather", unit, out, _all_gather(out, shard, group=self._group, async_op=not on_device))
 
     def reduce_scatter(
@@ -179,9 +185,8 @@ class Collectives:
         if self._group is None:
             return Pending("broadcast", unit)
         on_device = self._before("broadcast", unit, tensor)
-        return self._issued(
-            "broadcast", unit, tensor, dist.broadcast(tensor, group_src=src, group=self._group, async_op=not on_device)
-        )
+        work = dist.broadcast(_as_sent(tensor), group_src=src, group=self._group, async_op=not on_device)
+        return self._issued("broadcast", unit, tensor, work)
 
     def all_to_all(
         self,
@@ -266,4 +271,9 @@ class Collectives:
 
 def gather_over_default(out: torch.Tensor, part: torch.Tensor) -> None:
     """All-gather over the default group, for what no sharded model owns; waits for it."""
-    _all_gather(out, part)
+    _all_gather(_as_sent(out), _as_sent(part))
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in a dtype that all backends send."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)

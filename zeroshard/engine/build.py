@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.mesh import RankMesh, build_mesh, world_size
@@ -37,10 +36,12 @@ from zeroshard.plan.legs import replica_axes
 from zeroshard.plan.placement import Tier
 from zeroshard.plan.plan import Plan
 from zeroshard.sharding.deferred.init import fill_in_place, is_deferred, materialize
-from zeroshard.sharding.dtensors import as_dtensor, holder_of
+from zeroshard.sharding.dtensors import holder_of
+from zeroshard.sharding.int8_layers import read_int8_codes
 from zeroshard.sharding.resting import unguarded
 from zeroshard.sharding.unowned import whole_shape
 from zeroshard.sharding.unowned_guard import guard_unowned
+from zeroshard.sharding.unpack import repack, unpack
 
 
 def build_handle(
@@ -76,10 +77,31 @@ def build_handle(
             "build a new model"
         )
     _check_model(model)
-    _check_plan(model, plan, place)
     tiers = {} if tiers is None else tiers
-    check_tiers(plan, tiers)
     device = default_device() if device is None else device
+    try:
+        unpack(model, device)
+        read_int8_codes(model, device)
+        return _build(model, plan, device, sync_parameters, streams, peer_memory, tiers, place, tied)
+    except BaseException:
+        repack(model)
+        raise
+
+
+def _build(
+    model: nn.Module,
+    plan: Plan,
+    device: torch.device,
+    sync_parameters: bool,
+    streams: Streams | None,
+    peer_memory: PeerMemoryFactory | None,
+    tiers: Mapping[Tier, TierFactory],
+    place: StagePlace | None,
+    tied: Sequence[str],
+) -> Handle:
+    """`build_handle` of a model whose parameters are plain."""
+    _check_plan(model, plan, place)
+    check_tiers(plan, tiers)
     over = _axes_of(plan) if place is None else axes_of_all(_axes_of(plan), device)
     mesh = build_mesh(plan.mesh, over, None if place is None else place.whole)
     comm = _communicators(mesh)
@@ -184,12 +206,6 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise UsageError(f"{path or 'the model'} is a {type(module).__name__}; pass the module that it wraps")
     for name, parameter in model.named_parameters():
-        if is_traceable_wrapper_subclass(parameter) and as_dtensor(parameter) is None:
-            raise UsageError(
-                f"parameter {name!r} is a {type(parameter).__name__}, a tensor made of others (a quantized one, say): "
-                "zeroshard shards plain tensors, and DTensors of tensor parallelism. Pass the model without this "
-                "conversion"
-            )
         place = place_of(parameter)
         if place is None:
             continue

@@ -28,10 +28,12 @@ from zeroshard.errors import SpillError, UsageError
 from zeroshard.fp8.cast import decode
 from zeroshard.fp8.convert import restore
 from zeroshard.plan.groups import UnitPlan
+from zeroshard.sharding.int8_layers import drop_int8_codes
 from zeroshard.sharding.layout import Segment
 from zeroshard.sharding.resting import show_values, unguarded
 from zeroshard.sharding.unowned import keep_shard, rest_unowned
 from zeroshard.sharding.unowned_guard import guard_unowned
+from zeroshard.sharding.unpack import repack
 from zeroshard.tiers import Row, loaded
 
 _LOGGER = logging.getLogger("zeroshard")
@@ -63,6 +65,8 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
         handle.runtime.parameters.scaled.drop_codes()
     for memory in handle.runtime.storage.tiers.values():
         memory.close()
+    repack(handle.runtime.model)
+    drop_int8_codes(handle.runtime.model)
     guard_unowned(handle.runtime.model)
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
 

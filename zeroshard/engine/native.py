@@ -54,6 +54,7 @@ from zeroshard.sharding.marks import set_z3_leaf_module
 from zeroshard.sharding.replaced import replace_in_optimizer
 from zeroshard.sharding.shared_memory import refuse_shared_memory
 from zeroshard.sharding.units import find_units, refuse_uninitialized
+from zeroshard.sharding.unpack import members_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 OptimizerSource = OptimizerLike | None
@@ -218,6 +219,8 @@ def build_optimized(
     mark_parameters(handle)
     if source is None:
         return model, None
+    for group in source.groups:  # frozen tensors made of others may be among them
+        group["params"] = [member for each in group["params"] for member in members_of(each)]
     try:
         stepper = make_stepper(handle, source, scaler)
     except BaseException:

@@ -391,6 +391,11 @@ def _master_dtype(dtype: str, precision: Precision) -> str:
 
 def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
     packed = packed_name(parameter.dtype)
+    if parameter.dtype.is_complex and (parameter.trainable or packed is None):
+        raise PlanError(
+            f"parameter {parameter.name!r} has dtype {parameter.dtype}, which can't be trained: hold its real and "
+            "imaginary part as one parameter with a last dim of 2, and use torch.view_as_complex in the forward"
+        )
     if packed is not None:
         if parameter.trainable:
             raise PlanError(
@@ -401,7 +406,7 @@ def _compute_dtype(parameter: ParameterSpec, precision: Precision) -> str:
     if not parameter.dtype.is_floating_point:
         raise PlanError(
             f"parameter {parameter.name!r} has dtype {parameter.dtype}, which can't be sharded: register it as a "
-            "buffer if it is frozen, or hold its real and its imaginary part"
+            "buffer if it is frozen"
         )
     own = dtype_name(parameter.dtype)
     if precision.param is None:

@@ -15,9 +15,12 @@ LOW_PRECISION = ("bfloat16", "float16")
 """Compute dtypes whose parameters have master weights, unless the recipe says that they are updated themselves."""
 _PACKED = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+    for dtype in (
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.bool, torch.complex64, torch.float8_e8m0fnu),
+    )
 }
-"""Dtypes of frozen parameters that hold packed or whole numbers, and are kept, sent and saved as they are."""
+"""Dtypes of frozen parameters that are kept, sent and saved as they are: of packed, whole and complex numbers."""
 _STORED = {**_DTYPES, **_PACKED}
 """All dtypes that are stored or sent, with those of the remainder of split master weights and of codes."""
 

@@ -13,7 +13,7 @@ parameters alone (their boundaries lie inside blocks, and change with the model'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,14 @@ from zeroshard.arguments import need_kind
 from zeroshard.errors import PlanError
 from zeroshard.sharding.cut import Cut
 from zeroshard.sharding.dtensors import cut_of
+from zeroshard.sharding.kept import (
+    KeptAsIs,
+    buffers_of_codes,
+    inner_tensors,
+    is_composed,
+    kept_parameters,
+    scales_beside,
+)
 from zeroshard.sharding.marks import external_parameters, z3_leaf_module
 from zeroshard.sharding.opaque import can_be_unit, is_opaque, takes_hooks
 from zeroshard.sharding.resting import whole_class
@@ -111,26 +119,54 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     members: dict[str, list[ParameterSpec]] = {name: [] for name in ("", *names)}
     aliases: dict[str, list[tuple[str, str]]] = {name: [] for name in members}
     first_name: dict[int, tuple[str, str]] = {}
+    kept = {id(parameter) for module in model.modules() for parameter in kept_parameters(module)}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         key = id(parameter)
         if key in first_name:
             name, unit = first_name[key]
-            aliases[unit].append((path, name))
+            specs = zip(_specs_of(path, parameter, kept), _specs_of(name, parameter, kept), strict=True)
+            aliases[unit] += [(other.name, first.name) for other, first in specs]
             continue
         unit = next(iter(owner[key])) if len(owner[key]) == 1 else ""
         first_name[key] = (path, unit)
-        members[unit].append(_spec_of(path, parameter))
+        members[unit] += _specs_of(path, parameter, kept)
+    for path, module in model.named_modules():
+        for name, tensor in _no_parameters_yet(module):
+            spec = ParameterSpec(f"{path}.{name}".lstrip("."), tuple(tensor.shape), tensor.dtype, False, packed=True)
+            members[_unit_of(path, names)].append(spec)
     return [
         UnitSpec(name, tuple(members[name]), tuple(aliases[name])) for name in members if name == "" or members[name]
     ]
 
 
-def _spec_of(path: str, parameter: nn.Parameter) -> ParameterSpec:
+def _specs_of(path: str, parameter: nn.Parameter, kept: Set[int]) -> list[ParameterSpec]:
+    """The parameter; for a frozen one that is made of others, these, as `unpack` will name them.
+
+    Args:
+        kept: ids of parameters that no plan may cast.
+    """
+    if parameter.requires_grad or not is_composed(parameter):
+        return [_spec_of(path, parameter, kept=id(parameter) in kept)]
+    module, dot, name = path.rpartition(".")
+    return [
+        ParameterSpec(f"{module}{dot}{inner.name}", tuple(inner.tensor.shape), inner.tensor.dtype, False, packed=True)
+        for inner in inner_tensors(name, parameter)
+    ]
+
+
+def _no_parameters_yet(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `unpack` will make parameters of the module, though it belongs to none: buffers, and scales elsewhere."""
+    yield from ((inner.name, inner.tensor) for inner in scales_beside(module))
+    yield from buffers_of_codes(module).items()
+
+
+def _spec_of(path: str, parameter: nn.Parameter, *, kept: bool) -> ParameterSpec:
     cut, trainable = cut_of(path, parameter), parameter.requires_grad
     # Libraries of quantized weights use a class of their own for parameters that a plain conversion would destroy.
     kind = whole_class(parameter)
-    packed = cut is None and not trainable and kind is not nn.Parameter
-    unknown_class = kind.__name__ if packed and not _converts_itself(kind) else ""
+    packed = cut is None and not trainable and (kept or kind is not nn.Parameter)
+    known = kept or issubclass(kind, KeptAsIs) or _converts_itself(kind)
+    unknown_class = kind.__name__ if packed and not known else ""
     return ParameterSpec(path, whole_shape(parameter), parameter.dtype, trainable, cut, packed, unknown_class)
 
 
@@ -171,9 +207,16 @@ def _repeated_children(module: nn.Module) -> frozenset[str]:
     """Children of a container that occur at least twice with the same class and hold parameters."""
     if not isinstance(module, CONTAINERS):
         return frozenset()
-    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
     counts = Counter(type(child) for _, child in children)
     return frozenset(name for name, child in children if counts[type(child)] >= 2 and not isinstance(child, LISTS))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether anything of the module is sharded."""
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(buffers_of_codes(part) for part in module.modules())
 
 
 def _is_large(module: nn.Module) -> bool:
@@ -181,7 +224,8 @@ def _is_large(module: nn.Module) -> bool:
     whole = is_opaque(module)
     if isinstance(module, LISTS) or (next(module.children(), None) is not None and not whole):
         return False
-    return sum(whole_numel(parameter) for parameter in module.parameters(recurse=whole)) >= OWN_UNIT_NUMEL
+    numel = sum(whole_numel(parameter) for parameter in module.parameters(recurse=whole))
+    return numel >= OWN_UNIT_NUMEL or bool(buffers_of_codes(module))
 
 
 def _unit_of(path: str, names: Sequence[str]) -> str:

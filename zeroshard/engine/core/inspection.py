@@ -51,8 +51,8 @@ _WRITTEN = (
     f"say), {_INSTEAD}"
 )
 _CODES = (
-    "holds packed numbers, and its module gave it other data (bitsandbytes' 8-bit layers do so in each forward, and "
-    "keep a second copy): load the model with load_in_4bit, or in a floating dtype"
+    "holds packed numbers, and its module gave it other data (a layer that keeps a second copy of its codes, say): use "
+    "another kind of quantization (load_in_4bit, load_in_8bit, torchao), or a floating dtype"
 )
 _RESIZED = "has another shape than when the model was sharded; resize it before shard() or initialize()"
 _DTYPE = "choose the dtype before shard(), or a precision in the plan or config"

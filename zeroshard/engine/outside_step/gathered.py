@@ -31,6 +31,7 @@ from zeroshard.sharding.marks import PARAMETER_OF
 from zeroshard.sharding.resting import is_resting, recorded_name, show_values
 from zeroshard.sharding.unowned import UnownedShard, rest_unowned, unowned_shard_of, whole_shape
 from zeroshard.sharding.unowned_values import gather_unowned
+from zeroshard.sharding.unpack import parameters_of
 
 _IN_BLOCK = "_zeroshard_gathered"
 """Attribute of a parameter while a GatheredParameters block holds it."""
@@ -314,16 +315,16 @@ def _tensors(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None] | 
     if params is None:
         return []
     if isinstance(params, torch.Tensor):
-        return [params]
+        return parameters_of(params)
     if isinstance(params, nn.Module):
-        return list(params.parameters())
+        params = params.parameters()
     call, needed = "GatheredParameters", "a parameter, a module or an iterable of parameters"
     if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
         need_kind(params, (), call, needed)
     items = [item for item in params if item is not None]
     for item in items:
         need_kind(item, torch.Tensor, call, needed)
-    return items
+    return [parameter for item in items for parameter in parameters_of(item)]
 
 
 def _describe(parameter: torch.Tensor) -> str:
