@@ -17,6 +17,7 @@ WITHOUT_GPU = {
     "checkpoint": "how fast checkpoints are written and read, beside dd on the same disk",
     "slow_links": "a step over a slow link between two nodes (network namespaces, root): codes, second copies, HSDP",
     "elastic": "kills of every kind in a job whose nodes come and go (namespaces, root): lost samples, useful time",
+    "faults": "faults of many kinds in small runs on real ranks, and whether zeroshard calls them by their names",
     "bf16_accuracy": "how far bf16 training strays from fp32, against DeepSpeed and DDP with autocast",
 }
 FOR_GPUS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zeroshard.engine.observing import StepFacts
+from zeroshard.engine.step.step_base import StepReport
 from zeroshard.observe import monitor as monitors
 from zeroshard.observe import observer as observers
 from zeroshard.observe.listeners import Silent
@@ -81,9 +82,9 @@ def test_steps_are_handed_on_in_order_when_loss_times_and_outcome_are_there(monk
     observer = _observer(heard)
     _step(observer, 1, -1.0)
     assert heard.steps == []
-    observer.concluded(applied=True, norm=1.0, skipped=0)
+    observer.concluded(StepReport(applied=True, norm=1.0), skipped=0)
     _step(observer, 2, 2.0)
-    observer.concluded(applied=True, norm=1.0, skipped=0)
+    observer.concluded(StepReport(applied=True, norm=1.0), skipped=0)
     assert heard.steps == [], "the loss of the first step is on its way"
     late = observer._steps[0].loss
     assert late is not None
@@ -92,7 +93,7 @@ def test_steps_are_handed_on_in_order_when_loss_times_and_outcome_are_there(monk
     _step(observer, 3, 3.0)
     assert heard.steps == [], "its end has not passed"
     monkeypatch.setattr(Mark, "passed", True)
-    observer.concluded(applied=True, norm=1.0, skipped=0)
+    observer.concluded(StepReport(applied=True, norm=1.0), skipped=0)
     assert heard.steps == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
@@ -102,10 +103,10 @@ def test_a_step_that_ended_in_an_error_is_passed_by() -> None:
     with pytest.raises(RuntimeError):
         with observer.update(StepFacts(1, 1, 1, 1, [], None)):
             raise RuntimeError
-    observer.concluded(applied=False, norm=None, skipped=0)
+    observer.concluded(StepReport(applied=False), skipped=0)
     _step(observer, 2, 2.0)  # whose outcome is an error when it is asked for, so that nothing concludes it
     _step(observer, 3, 3.0)
-    observer.concluded(applied=True, norm=1.0, skipped=0)
+    observer.concluded(StepReport(applied=True, norm=1.0), skipped=0)
     assert heard.steps == [(3, 3.0)]
 
 
@@ -117,5 +118,5 @@ def test_a_loss_that_is_changed_afterwards_is_told_as_it_was() -> None:
         pass
     with observer.update(StepFacts(1, 1, 1, 1, [], None)):
         loss.fill_(7.0)
-    observer.concluded(applied=True, norm=1.0, skipped=0)
+    observer.concluded(StepReport(applied=True, norm=1.0), skipped=0)
     assert heard.steps == [(1, 2.0)]

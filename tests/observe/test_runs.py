@@ -19,7 +19,8 @@ from zeroshard.launch.cli import app
 from zeroshard.observe.metrics.files import RankSamples, Sample, claim, write_samples
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.runs.bill import bill, read_prediction
-from zeroshard.observe.runs.explain import explain, parts_of
+from zeroshard.observe.runs.components import parts_of
+from zeroshard.observe.runs.explain import explain
 from zeroshard.observe.runs.log import Run, read_run
 from zeroshard.observe.runs.report import report
 from zeroshard.observe.runs.top import table_of

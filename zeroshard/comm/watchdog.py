@@ -19,7 +19,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -33,6 +34,8 @@ from zeroshard.comm.terminate import TerminateHook
 from zeroshard.comm.user_collective import user_collective
 from zeroshard.errors import DivergenceError, ZeroShardError
 
+Timer = Callable[[str], AbstractContextManager[None]]
+"""Makes a context around a wait, given the kind of its collective."""
 EXIT_CODE = 70  # of a process whose main thread is blocked where no exception can reach it
 _ALERT_POLL_S = 0.2
 _ALERT_S = 20.0
@@ -103,6 +106,7 @@ class Watchdog:
         self._poll_s, self._exit_grace_s = poll_s, exit_grace_s
         self._on_divergence = on_divergence
         self._mark: tuple[str, float] | None = None
+        self._timer: Timer | None = None
         self._connection_lost = False
         self._probes: list[Callable[[], Outstanding | None]] = []
         self._at_interrupt: list[Callable[[], None]] = []
@@ -128,9 +132,18 @@ class Watchdog:
 
     # The main thread's side.
 
-    def waiting(self, description: str) -> _Waiting:
+    def waiting(self, description: str) -> AbstractContextManager[None]:
         """Context manager around a wait of the host for `description` ('all-gather of unit X')."""
-        return _Waiting(self, description)
+        return _Waiting(self, description) if self._timer is None else self._timed(self._timer, description)
+
+    @contextmanager
+    def _timed(self, timer: Timer, description: str) -> Iterator[None]:
+        with timer(description.partition(" of ")[0]), _Waiting(self, description):
+            yield
+
+    def time_waits(self, timer: Timer | None) -> None:
+        """Hold `timer(kind)` around each wait of the host, with the kind of the collective ('all-gather')."""
+        self._timer = timer
 
     def watch(self, probe: Callable[[], Outstanding | None]) -> None:
         """Also watch the last collective issued to a device, as `probe` returns it: the host may never wait for it."""

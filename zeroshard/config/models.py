@@ -231,6 +231,7 @@ class MetricsSection(Section):
 
 class RunLogSection(Section):
     path: Text | None = None
+    ranks: Flag = True
 
 
 class ThroughputSection(Section):

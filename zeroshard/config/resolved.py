@@ -288,6 +288,14 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class RunLogConfig:
+    """The file that gets a line for each step of rank 0, and whether each other rank writes one beside it."""
+
+    path: str
+    ranks: bool
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What is to be seen of a run; None is what is not asked for.
 
@@ -296,7 +304,7 @@ class ObserveConfig:
         breakdown: whether the times of forward, backward and step are printed.
         throughput: whether lines of progress tell how fast the steps are.
         memory: whether the memory in use is printed.
-        run_log: the file that gets a line for each step.
+        run_log: the files that get a line for each step.
     """
 
     every: int | None
@@ -306,7 +314,7 @@ class ObserveConfig:
     comms: CommsConfig | None
     flops: FlopsConfig | None
     metrics: MetricsConfig | None
-    run_log: str | None
+    run_log: RunLogConfig | None
     tensorboard: FilesConfig | None
     csv: FilesConfig | None
     wandb: WandbConfig | None

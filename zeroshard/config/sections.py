@@ -9,6 +9,7 @@ from zeroshard.config.models import (
     FlopsProfilerSection,
     MetricsSection,
     ObeyedSections,
+    RunLogSection,
     TensorboardSection,
     WandbSection,
 )
@@ -22,6 +23,7 @@ from zeroshard.config.resolved import (
     MetricsConfig,
     ObserveConfig,
     PipelineConfig,
+    RunLogConfig,
     WandbConfig,
 )
 
@@ -78,7 +80,7 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
         comms=_comms(sections.comms_logger),
         flops=_flops(sections.flops_profiler),
         metrics=_metrics(sections.metrics),
-        run_log=sections.run_log.path,
+        run_log=_run_log(sections.run_log),
         tensorboard=_files(sections.tensorboard),
         csv=_files(sections.csv_monitor),
         wandb=_wandb(sections.wandb),
@@ -103,6 +105,10 @@ def _flops(asked: FlopsProfilerSection) -> FlopsConfig | None:
 
 def _metrics(asked: MetricsSection) -> MetricsConfig | None:
     return MetricsConfig(asked.port, asked.address, asked.directory, asked.run) if asked.enabled else None
+
+
+def _run_log(asked: RunLogSection) -> RunLogConfig | None:
+    return None if asked.path is None else RunLogConfig(asked.path, asked.ranks)
 
 
 def _wandb(asked: WandbSection) -> WandbConfig | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -193,8 +193,8 @@ class Engine(TrainingEngine):
             "data": self._data.saved(),
         }
 
-    def _observed_disk(self, what: Disk) -> AbstractContextManager[None]:
-        return nullcontext() if self._observer is None else self._observer.disk(what)
+    def _observed_disk(self, what: Disk, left_out: Sequence[str] = ()) -> AbstractContextManager[None]:
+        return nullcontext() if self._observer is None else self._observer.disk(what, left_out)
 
     def _agreed_tag(self, tag: str) -> str:
         barrier = checkpoints.saver_of(self._handle).barrier()
@@ -242,7 +242,7 @@ class Engine(TrainingEngine):
             progress=not load_module_only,
             strict=load_module_strict,
         )
-        with self._observed_disk("load"):
+        with self._observed_disk("load", selection.left_out):
             loaded = checkpoints.load(
                 self.module,
                 load_dir,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from zeroshard.arguments import need_kind
+from zeroshard.engine.observing import TimedBatches
 from zeroshard.errors import UsageError, ZeroShardWarning
 
 Collate = Callable[[list[Any]], Any]
@@ -107,7 +108,10 @@ class TrainLoader(DataLoader[Any]):
     Attributes:
         samples: length of the dataset.
         position: the position after the last batch that was returned.
+        timed: times the waits for each batch, if anything does.
     """
+
+    timed: TimedBatches | None = None
 
     def __init__(self, data: Dataset[Any], batch_size: int, sampler: EpochSampler, **options: Any) -> None:
         super().__init__(data, batch_size, sampler=sampler, generator=torch.Generator(), **options)
@@ -128,7 +132,8 @@ class TrainLoader(DataLoader[Any]):
         epoch, offset = self._epochs.epoch, self._epochs.offset
         assert isinstance(self.generator, torch.Generator)
         self.generator.manual_seed(self._epochs.seed + epoch)
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        for batch in batches if self.timed is None else self.timed(batches):
             offset += self._read_at_once
             self.position = Position(epoch, offset)
             yield batch
@@ -139,9 +144,13 @@ class DataPositions:
     """The positions of an engine's training loaders after its last step, in the order in which they were made.
 
     Checkpoints do not have the gradients of an unfinished step, so a run that continues reads its micro-batches again.
+
+    Args:
+        timed: times the loaders' batches, if anything does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timed: TimedBatches | None = None) -> None:
+        self._timed = timed
         self._loaders: list[TrainLoader] = []
         self._after_step: list[Position] = []
         self._saved: list[Mapping[str, int]] = []
@@ -149,6 +158,7 @@ class DataPositions:
     def adopt(self, loader: DataLoader[Any]) -> None:
         """Track a new loader, if it is a TrainLoader."""
         if isinstance(loader, TrainLoader):
+            loader.timed = self._timed
             self._loaders.append(loader)
             self._after_step.append(Position())
             self._continue(len(self._loaders) - 1)

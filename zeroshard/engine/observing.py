@@ -4,6 +4,7 @@
     backward(loss)   around each backward that the engine starts
     update(facts)    around the update of a step
     concluded(...)   once, when the outcome of that step has reached the host
+    timed            passes the batches of the engine's data loader on
 
 An engine has one observer or none, which is decided when it is built; without one a step has no extra cost. An observer
 never waits for the device and never communicates: it reads values from the device only after their copies have arrived.
@@ -12,7 +13,7 @@ Rejected: callbacks that users register, each of which would have to keep these 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -22,6 +23,8 @@ import torch
 Event = tuple[str, Any, int]
 """A name, a value (a number, or a tensor of one element), and the place on the x-axis, in samples."""
 Disk = Literal["save", "load"]
+TimedBatches = Callable[[Iterator[Any]], Iterator[Any]]
+"""Gives the same batches, and times the wait for each."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,19 @@ class StepFacts:
     micro_batches: int
     rates: Sequence[float]
     scale: torch.Tensor | None
+
+
+class Outcome(Protocol):
+    """The outcome of a step: whether it was applied, the norm, and the first parameter that held inf or NaN."""
+
+    @property
+    def applied(self) -> bool: ...
+
+    @property
+    def norm(self) -> float | None: ...
+
+    @property
+    def nonfinite(self) -> str | None: ...
 
 
 class Monitor(Protocol):
@@ -75,7 +91,12 @@ class Observer(Protocol):
 
     def update(self, facts: StepFacts) -> AbstractContextManager[None]: ...
 
-    def concluded(self, *, applied: bool, norm: float | None, skipped: int) -> None: ...
+    def concluded(self, report: Outcome, *, skipped: int) -> None: ...
+
+    @property
+    def timed(self) -> TimedBatches | None:
+        """Times the waits for the batches of a data loader; None where nobody asks for it."""
+        ...
 
     def progress(self) -> list[str]:
         """What a line of progress says beside rate, norm and skipped steps."""
@@ -85,8 +106,8 @@ class Observer(Protocol):
         """After each step: print what is to be printed then; `due` where a line of progress was."""
         ...
 
-    def disk(self, what: Disk) -> AbstractContextManager[None]:
-        """Around a checkpoint that is saved or loaded."""
+    def disk(self, what: Disk, left_out: Sequence[str] = ()) -> AbstractContextManager[None]:
+        """Around a checkpoint that is saved or loaded; `left_out` names what of it is not loaded."""
         ...
 
     def close(self) -> None:

@@ -109,8 +109,8 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
         self.in_capture, self._unapplied = False, 0
         # Arguments of the scheduler's next advance; None once the outcome of the last step has been counted.
         self._scheduler_arguments: dict[str, Any] | None = None
-        self._data = DataPositions()
         self._observer = self._options.observer
+        self._data = DataPositions(None if self._observer is None else self._observer.timed)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -269,7 +269,7 @@ class TrainingEngine(nn.Module, AnswersSettings, AsksSizes, AnswersPlace):
         if report.applied and self.lr_scheduler is not None:
             advance(self.lr_scheduler, arguments)
         if self._observer is not None:
-            self._observer.concluded(applied=report.applied, norm=report.norm, skipped=self.skipped_steps)
+            self._observer.concluded(report, skipped=self.skipped_steps)
 
     def count_skipped(self) -> None:
         """Count the steps that were not applied, of those whose outcome is here."""

@@ -9,13 +9,15 @@ A transfer of a few chunks keeps all disks busy. Rejected: a folder per row, whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from zeroshard.errors import SpillError
 from zeroshard.nvme.spill import SpillFile
 from zeroshard.nvme.transfers import PATIENCE_S, DiskStalled, FileEnded, Transfer, Transfers
 
+Timed = Callable[[], AbstractContextManager[None]]
 CHUNK = 4 << 20
 """Bytes that lie together on one disk: a multiple of every request, and few enough that a row of state spans disks."""
 
@@ -33,20 +35,29 @@ class _Part:
 class Pending:
     """Transfers under way. `wait` may be called several times, and gives the same outcome."""
 
-    def __init__(self, begun: Sequence[tuple[Transfer, SpillFile, bool]], patience: float) -> None:
-        self._begun, self._patience = list(begun), patience
+    def __init__(
+        self, begun: Sequence[tuple[Transfer, SpillFile, bool]], patience: float, timed: Timed | None = None
+    ) -> None:
+        self._begun, self._patience, self._timed = list(begun), patience, timed
         self._error: SpillError | None = None
 
     def wait(self) -> None:
         """Return when all bytes have moved. Raises SpillError, which names the file; then all have ended or stalled."""
         begun, self._begun = self._begun, []
+        if begun and self._timed is not None:
+            with self._timed():
+                self._wait(begun)
+        else:
+            self._wait(begun)
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self, begun: Sequence[tuple[Transfer, SpillFile, bool]]) -> None:
         for transfer, file, write in begun:
             try:
                 transfer.wait(self._patience)
             except OSError as error:
                 self._error = self._error or spill_error(file, error, write=write)
-        if self._error is not None:
-            raise self._error
 
 
 class Volume:
@@ -56,10 +67,14 @@ class Volume:
         files: one per folder.
         transfers: moves the bytes.
         patience: seconds after which a disk that does not answer is taken for stalled.
+
+    Attributes:
+        timed: makes a context around each wait for the disk, on whatever thread; None if nothing times them.
     """
 
     def __init__(self, files: Sequence[SpillFile], transfers: Transfers, patience: float = PATIENCE_S) -> None:
         self._files, self._transfers, self._patience = list(files), transfers, patience
+        self.timed: Timed | None = None
 
     @property
     def name(self) -> str:
@@ -86,7 +101,7 @@ class Volume:
             except OSError as error:
                 raise spill_error(part.file, error, write=write) from error
             begun.append((transfer, part.file, write))
-        return Pending(begun, self._patience)
+        return Pending(begun, self._patience, self.timed)
 
     def close(self) -> None:
         """Wait for what is under way and give the space back."""

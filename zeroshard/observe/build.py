@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from zeroshard.config.resolved import FilesConfig, ObserveConfig
 from zeroshard.engine.core.handle import Handle
+from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.observe.comms import CommsLog
 from zeroshard.observe.flops.step import StepFlops
+from zeroshard.observe.host import DISK, UPDATE, HostTimes
 from zeroshard.observe.listeners import BreakdownLine, ToMonitor
 from zeroshard.observe.memory import MemoryLine
 from zeroshard.observe.metrics import exporter
 from zeroshard.observe.metrics.listener import Metrics
 from zeroshard.observe.monitor import EventMonitor, Writer
 from zeroshard.observe.observer import Listener, StepObserver
-from zeroshard.observe.runs.log import RunLog
+from zeroshard.observe.runs.log import RunLog, rank_path
 from zeroshard.observe.throughput import StepRates
 from zeroshard.observe.writers import comet, csv_files, tensorboard, wandb
 from zeroshard.observe.writers.optional import optional_package
@@ -51,6 +54,7 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     rates = StepRates(handle.plan.dp)
     flops = None if observe.flops is None else StepFlops(handle, rates, observe.flops.profile_step, observe.flops)
     every_step = observe.every is None
+    host = followed_host(handle) if observe.run_log is not None else None
     listeners: list[Listener] = []
     if monitor.enabled and first:
         listeners.append(ToMonitor(monitor, breakdown=observe.breakdown))
@@ -60,11 +64,25 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(MemoryLine(handle, every_step=every_step))
     if observe.comms is not None:
         listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
-    if observe.run_log is not None and first:
-        listeners.append(RunLog(handle, observe.run_log))
+    if observe.run_log is not None and (first or observe.run_log.ranks):
+        listeners.append(RunLog(handle, rank_path(Path(observe.run_log.path), handle.comm.rank)))
     if observe.metrics is not None:
         listeners.append(Metrics(handle, rates, observe.metrics))  # last, for it starts threads
-    return StepObserver(handle.device, monitor, rates, listeners, flops, tells_rates=observe.throughput)
+    return StepObserver(handle.device, monitor, rates, listeners, flops, host, tells_rates=observe.throughput)
+
+
+def followed_host(handle: Handle) -> HostTimes:
+    """Follow what this rank's host waits for: collectives, updates on other threads, disks, data."""
+    host = HostTimes()
+    comm, runtime = handle.comm, handle.runtime
+    comm.watchdog.time_waits(host.waiting)
+    if comm.stages is not None:
+        comm.stages.watchdog.time_waits(host.waiting)
+    runtime.updates.timed = partial(host.waiting, UPDATE)
+    for memory in runtime.storage.tiers.values():
+        if isinstance(memory, NvmeMemory):
+            memory.volume.timed = partial(host.waiting, DISK)
+    return host
 
 
 def _writers(observe: ObserveConfig) -> list[Writer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zeroshard.engine.observing import Disk, StepFacts
 from zeroshard.observe.monitor import EventMonitor, events_of
 from zeroshard.observe.record import StepRecord
@@ -17,7 +19,7 @@ class Silent:
     def report(self, facts: StepFacts, *, due: bool) -> None:
         """Nothing."""
 
-    def disk(self, what: Disk, seconds: float) -> None:
+    def disk(self, what: Disk, seconds: float, left_out: Sequence[str]) -> None:
         """Nothing."""
 
     def close(self) -> None:

@@ -14,14 +14,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from zeroshard.engine.observing import Disk, StepFacts
+from zeroshard.engine.observing import Disk, Outcome, StepFacts, TimedBatches
 from zeroshard.observe.flops.step import StepFlops
+from zeroshard.observe.host import NOTHING, HostStep, HostTimes
 from zeroshard.observe.late import LateNumber
 from zeroshard.observe.monitor import EventMonitor
 from zeroshard.observe.record import StepRecord
@@ -40,8 +41,8 @@ class Listener(Protocol):
         """After each step: print what is to be printed then."""
         ...
 
-    def disk(self, what: Disk, seconds: float) -> None:
-        """A checkpoint was saved or loaded."""
+    def disk(self, what: Disk, seconds: float, left_out: Sequence[str]) -> None:
+        """A checkpoint was saved or loaded; `left_out` names what of it was not loaded."""
         ...
 
     def close(self) -> None: ...
@@ -54,7 +55,8 @@ class _Step:
     scale: LateNumber | None
     tokens: int | None
     times: StepTimes
-    outcome: tuple[bool, float | None, int] | None = None
+    host: HostStep
+    outcome: tuple[Outcome, int] | None = None
 
     @property
     def ready(self) -> bool:
@@ -63,21 +65,25 @@ class _Step:
 
     def record(self) -> StepRecord:
         assert self.outcome is not None
-        facts, (applied, norm, skipped) = self.facts, self.outcome
+        facts, host, (outcome, skipped) = self.facts, self.host, self.outcome
         return StepRecord(
             step=facts.step,
             samples=facts.samples,
             batch=facts.batch,
             tokens=self.tokens,
             loss=None if self.loss is None else self.loss.read(),
-            norm=norm,
-            applied=applied,
+            norm=outcome.norm,
+            applied=outcome.applied,
             skipped=skipped,
             rates=facts.rates,
             scale=None if self.scale is None else self.scale.read(),
             seconds={str(part): seconds for part, seconds in self.times.seconds().items()},
             whole=self.times.whole(),
             ended=time.time(),
+            nonfinite=outcome.nonfinite,
+            waits=host.waits,
+            busy=host.busy,
+            host=host.figures,
         )
 
 
@@ -88,6 +94,7 @@ class StepObserver:
         rates: how fast the steps are; told with the lines of progress where `tells_rates`.
         listeners: who hears of each step, in this order.
         flops: what counts the FLOPs of one step.
+        host: follows what the host waits for; None where nobody asks for it.
     """
 
     def __init__(
@@ -97,9 +104,11 @@ class StepObserver:
         rates: StepRates,
         listeners: Sequence[Listener],
         flops: StepFlops | None = None,
+        host: HostTimes | None = None,
         *,
         tells_rates: bool,
     ) -> None:
+        self._host = host
         self.monitor = monitor
         self.throughput = rates
         self._flops = flops
@@ -122,13 +131,17 @@ class StepObserver:
         tokens = _tokens_of(args, kwargs)
         if tokens is not None:
             self._tokens = (self._tokens or 0) + tokens
-        with self._times.of("forward"), _UNCOUNTED if self._flops is None else self._flops.of_forward():
+        if self._host is not None and self._times.at_beginning:
+            self._host.restart()
+        counted = _UNCOUNTED if self._flops is None else self._flops.of_forward()
+        with self._host_part("forward"), self._times.of("forward"), counted:
             yield
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around a backward; `loss` is divided by the accumulation steps, so the sum over a step is its mean."""
-        with self._times.of("backward"), _UNCOUNTED if self._flops is None else self._flops.of_backward():
+        counted = _UNCOUNTED if self._flops is None else self._flops.of_backward()
+        with self._host_part("backward"), self._times.of("backward"), counted:
             yield
         part = loss.detach()
         self._loss = part if self._loss is None else self._loss + part
@@ -143,14 +156,23 @@ class StepObserver:
         tokens, self._tokens = self._tokens, None
         scale = None if facts.scale is None else LateNumber(facts.scale)
         late = None if loss is None else LateNumber(loss)
-        with self._times.of("step"):
+        with self._host_part("step"), self._times.of("step"):
             yield
-        self._steps.append(_Step(facts, late, scale, tokens, self._times.take()))
+        host = NOTHING if self._host is None else self._host.take()
+        self._steps.append(_Step(facts, late, scale, tokens, self._times.take(), host))
 
-    def concluded(self, *, applied: bool, norm: float | None, skipped: int) -> None:
+    def _host_part(self, name: str) -> AbstractContextManager[None]:
+        return _UNCOUNTED if self._host is None else self._host.part(name)
+
+    @property
+    def timed(self) -> TimedBatches | None:
+        """Times the waits for the batches of a loader; None where the host is not followed."""
+        return None if self._host is None else self._host.timed
+
+    def concluded(self, report: Outcome, *, skipped: int) -> None:
         """The outcome of the last step is known."""
         if self._steps and self._steps[-1].outcome is None:
-            self._steps[-1].outcome = applied, norm, skipped
+            self._steps[-1].outcome = report, skipped
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -172,14 +194,14 @@ class StepObserver:
                 listener.report(self._facts, due=due)
 
     @contextmanager
-    def disk(self, what: Disk) -> Iterator[None]:
+    def disk(self, what: Disk, left_out: Sequence[str] = ()) -> Iterator[None]:
         """Around a checkpoint that is saved or loaded."""
         self._times.interrupt()
         begin = time.perf_counter()
         yield
         self._times.interrupt()
         for listener in self._listeners:
-            listener.disk(what, time.perf_counter() - begin)
+            listener.disk(what, time.perf_counter() - begin, left_out)
 
     def close(self) -> None:
         """Hand on what has arrived; what has not is lost, for the device may never come to it."""
@@ -190,6 +212,8 @@ class StepObserver:
         for listener in self._listeners:
             listener.close()
         self.monitor.close()
+        if self._host is not None:
+            self._host.close()
 
 
 def _tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

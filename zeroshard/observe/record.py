@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class StepRecord:
         seconds: of forward, backward and step, over all micro-batches.
         whole: seconds of the whole step, with what lies between its parts.
         ended: time of day at which its record was complete, in seconds since 1970.
+        nonfinite: the first parameter whose gradients held inf or NaN, where the step was not applied for that.
+        waits, busy, host: what the host waited for and did, see `zeroshard.observe.host`; empty where nothing asks.
     """
 
     step: int
@@ -38,3 +40,7 @@ class StepRecord:
     seconds: Mapping[str, float]
     whole: float | None
     ended: float
+    nonfinite: str | None = None
+    waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    busy: Mapping[str, float] = field(default_factory=dict[str, float])
+    host: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -90,6 +90,11 @@ class Times:
         yield
         self._spans.append((part, begin, Mark(self._device)))
 
+    @property
+    def at_beginning(self) -> bool:
+        """Whether the next step begins with what is timed next, and not at the end of the one before."""
+        return self._last is None and not self._spans
+
     def interrupt(self) -> None:
         """Something that is no training comes: the next step begins with its first forward."""
         self._last = None

@@ -10,14 +10,20 @@ No update is lost if no forward follows: everything that reads parameters drains
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from zeroshard.engine.core.streams import Event
 
 
 class PendingUpdates:
-    """The pending updates, by unit."""
+    """The pending updates, by unit.
+
+    Attributes:
+        timed: makes a context around each wait for an update, if anything times them.
+    """
 
     def __init__(self) -> None:
+        self.timed: Callable[[], AbstractContextManager[None]] | None = None
         self._finish: dict[int, Callable[[], Event]] = {}
         self._read: dict[int, Event] = {}
         self._ended: dict[int, Callable[[], object]] = {}
@@ -47,7 +53,11 @@ class PendingUpdates:
 
         An update that failed stays pending: each later call raises the same error, so that no half step is ever used.
         """
-        event = self._finish[unit]()
+        if self.timed is None:
+            event = self._finish[unit]()
+        else:
+            with self.timed():
+                event = self._finish[unit]()
         del self._finish[unit]
         self._ended.pop(unit, None)
         return event

@@ -77,6 +77,12 @@ class Selection:
     progress: bool = True
     strict: bool = True
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The parts that are not loaded, by name."""
+        asked = {"optimizer": self.optimizer, "scheduler": self.scheduler, "progress": self.progress}
+        return tuple(name for name, loads in asked.items() if not loads)
+
 
 EVERYTHING = Selection()
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -127,7 +127,7 @@ class Metrics(Silent):
         """Count the step."""
         self._steps += 1
 
-    def disk(self, what: Disk, seconds: float) -> None:
+    def disk(self, what: Disk, seconds: float, left_out: Sequence[str]) -> None:
         """Keep how long it took."""
         self._disk[what] = seconds
         if what == "save":

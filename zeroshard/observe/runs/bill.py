@@ -17,7 +17,8 @@ from statistics import median
 from typing import Any
 
 from zeroshard.errors import UsageError
-from zeroshard.observe.runs.explain import BETWEEN, parts_of
+from zeroshard.observe.host import BETWEEN
+from zeroshard.observe.runs.components import parts_of
 from zeroshard.observe.runs.log import Run
 
 _OPTIMIZER = ("norm", "update")

@@ -14,7 +14,7 @@ from zeroshard.errors import UsageError
 from zeroshard.observe.metrics.files import open_directory
 from zeroshard.observe.runs.bill import bill, read_prediction
 from zeroshard.observe.runs.explain import explain as explained
-from zeroshard.observe.runs.log import read_run
+from zeroshard.observe.runs.log import read_ranks
 from zeroshard.observe.runs.report import report as reported
 from zeroshard.observe.runs.top import table_of
 
@@ -32,8 +32,8 @@ def explain(
     if stage is not None and plan is None:
         raise UsageError("--stage names a row of --plan; give that too")
     predicted = None if plan is None else read_prediction(plan, stage)
-    found = read_run(run)
-    for line in (*explained(found), *(() if predicted is None else bill(found, predicted))):
+    ranks = read_ranks(run)
+    for line in (*explained(ranks[0], ranks), *(() if predicted is None else bill(ranks[0], predicted))):
         print(line)
 
 
@@ -43,7 +43,8 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page with the curves of a run."""
-    page = reported(read_run(run), run.name)
+    ranks = read_ranks(run)
+    page = reported(ranks[0], run.name, ranks)
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -4,52 +4,93 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+from zeroshard.observe.host import BETWEEN, DATA, GARBAGE, UPDATE
 from zeroshard.observe.record import StepRecord
+from zeroshard.observe.runs.compare import Comparison
+from zeroshard.observe.runs.components import OWN, collective_seconds, components_of, parts_of
+from zeroshard.observe.runs.findings import Finding, ms
 from zeroshard.observe.runs.log import Run
+from zeroshard.observe.runs.odd import SPIKE, norm_spikes, oddities
+from zeroshard.observe.runs.slow import mean_imbalance, slowness
 from zeroshard.observe.times import PARTS
 
-BETWEEN = "between"
-"""What lies between the parts: waiting for data, and what the script does."""
 _CAUSES = {
     "forward": "gathers that come late, or the model itself",
     "backward": "gathers and reduces that come late, or the model itself",
     "step": "the optimizer; with offload the processor and PCIe",
     BETWEEN: "the data loader, or the script itself",
 }
-_SLOW, _SPIKE, _DRIFT, _FEW = 1.5, 10.0, 0.05, 10
+_NAMES = {OWN: "itself", DATA: "the loader", GARBAGE: "collecting garbage", UPDATE: "updates on the processor"}
+_SLOW, _DRIFT, _FEW = 1.5, 0.05, 10
+_LEAST_SHOWN = 0.005
+"""Share of a step below which a component is not listed."""
 
 
-def parts_of(step: StepRecord) -> dict[str, float]:
-    """Seconds of a step by part, with what lies between; they sum up to the step."""
-    assert step.whole is not None
-    parts = {part: step.seconds.get(part, 0.0) for part in PARTS}
-    return {**parts, BETWEEN: step.whole - sum(parts.values())}
+def explain(run: Run, ranks: Mapping[int, Run] | None = None) -> Iterator[str]:
+    """The lines.
 
-
-def explain(run: Run) -> Iterator[str]:
-    """The lines."""
+    Args:
+        run: the log of rank 0.
+        ranks: the logs of all ranks that there are, by rank.
+    """
+    ranks = ranks or {0: run}
     timed = [step for step in run.steps[1:] or run.steps if step.whole is not None]
     yield f"{len(run.steps)} steps on {run.ranks} ranks, {run.steps[-1].samples} samples"
     if timed:
-        yield from _where(timed)
+        yield from _where(timed, run)
+        yield from _waiting(ranks)
         yield from _slow(timed)
         yield from _drift(timed)
     yield from _odd(run.steps)
     if run.saves:
-        yield f"{len(run.saves)} checkpoints were saved, each kept training for {_ms(sum(run.saves) / len(run.saves))}"
+        yield f"{len(run.saves)} checkpoints were saved, each kept training for {ms(sum(run.saves) / len(run.saves))}"
     for collective, nbytes in sorted(run.sent.items(), key=lambda item: -item[1]):
         yield f"the plan sends {nbytes} bytes in a step: {collective}"
+    for number, finding in enumerate(findings(ranks), 1):
+        yield f"finding {number}: {finding.text}"
 
 
-def _where(steps: Sequence[StepRecord]) -> Iterator[str]:
+def findings(ranks: Mapping[int, Run]) -> list[Finding]:
+    """All that is wrong: odd numbers first, then what takes time, the costliest first."""
+    return [*oddities(ranks), *slowness(ranks)]
+
+
+def _waiting(ranks: Mapping[int, Run]) -> Iterator[str]:
+    """How much of the waits for collectives is for the slowest rank, where the logs of all ranks are there."""
+    run = ranks[min(ranks)]
+    if run.ranks < 2 or run.device != "cpu":
+        return
+    if len(ranks) < run.ranks:
+        yield f"ranks are not compared: of {run.ranks} the logs of {len(ranks)} are here (run_log.ranks)"
+        return
+    compared = Comparison(ranks)
+    if compared.numbers and any(map(collective_seconds, compared.sides[min(ranks)].components)):
+        late = mean_imbalance(compared)
+        waited = ms(compared.exposed() + late)
+        yield f"a rank waits {waited} of a step in collectives (mean), {ms(late)} of it for the slowest rank"
+
+
+def _where(steps: Sequence[StepRecord], run: Run) -> Iterator[str]:
     whole = sum(step.whole or 0.0 for step in steps)
-    yield f"a step takes {_ms(whole / len(steps))} (mean without the first one):"
+    yield f"a step takes {ms(whole / len(steps))} (mean without the first one):"
     for part in (*PARTS, BETWEEN):
         seconds = sum(parts_of(step)[part] for step in steps)
-        yield f"  {part:<9} {_ms(seconds / len(steps)):>12}  {seconds / whole:6.1%}"
+        yield f"  {part:<9} {ms(seconds / len(steps)):>12}  {seconds / whole:6.1%}"
+        spent = Counter[str]()
+        for step in steps:
+            spent.update({kind: s for (where, kind), s in components_of(step).items() if where == part})
+        listed = [(kind, s) for kind, s in spent.most_common() if s > _LEAST_SHOWN * whole]
+        if any(kind != OWN for kind, _ in listed):
+            yield "    " + ", ".join(f"{_in_words(kind, run)} {ms(s / len(steps))}" for kind, s in listed)
+
+
+def _in_words(kind: str, run: Run) -> str:
+    """A component; collectives with their axes, where the kind is used over one choice of them."""
+    over = [name for name in run.sent if name.startswith(f"{kind} over ")]
+    return over[0] if len(over) == 1 else _NAMES.get(kind, kind)
 
 
 def _slow(steps: Sequence[StepRecord]) -> Iterator[str]:
@@ -60,7 +101,7 @@ def _slow(steps: Sequence[StepRecord]) -> Iterator[str]:
     if not slow:
         return
     grown = Counter(max(usual, key=lambda part: parts_of(step)[part] - usual[part]) for step in slow)
-    yield f"{len(slow)} steps took more than {_SLOW} times the usual {_ms(whole)}:"
+    yield f"{len(slow)} steps took more than {_SLOW} times the usual {ms(whole)}:"
     for part, count in grown.most_common():
         numbers = ", ".join(
             str(step.step) for step in slow if max(usual, key=lambda p: parts_of(step)[p] - usual[p]) == part
@@ -92,13 +133,7 @@ def _odd(steps: Sequence[StepRecord]) -> Iterator[str]:
     bad = [step.step for step in steps if step.loss is not None and not math.isfinite(step.loss)]
     if bad:
         yield f"{len(bad)} losses were inf or NaN, the first in step {bad[0]}"
-    norms = [(step.step, step.norm) for step in steps if step.norm is not None and math.isfinite(step.norm)]
-    usual = median(norm for _, norm in norms) if norms else 0.0
-    spikes = [step for step, norm in norms if norm > _SPIKE * usual]
+    spikes, usual = norm_spikes(steps)
     if spikes:
-        above = f"above {_SPIKE:g} times the usual {usual:g}"
+        above = f"above {SPIKE:g} times the usual {usual:g}"
         yield f"{len(spikes)} gradient norms were {above}, the first in step {spikes[0]}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms"

@@ -1,11 +1,15 @@
-"""`run_log`: a line of JSON for each step of a run, written by rank 0; read again by `explain` and `report`.
+"""`run_log`: a line of JSON for each step of a run, written by each rank; read again by `explain` and `report`.
+
+    run.jsonl            rank 0
+    run.rank-1.jsonl     rank 1, and so on, where `run_log.ranks` is true
 
     {"zeroshard_run": 1, "ranks": 8, "sent": {...}, "memory": {...}}       a process has begun: what its plan says
     {"step": 1, "samples": 64, "loss": 2.3, ..., "seconds": {"forward": ...}, "whole": ...}
     {"disk": "save", "seconds": 3.2, "after": 1}                           a checkpoint was saved or loaded
 
 A run that goes on adds to the file; a step that is made again counts with its last line. Each line is flushed, so a run
-that is killed loses none, and a torn last line is passed by. Rejected: a binary format, which no other tool reads.
+that is killed loses none, and a torn last line is passed by. Rejected: a binary format, which no other tool reads; to
+collect the ranks' lines on rank 0, which would need a collective of its own in each step.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +34,19 @@ from zeroshard.plan.traffic import traffic_by_axes
 
 _BEGINS = "zeroshard_run"
 _VERSION = 1
+_AROUND_LOAD = 12
+"""Steps before and after a load that are compared."""
+_OPTIONAL = ("nonfinite", "waits", "busy", "host")
 _LOGGER = logging.getLogger("zeroshard")
 
 
 class RunLog(Silent):
     """Writes the log; a disk that fails ends the writing and not the training."""
 
-    def __init__(self, handle: Handle, path: str) -> None:
-        self._runtime, self._ranks = handle.runtime, handle.comm.ranks
-        self._path = Path(path)
+    def __init__(self, handle: Handle, path: Path) -> None:
+        self._runtime, self._device = handle.runtime, handle.device.type
+        self._rank, self._ranks = handle.comm.rank, handle.comm.ranks
+        self._path = path
         self._step = 0
         self._micro_batches: int | None = None
         try:
@@ -53,17 +62,25 @@ class RunLog(Silent):
             self._micro_batches = facts.micro_batches
             plan = self._runtime.plan
             sent = traffic_by_axes(plan, micro_batches=facts.micro_batches)
-            told = {f"{kind} over {'+'.join(axes)}": nbytes for (kind, axes), (_, nbytes) in sent.items()}
-            memory = by_kind(state_bytes(plan))
-            self._write({_BEGINS: _VERSION, "ranks": self._ranks, "sent": told, "memory": memory})
+            told = {f"{kind} over {'+'.join(axes)}": both for (kind, axes), both in sent.items()}
+            head = {_BEGINS: _VERSION, "rank": self._rank, "ranks": self._ranks, "device": self._device}
+            self._write(
+                {
+                    **head,
+                    "sent": {name: nbytes for name, (_, nbytes) in told.items()},
+                    "calls": {name: calls for name, (calls, _) in told.items()},
+                    "memory": by_kind(state_bytes(plan)),
+                }
+            )
 
     def heard(self, record: StepRecord) -> None:
         """Write a step."""
-        self._write({name: _plain(value) for name, value in vars(record).items()})
+        self._write({name: _plain(value) for name, value in vars(record).items() if value not in ({}, ())})
 
-    def disk(self, what: Disk, seconds: float) -> None:
+    def disk(self, what: Disk, seconds: float, left_out: Sequence[str]) -> None:
         """Write that a checkpoint was saved or loaded."""
-        self._write({"disk": what, "seconds": seconds, "after": self._step})
+        line = {"disk": what, "seconds": seconds, "after": self._step}
+        self._write({**line, "left_out": list(left_out)} if left_out else line)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file.closed:
@@ -80,6 +97,25 @@ class RunLog(Silent):
         self._file.close()
 
 
+def rank_path(path: Path, rank: int) -> Path:
+    """The file of a rank, given that of rank 0."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+
+
+@dataclass(frozen=True)
+class Load:
+    """A checkpoint that was loaded in a run.
+
+    Attributes:
+        left_out: what of it was not loaded.
+        before, after: a few steps before and after it, as the file has them.
+    """
+
+    left_out: tuple[str, ...]
+    before: tuple[StepRecord, ...]
+    after: list[StepRecord]
+
+
 @dataclass(frozen=True)
 class Run:
     """A log that was read.
@@ -89,6 +125,9 @@ class Run:
         sent, memory: bytes per step and collective, and per kind of state, by its plan.
         steps: in order of their numbers.
         saves: seconds of each save.
+        calls: collectives per step, by its plan.
+        loads: the checkpoints that were loaded.
+        device: the type of the device; on a CPU, waits of the host are those of the step.
     """
 
     ranks: int
@@ -96,6 +135,9 @@ class Run:
     memory: dict[str, int]
     steps: tuple[StepRecord, ...]
     saves: tuple[float, ...]
+    calls: dict[str, int] = field(default_factory=dict[str, int])
+    loads: tuple[Load, ...] = ()
+    device: str = "cpu"
 
 
 def read_run(path: Path) -> Run:
@@ -103,14 +145,21 @@ def read_run(path: Path) -> Run:
     begin: dict[str, Any] = {}
     steps: dict[int, StepRecord] = {}
     saves: list[float] = []
+    loads: list[Load] = []
+    recent: deque[StepRecord] = deque(maxlen=_AROUND_LOAD)
     for line in _lines(path):
         if _BEGINS in line:
             begin = line
         elif "disk" in line:
             saves += [line["seconds"]] if line["disk"] == "save" else []
+            if line["disk"] == "load":
+                loads.append(Load(tuple(line.get("left_out", ())), tuple(recent), []))
         elif "step" in line:
             record = _record(line)
             steps[record.step] = record
+            recent.append(record)
+            if loads and len(loads[-1].after) < _AROUND_LOAD:
+                loads[-1].after.append(record)
     if not steps:
         raise UsageError(f'{path}: no step is in it; name the file of "run_log": {{"path": ...}} in the config')
     return Run(
@@ -119,7 +168,25 @@ def read_run(path: Path) -> Run:
         begin.get("memory", {}),
         tuple(steps[number] for number in sorted(steps)),
         tuple(saves),
+        begin.get("calls", {}),
+        tuple(loads),
+        begin.get("device", "cpu"),
     )
+
+
+def read_ranks(path: Path) -> dict[int, Run]:
+    """Read the logs of all ranks whose files are there, given that of rank 0; by rank.
+
+    Raises:
+        UsageError: one of them is no log.
+    """
+    first = read_run(path)
+    found = {0: first}
+    for rank in range(1, first.ranks):
+        other = rank_path(path, rank)
+        if other.exists():
+            found[rank] = read_run(other)
+    return found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -140,7 +207,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _record(line: dict[str, Any]) -> StepRecord:
-    return StepRecord(**{field.name: _number(line.get(field.name)) for field in fields(StepRecord)})
+    given = {one.name for one in fields(StepRecord) if one.name in line or one.name not in _OPTIONAL}
+    return StepRecord(**{name: _number(line.get(name)) for name in given})
 
 
 def _plain(value: Any) -> Any:

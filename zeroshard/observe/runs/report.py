@@ -8,11 +8,13 @@ inlined at a thousand times the size of what is drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from zeroshard.observe.host import BETWEEN
 from zeroshard.observe.record import StepRecord
-from zeroshard.observe.runs.explain import BETWEEN, explain, parts_of
+from zeroshard.observe.runs.components import parts_of
+from zeroshard.observe.runs.explain import explain
 from zeroshard.observe.runs.log import Run
 from zeroshard.observe.times import PARTS
 
@@ -28,8 +30,8 @@ figcaption { font-weight: 600; } text { font: 11px system-ui, sans-serif; fill: 
 Value = Callable[[StepRecord], "float | None"]
 
 
-def report(run: Run, title: str) -> str:
-    """The page."""
+def report(run: Run, title: str, ranks: Mapping[int, Run] | None = None) -> str:
+    """The page; `ranks` are the logs of all ranks, where they are there."""
     figures = [
         _figure(run, "Loss", {"loss": lambda step: step.loss}),
         _figure(run, "Gradient norm before clipping", {"norm": lambda step: step.norm}),
@@ -39,7 +41,7 @@ def report(run: Run, title: str) -> str:
         _figure(run, "Seconds of a step", {part: _part(part) for part in (*PARTS, BETWEEN)}),
         _figure(run, "Steps not applied so far", {"skipped": lambda step: float(step.skipped)}),
     ]
-    text = escape("\n".join(explain(run)))
+    text = escape("\n".join(explain(run, ranks)))
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{escape(title)}</h1><pre>{text}</pre><main>{''.join(figures)}</main></html>\n"
