@@ -234,6 +234,11 @@ class RunLogSection(Section):
     ranks: Flag = True
 
 
+class OpenTelemetrySection(Section):
+    enabled: Flag = False
+    endpoint: Text | None = None
+
+
 class ThroughputSection(Section):
     enabled: Flag = True
 
@@ -301,6 +306,7 @@ class ObeyedSections(Section):
     flops_profiler: FlopsProfilerSection = Field(default_factory=FlopsProfilerSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     run_log: RunLogSection = Field(default_factory=RunLogSection)
+    opentelemetry: OpenTelemetrySection = Field(default_factory=OpenTelemetrySection)
     memory_breakdown: Flag = False
     timers: TimersSection = Field(default_factory=TimersSection)
     communication_data_type: DtypeName | None = None

@@ -296,6 +296,13 @@ class RunLogConfig:
 
 
 @dataclass(frozen=True)
+class TracesConfig:
+    """An OTLP endpoint for spans; None where they go to the provider that the program has set."""
+
+    endpoint: str | None
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What is to be seen of a run; None is what is not asked for.
 
@@ -305,6 +312,7 @@ class ObserveConfig:
         throughput: whether lines of progress tell how fast the steps are.
         memory: whether the memory in use is printed.
         run_log: the files that get a line for each step.
+        traces: where spans of OpenTelemetry go.
     """
 
     every: int | None
@@ -315,6 +323,7 @@ class ObserveConfig:
     flops: FlopsConfig | None
     metrics: MetricsConfig | None
     run_log: RunLogConfig | None
+    traces: TracesConfig | None
     tensorboard: FilesConfig | None
     csv: FilesConfig | None
     wandb: WandbConfig | None

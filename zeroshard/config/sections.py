@@ -9,6 +9,7 @@ from zeroshard.config.models import (
     FlopsProfilerSection,
     MetricsSection,
     ObeyedSections,
+    OpenTelemetrySection,
     RunLogSection,
     TensorboardSection,
     WandbSection,
@@ -24,6 +25,7 @@ from zeroshard.config.resolved import (
     ObserveConfig,
     PipelineConfig,
     RunLogConfig,
+    TracesConfig,
     WandbConfig,
 )
 
@@ -81,6 +83,7 @@ def observing(sections: ObeyedSections) -> ObserveConfig:
         flops=_flops(sections.flops_profiler),
         metrics=_metrics(sections.metrics),
         run_log=_run_log(sections.run_log),
+        traces=_traces(sections.opentelemetry),
         tensorboard=_files(sections.tensorboard),
         csv=_files(sections.csv_monitor),
         wandb=_wandb(sections.wandb),
@@ -109,6 +112,10 @@ def _metrics(asked: MetricsSection) -> MetricsConfig | None:
 
 def _run_log(asked: RunLogSection) -> RunLogConfig | None:
     return None if asked.path is None else RunLogConfig(asked.path, asked.ranks)
+
+
+def _traces(asked: OpenTelemetrySection) -> TracesConfig | None:
+    return TracesConfig(asked.endpoint) if asked.enabled else None
 
 
 def _wandb(asked: WandbSection) -> WandbConfig | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from zeroshard.config.resolved import FilesConfig, ObserveConfig
 from zeroshard.engine.core.handle import Handle
 from zeroshard.nvme.memory import NvmeMemory
+from zeroshard.observe import traces
 from zeroshard.observe.comms import CommsLog
 from zeroshard.observe.flops.step import StepFlops
 from zeroshard.observe.host import DISK, UPDATE, HostTimes
@@ -19,6 +20,7 @@ from zeroshard.observe.monitor import EventMonitor, Writer
 from zeroshard.observe.observer import Listener, StepObserver
 from zeroshard.observe.runs.log import RunLog, rank_path
 from zeroshard.observe.throughput import StepRates
+from zeroshard.observe.traces import Traces
 from zeroshard.observe.writers import comet, csv_files, tensorboard, wandb
 from zeroshard.observe.writers.optional import optional_package
 
@@ -30,6 +32,8 @@ def check_packages(observe: ObserveConfig) -> None:
         (observe.wandb, wandb.PACKAGE),
         (observe.comet, comet.PACKAGE),
         (observe.metrics, exporter.PACKAGE),
+        (observe.traces, traces.PACKAGE),
+        (None if observe.traces is None else observe.traces.endpoint, traces.SENDER),
     )
     for section, package in asked:
         if section is not None:
@@ -48,13 +52,14 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     monitor = make_monitor(observe, first=first)
     prints = observe.every is not None and observe.throughput
     printed = prints or observe.breakdown or observe.memory
-    others = (observe.comms, observe.flops, observe.metrics, observe.run_log)
+    others = (observe.comms, observe.flops, observe.metrics, observe.run_log, observe.traces)
     if not (monitor.enabled or printed or any(asked is not None for asked in others)):
         return None
     rates = StepRates(handle.plan.dp)
     flops = None if observe.flops is None else StepFlops(handle, rates, observe.flops.profile_step, observe.flops)
     every_step = observe.every is None
-    host = followed_host(handle) if observe.run_log is not None else None
+    told_of_host = (observe.metrics, observe.run_log, observe.traces)
+    host = followed_host(handle) if any(asked is not None for asked in told_of_host) else None
     listeners: list[Listener] = []
     if monitor.enabled and first:
         listeners.append(ToMonitor(monitor, breakdown=observe.breakdown))
@@ -66,6 +71,8 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(CommsLog(handle, observe.comms.ops, verbose=observe.comms.verbose))
     if observe.run_log is not None and (first or observe.run_log.ranks):
         listeners.append(RunLog(handle, rank_path(Path(observe.run_log.path), handle.comm.rank)))
+    if observe.traces is not None:
+        listeners.append(Traces(handle, observe.traces))
     if observe.metrics is not None:
         listeners.append(Metrics(handle, rates, observe.metrics))  # last, for it starts threads
     return StepObserver(handle.device, monitor, rates, listeners, flops, host, tells_rates=observe.throughput)
