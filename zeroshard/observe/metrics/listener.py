@@ -21,6 +21,7 @@ from zeroshard.engine.observing import Disk, StepFacts
 from zeroshard.engine.outside_step.memory_use import memory_use
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.observe.comms import counter_of
+from zeroshard.observe.host import BETWEEN, GARBAGE
 from zeroshard.observe.listeners import Silent
 from zeroshard.observe.memory import by_kind
 from zeroshard.observe.metrics.exporter import Exporter
@@ -102,6 +103,7 @@ class Metrics(Silent):
         self._peak = peak_flops(handle.plan, handle.device)
         self._step_seconds = _Times()
         self._parts: dict[str, _Times] = {}
+        self._waits = {(BETWEEN, GARBAGE): 0.0}
         self._known: _Planned | None = None
         self._record: StepRecord | None = None
         self._tokens = 0
@@ -121,6 +123,9 @@ class Metrics(Silent):
             self._step_seconds.add(record.whole)
         for part, seconds in record.seconds.items():
             self._parts.setdefault(part, _Times()).add(seconds)
+        for part, waits in record.waits.items():
+            for what, seconds in waits.items():
+                self._waits[part, what] = self._waits.get((part, what), 0.0) + seconds
         self._record = record
 
     def report(self, facts: StepFacts, *, due: bool) -> None:
@@ -201,6 +206,8 @@ class Metrics(Silent):
         yield Sample("zeroshard_step_seconds", {}, self._step_seconds.taken())
         for part, times in tuple(self._parts.items()):
             yield Sample("zeroshard_part_seconds", {"part": part}, times.taken())
+        for (part, what), seconds in tuple(self._waits.items()):
+            yield Sample("zeroshard_wait_seconds_total", {"part": part, "what": what}, seconds)
 
     def _of_traffic(self) -> Iterator[Sample]:
         for (kind, axes), (calls, nbytes) in self._planned().count(self._comm.sent).items():

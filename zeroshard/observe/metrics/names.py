@@ -37,6 +37,7 @@ METRICS = (
     Metric("zeroshard_mfu_ratio", "gauge", "FLOPs of the model per second over the peak of the GPU."),
     Metric("zeroshard_step_seconds", "histogram", "Seconds of a step, from the end of the one before."),
     Metric("zeroshard_part_seconds", "histogram", "Seconds of forward, backward and step.", ("part",)),
+    Metric("zeroshard_wait_seconds_total", "counter", "Seconds that the host waited.", ("part", "what")),
     Metric("zeroshard_sent_bytes_total", "counter", "Payload of collectives.", ("collective", "axes")),
     Metric("zeroshard_sent_calls_total", "counter", "Collectives.", ("collective", "axes")),
     Metric("zeroshard_link_bytes_total", "counter", "Between device and host memory, as planned.", ("direction",)),
