@@ -14,6 +14,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zeroshard.launch.failures import RankProcess
+from zeroshard.launch.hints import hint
 from zeroshard.launch.runner import FATAL_STACKS
 
 _HINTS = {
@@ -27,6 +28,8 @@ _HINTS = {
 def first_failure(process: RankProcess, status: int, host: str) -> str:
     """The report of the rank that failed first: its traceback, or the signal or exit code if it wrote no error file.
 
+    Below it stands what the error means, where `zeroshard.launch.hints` knows more than its text.
+
     Args:
         status: its exit code, negative for a signal.
     """
@@ -34,7 +37,9 @@ def first_failure(process: RankProcess, status: int, host: str) -> str:
     where += f", restart {process.restart}" if process.restart else ""
     recorded = _recorded(process.error_file)
     summary, stack = recorded or (_cause(status), _fatal_stacks(process.error_file))
-    return f"zeroshard: rank {process.rank} ({where}) failed first: {summary}\n{stack}".rstrip()
+    report = f"zeroshard: rank {process.rank} ({where}) failed first: {summary}\n{stack}".rstrip()
+    meaning = hint(summary, stack)
+    return report if meaning is None else f"{report}\nzeroshard: {meaning}"
 
 
 def consequences(others: Mapping[int, ProcessFailure]) -> list[str]:
