@@ -7,8 +7,9 @@
     with a GPU      device memory copy, PCIe both ways, sustained matrix products, and how fast the host issues kernels
     with several    all-gathers of 1 to 512 MiB, from which latency and rate are fitted
 
-It prints figures, and saves the shares of the peaks that the planner computes with. A model's kernels are slower than a
-plain copy: the planner's share for elementwise kernels is 0.73 of the copy's, as on the H100 that it was fitted on.
+It prints versions, figures and what is set up badly (surroundings.py), and saves the shares of the peaks that the
+planner computes with. A model's kernels are slower than a plain copy: the planner's share for elementwise kernels is
+0.73 of the copy's, as on the H100 that it was fitted on.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from zeroshard.planner.machine.calibration import Calibration
 from zeroshard.planner.machine.fabric import measure_gathers
 from zeroshard.planner.machine.hardware import Efficiency, find_gpu
 from zeroshard.planner.machine.host_speed import launch_seconds
+from zeroshard.planner.machine.surroundings import notes, versions
 
 GIB, MIB = 2**30, 2**20
 COPY_TO_ELEMENTWISE, COPY_TO_UPDATE, COPY_TO_NORM = 0.73, 0.98, 0.69
@@ -62,7 +64,8 @@ def doctor(
 ) -> None:
     """Measure host memory, disk, and what GPUs there are."""
     found = measure_machine(folder, disk_mib * MIB, tuple(nvme or ()), nvme_mib * MIB)
-    for name, text in found.measured.items():
+    lines = [("versions", versions()), *found.measured.items(), *(("note", text) for text in notes())]
+    for name, text in lines:
         typer.echo(f"{name:18} {text}")
     if save is not None:
         found.save(save)
