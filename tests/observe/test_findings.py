@@ -206,6 +206,13 @@ def test_a_loss_that_rises_at_a_load_is_named_with_what_was_left_out() -> None:
     assert "everything was loaded" in found.text
 
 
+def test_a_load_amid_a_run_without_the_optimizer_is_named_though_the_loss_does_not_rise() -> None:
+    (found,) = findings({0: loaded(("optimizer",), 2.01)})
+    assert found.cause is Cause.RESUME
+    assert "went on in step 30 from a checkpoint whose optimizer state was not loaded" in found.text
+    assert findings({0: loaded(("scheduler",), 2.01)}) == []
+
+
 def test_memory_that_grows_is_named_with_its_rank() -> None:
     growing = {number: {"host": {"resident": 5e8 + 4e6 * number}} for number in range(1, 61)}
     (found,) = findings({0: odd({}), 1: odd(growing)})

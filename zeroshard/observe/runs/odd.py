@@ -112,6 +112,13 @@ def _jump(load: Load) -> Iterator[Finding]:
         return
     rise = fmean(after) - fmean(before)
     if rise < max(_JUMP * pstdev(before), _JUMP_SHARE * abs(fmean(before))):
+        if "optimizer" in load.left_out and load.after[0].step == load.before[-1].step + 1:
+            yield Finding(
+                Cause.RESUME,
+                f"the run went on in step {load.after[0].step} from a checkpoint whose optimizer state was not loaded "
+                f"(load_optimizer_states=False): its moments begin anew. The loss is {fmean(after):.4g} in the steps "
+                f"after it, where it was {fmean(before):.4g} before",
+            )
         return
     reasons = [f"the {part} was not loaded" for part in load.left_out]
     rates = load.before[-1].rates, load.after[0].rates
