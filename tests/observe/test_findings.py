@@ -15,6 +15,7 @@ from zeroshard.observe.runs.components import OWN, components_of
 from zeroshard.observe.runs.explain import explain, findings
 from zeroshard.observe.runs.findings import Cause
 from zeroshard.observe.runs.log import Load, Run
+from zeroshard.observe.runs.report import report
 
 Component = tuple[str, str]
 USUAL: Mapping[Component, float] = {
@@ -113,6 +114,17 @@ def test_a_wait_for_others_is_not_held_against_the_rank_that_waits() -> None:
     assert sum(components_of(runs[0].steps[9]).values()) == pytest.approx(runs[0].steps[9].whole)
     lines = list(explain(runs[0], runs))
     assert "a rank waits 12.50 ms of a step in collectives (mean), 7.50 ms of it for the slowest rank" in lines
+
+
+def test_the_report_shows_findings_first_and_a_curve_of_each_rank() -> None:
+    runs = CAUSES[Cause.SCRIPT]
+    page = report(runs[0], "run", runs)
+    assert page.index("<ol><li>rank 1 keeps the others waiting") < page.index("<pre>")
+    assert page.count("keeps the others waiting") == 1
+    assert ">rank 0</text>" in page
+    assert ">rank 1</text>" in page
+    assert "rank 1" not in report(runs[0], "run")
+    assert "<ol>" not in report(runs[0], "run")
 
 
 def test_a_run_in_which_nothing_is_wrong_has_no_findings() -> None:

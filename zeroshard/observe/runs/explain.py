@@ -17,6 +17,8 @@ from zeroshard.observe.runs.odd import SPIKE, norm_spikes, oddities
 from zeroshard.observe.runs.slow import mean_imbalance, slowness
 from zeroshard.observe.times import PARTS
 
+FINDING = "finding"
+"""How lines begin that say what is wrong."""
 _CAUSES = {
     "forward": "gathers that come late, or the model itself",
     "backward": "gathers and reduces that come late, or the model itself",
@@ -50,7 +52,7 @@ def explain(run: Run, ranks: Mapping[int, Run] | None = None) -> Iterator[str]:
     for collective, nbytes in sorted(run.sent.items(), key=lambda item: -item[1]):
         yield f"the plan sends {nbytes} bytes in a step: {collective}"
     for number, finding in enumerate(findings(ranks), 1):
-        yield f"finding {number}: {finding.text}"
+        yield f"{FINDING} {number}: {finding.text}"
 
 
 def findings(ranks: Mapping[int, Run]) -> list[Finding]:

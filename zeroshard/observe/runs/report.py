@@ -13,18 +13,23 @@ from html import escape
 
 from zeroshard.observe.host import BETWEEN
 from zeroshard.observe.record import StepRecord
+from zeroshard.observe.runs.compare import Comparison
 from zeroshard.observe.runs.components import parts_of
-from zeroshard.observe.runs.explain import explain
+from zeroshard.observe.runs.explain import FINDING, explain, findings
 from zeroshard.observe.runs.log import Run
 from zeroshard.observe.times import PARTS
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 70, 24
+WIDTH, HEIGHT, LEFT, BOTTOM = 520, 190, 70, 24
 _POINTS = 300
+_MOST_RANKS = 4
+"""Curves of ranks in one drawing, those that need the most."""
 _COLOURS = ("#3b6fb6", "#2a9d8f", "#d9822b", "#9a86c8")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1500px; padding: 0 1rem; color: #1c2733; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1.5rem; }
-figure { margin: 0; } svg { width: 100%; height: auto; } pre { background: #f3f5f8; padding: 1rem; overflow-x: auto; }
+figure { margin: 0; } svg { width: 100%; height: auto; }
+pre { background: #f3f5f8; padding: 1rem; white-space: pre-wrap; }
+ol { background: #fdf3e7; border-left: 4px solid #d9822b; padding: 1rem 1rem 1rem 2.5rem; margin: 0 0 1rem; }
 figcaption { font-weight: 600; } text { font: 11px system-ui, sans-serif; fill: #57636f; }
 """
 Value = Callable[[StepRecord], "float | None"]
@@ -40,12 +45,25 @@ def report(run: Run, title: str, ranks: Mapping[int, Run] | None = None) -> str:
         _figure(run, "Samples per second", {"samples/s": _rate}),
         _figure(run, "Seconds of a step", {part: _part(part) for part in (*PARTS, BETWEEN)}),
         _figure(run, "Steps not applied so far", {"skipped": lambda step: float(step.skipped)}),
+        _figure(run, "Seconds of a step without waits for other ranks", _own(ranks or {0: run})),
     ]
-    text = escape("\n".join(explain(run, ranks)))
+    wrong = "".join(f"<li>{escape(finding.text)}</li>" for finding in findings(ranks or {0: run}))
+    found = f"<ol>{wrong}</ol>" if wrong else ""
+    text = escape("\n".join(line for line in explain(run, ranks) if not line.startswith(FINDING)))
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
-        f"<h1>{escape(title)}</h1><pre>{text}</pre><main>{''.join(figures)}</main></html>\n"
+        f"<h1>{escape(title)}</h1>{found}<pre>{text}</pre><main>{''.join(figures)}</main></html>\n"
     )
+
+
+def _own(ranks: Mapping[int, Run]) -> dict[str, Value]:
+    """A curve for each of the ranks that need the most; none where there is one log."""
+    if len(ranks) < 2:
+        return {}
+    compared = Comparison(ranks)
+    needed = sorted(compared.sides, key=lambda rank: -sum(compared.sides[rank].own))[:_MOST_RANKS]
+    own = {rank: dict(zip(compared.numbers, compared.sides[rank].own, strict=True)) for rank in sorted(needed)}
+    return {f"rank {rank}": lambda step, of=seconds: of.get(step.step) for rank, seconds in own.items()}
 
 
 def _rate(step: StepRecord) -> float | None:
