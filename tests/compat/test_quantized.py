@@ -157,16 +157,17 @@ def _saves(rank: int, world: int, base: str, folder: Path, name: str) -> None:
             merged.save_pretrained(whole)
     dist.barrier()
     if rank == 0:
-        again = PeftModel.from_pretrained(_loaded(folder, name), adapter)
+        again = PeftModel.from_pretrained(_loaded(folder, name), adapter).train()
         with torch.no_grad():
             assert torch.allclose(again(**_batch(9, 0)).logits, trained, atol=1e-5)
             opened = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, device_map={"": "cpu"})
+            opened.train()  # bitsandbytes computes otherwise in evaluation
             assert torch.allclose(opened(**_batch(9, 0)).logits, inside, atol=1e-4)
     dist.barrier()
 
 
 def _fine_tunes(rank: int, world: int, base: str, folder: Path, name: str) -> None:
-    """TRL's SFT of a quantized base, as under DDP."""
+    """TRL's SFT of a quantized base, as under DDP or at stage 0."""
     import trl
     from datasets import Dataset
     from peft import LoraConfig
@@ -190,9 +191,10 @@ def _fine_tunes(rank: int, world: int, base: str, folder: Path, name: str) -> No
         tiny.forget()
         return found
 
-    expected = losses(None)
+    # torch's DDP can't hold torchao's tensors. TRL has the adapters in bfloat16, which DDP rounds in each step.
+    expected = losses(0 if "torchao" in name else None)
     for stage in (2, 3):
-        assert losses(stage) == pytest.approx(expected, abs=1e-5), stage
+        assert losses(stage) == pytest.approx(expected, abs=1e-5 if "torchao" in name else 5e-4), stage
 
 
 def _optimizers(rank: int, world: int, base: str, folder: Path) -> None:

@@ -10,11 +10,12 @@ from typing import cast
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.models import WIDTH, Batch, Task
+from tests.support.models import WIDTH, Batch, Task, square_loss
 from tests.support.training import Setting, assert_same, build, full_parameters, sgd, shard_task, train_sharded
 from zeroshard.engine.core.changes import FIRST_NUMBERS
 from zeroshard.engine.core.handle import handle_of
@@ -425,3 +426,54 @@ def _scripts_views(rank: int, world: int) -> None:
 
 def test_views_of_gathered_weights_that_a_script_collects_are_warned_of_once() -> None:
     run_ranks(2, _scripts_views)
+
+
+class _Plus(nn.Module):
+    """A parametrization that adds a trained product of low rank."""
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        super().__init__()
+        self.delta = up @ down
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.delta
+
+
+class _Parametrized(nn.Module):
+    """Puts a parametrization on a frozen weight for the time of its forward, as peft's `target_parameters` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, WIDTH) / 4)
+        self.up = nn.Parameter(torch.randn(WIDTH, 2) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self.base, "weight", _Plus(self.down, self.up))
+        out = self.base(x)
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return torch.tanh(out)
+
+
+def _adapts(rank: int, world: int) -> None:
+    task = Task(lambda: nn.Sequential(*(_Parametrized() for _ in range(3))), square_loss)
+    plain = build(task)
+    optimizer = sgd(plain)
+    for step in range(3):
+        torch.stack([square_loss(plain, Batch(step, 0, each)) for each in range(world)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (2, 3):
+        model, sharded = shard_task(task, Setting(plan=stage, optimizer=sgd))
+        for step in range(3):
+            square_loss(model, Batch(step, 0, rank)).backward()
+            sharded.step()
+            sharded.zero_grad()
+        found = full_parameters(model)
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-6)
+        zeroshard.close(model)
+
+
+def test_a_frozen_weight_may_be_parametrized_for_the_time_of_a_forward() -> None:
+    run_ranks(2, _adapts)

@@ -6,8 +6,9 @@
     p.grad set to None or to another tensor     refused, unless it is None everywhere (zero_grad)
     requires_grad switched on                   refused in a pass with gradients: the plan has none for it
 
-It reads version counters, addresses and types, never values, so it launches no kernel. Rejected: comparing values with
-their master weights in each step. In-place changes of `p.data` have no counter; changes.py looks for those.
+It reads version counters, addresses and types, and values only of frozen parameters whose counter a forward has
+incremented, so it launches no kernel otherwise. Rejected: comparing values with their master weights in each step.
+In-place changes of `p.data` have no counter; changes.py looks for those.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 
 from zeroshard.engine.memory.group import Group
 from zeroshard.engine.memory.guard import ShardedGradient
-from zeroshard.engine.memory.rank_values import update_master_weights
+from zeroshard.engine.memory.rank_values import rank_range, read_values, update_master_weights
 from zeroshard.engine.memory.unit import Unit
 from zeroshard.errors import UsageError
 from zeroshard.plan.dtypes import is_packed
@@ -92,6 +93,19 @@ class Inspection:
     def _accept(self, holder: torch.Tensor) -> None:
         self._versions[id(holder)] = holder._version
 
+    def accept_rewritten(self, unit: Unit) -> None:
+        """Accept writes of a forward to frozen sharded parameters that have left their values as they are.
+
+        torch's parametrizations make such writes, and so do adapters that use them for the time of a forward (peft's
+        `target_parameters`). Each rank compares the part that it keeps. Called while the unit is in use.
+        """
+        for group in unit.groups:
+            if group.plan.trainable or not group.plan.param.divided:
+                continue
+            for index, holder in enumerate(group.holders):
+                if holder._version != self._versions[id(holder)] and _as_kept(group, index, holder):
+                    self._accept(holder)
+
     def take_over(self) -> None:
         """Update master weights after changes in place. Raises UsageError for changes that would be lost."""
         with unguarded():
@@ -157,6 +171,18 @@ class Inspection:
         for unit in self._units:
             for group in unit.groups:
                 yield unit, group
+
+
+@torch.no_grad()
+def _as_kept(group: Group, index: int, holder: torch.Tensor) -> bool:
+    """Whether a whole parameter has the values that this rank keeps of it, byte for byte."""
+    segment, (start, end) = group.plan.layout.segments[index], rank_range(group)
+    low, high = max(segment.offset, start), min(segment.end, end)
+    if low >= high or index in group.opened:
+        return index not in group.opened
+    kept = read_values(group, slice(low - start, high - start), device=group.device)
+    shown = holder.detach().reshape(-1)[low - segment.offset : high - segment.offset]
+    return kept.dtype is shown.dtype and torch.equal(kept.view(torch.uint8), shown.view(torch.uint8))
 
 
 def refuse_replaced(group: Group) -> None:

@@ -18,7 +18,7 @@ from zeroshard.comm.peers import Channel, Peers
 from zeroshard.engine.core.autograd import in_backward
 from zeroshard.engine.core.changes import ForwardChanges
 from zeroshard.engine.core.gather_steps import GatherSteps
-from zeroshard.engine.core.inspection import refuse_replaced
+from zeroshard.engine.core.inspection import Inspection, refuse_replaced
 from zeroshard.engine.core.interrupted import refuse_tracing
 from zeroshard.engine.core.parameter_reads import ParameterReads
 from zeroshard.engine.core.pending_updates import PendingUpdates
@@ -70,6 +70,7 @@ class Parameters:
         self.changes = ForwardChanges(storage.device)
         self.scaled: ScaledWeights | None = None
         """The weights that rest in fp8; None where there are none."""
+        self.inspection = Inspection(storage.units)
         report_failure = _report_to_nobody if report_failure is None else report_failure
         self._reads = ParameterReads(storage.units, storage.read_windows, streams, self._updates, report_failure)
         self.adopt(plan)
@@ -190,6 +191,7 @@ class Parameters:
         if unit.in_use and not unit.rests_whole:
             for group in unit.groups:
                 refuse_replaced(group)
+            self.inspection.accept_rewritten(unit)
             if self.changes.expected:
                 self.changes.compare(unit, beside=False)
         self._end_use(unit)

@@ -24,7 +24,6 @@ from zeroshard.engine.core.changes import WholeChanges
 from zeroshard.engine.core.cursor import Cursor
 from zeroshard.engine.core.forward import Forward
 from zeroshard.engine.core.gradients import Gradients
-from zeroshard.engine.core.inspection import Inspection
 from zeroshard.engine.core.interrupted import refuse_half_done, refuse_transform
 from zeroshard.engine.core.kept_views import KeptViews
 from zeroshard.engine.core.outside_reads import OutsideReads
@@ -83,7 +82,7 @@ class Runtime:
         self.gradients = Gradients(
             plan, storage, streams, reduces, log, peers, self.updates, lambda: reduce_policy.in_no_sync
         )
-        self.inspection = Inspection(storage.units)
+        self.inspection = self.parameters.inspection
         self._whole_changes = WholeChanges(storage.units, storage.device)
         self._kept_views = KeptViews(model, storage.gather_slots)
         self.names_in_state_dict = False
