@@ -116,6 +116,22 @@ def test_a_wait_for_others_is_not_held_against_the_rank_that_waits() -> None:
     assert "a rank waits 12.50 ms of a step in collectives (mean), 7.50 ms of it for the slowest rank" in lines
 
 
+def on_gpu(late: Component, waits: Component) -> dict[int, Run]:
+    """As on a GPU: rank 1 needs more in one component, and rank 0 waits for it within another, unseen by its host."""
+    own = {one: seconds for one, seconds in USUAL.items() if one[1] == OWN}
+    runs: dict[int, Run] = {}
+    for rank, where in ((0, waits), (1, late)):
+        spent = {**own, where: own.get(where, 0.0) + MORE}
+        runs[rank] = log([record(number, spent, busy=0.002) for number in range(1, 61)], device="cuda")
+    return runs
+
+
+def test_on_a_gpu_ranks_are_compared_by_what_their_hosts_wait_for_and_not_by_their_passes() -> None:
+    (found,) = findings(on_gpu((BETWEEN, DATA), ("backward", OWN)))
+    assert (found.cause, found.rank) == (Cause.DATA, 1)
+    assert findings(on_gpu(("forward", OWN), ("backward", OWN))) == []
+
+
 def test_the_report_shows_findings_first_and_a_curve_of_each_rank() -> None:
     runs = CAUSES[Cause.SCRIPT]
     page = report(runs[0], "run", runs)
