@@ -1,7 +1,7 @@
 """Faults in small real runs, each of which is called by its name; `python -m benchmarks faults` makes many of them.
 
 Faults are large beside the runs, for other tests run at the same time on the same cores; so it is asked that the fault
-is among what was found, and not that nothing else is.
+is among what was found, and not that nothing else is. A run that others disturb more than its fault is measured again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from benchmarks.faults import Said, holds, judge, measured
 from zeroshard.observe.runs.findings import Cause
 
 SLEEP = 0.03
+ATTEMPTS = 3
 
 
 def small(kind: str, rank: int, steps: int = 14, **numbers: float) -> Fault:
@@ -40,9 +41,13 @@ TOLD = (
 
 @pytest.mark.parametrize("fault", TOLD, ids=lambda fault: fault.kind)
 def test_explain_names_the_fault_and_its_rank(fault: Fault) -> None:
-    said = measured(fault)
-    assert not said.error
-    assert (str(KINDS[fault.kind].cause), None if fault.rank < 0 else fault.rank) in said.found, said.texts
+    wanted = str(KINDS[fault.kind].cause), None if fault.rank < 0 else fault.rank
+    for _ in range(ATTEMPTS):
+        said = measured(fault)
+        assert not said.error
+        if wanted in said.found:
+            return
+    pytest.fail(f"{wanted} was never found, but {said.texts}")
 
 
 @pytest.mark.parametrize("fault", [small("lost", 1), small("damaged", -1)], ids=lambda f: f.kind)
