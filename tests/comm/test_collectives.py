@@ -83,6 +83,28 @@ def test_reduce_scatter_gives_the_bits_of_all_reduce() -> None:
     assert run_ranks(3, _reduce_both_ways) == [True] * 3
 
 
+def _reduce_in_order(rank: int, world_size: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    comm, log, watchdog = _collectives(world_size, rank)
+    of_ranks = [
+        torch.randn(1001 * world_size, generator=torch.Generator().manual_seed(one)) for one in range(world_size)
+    ]
+    for dtype in (torch.float32, torch.bfloat16):
+        first, *others = (value.to(dtype).view(world_size, -1)[rank] for value in reversed(of_ranks))
+        for other in others:
+            first = first + other
+        full = of_ranks[rank].to(dtype)
+        shard = full.view(world_size, -1)[rank]
+        comm.wait(comm.reduce_scatter(shard, full, "u"))
+        assert torch.equal(shard, first)
+    assert log.totals() == {"reduce-scatter": (2, 6 * 1001 * world_size)}
+    watchdog.close()
+
+
+def test_reduce_scatter_adds_up_from_the_last_rank_where_torch_is_to_be_deterministic() -> None:
+    run_ranks(4, _reduce_in_order)
+
+
 def test_a_single_rank_sends_and_logs_nothing() -> None:
     comm, log, watchdog = _collectives(1, 0)
     out, shard, full = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])

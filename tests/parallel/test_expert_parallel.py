@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,13 +19,15 @@ from torch.distributed.tensor import DTensor
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.expert_model import EVEN, EXPERTS, ONE_RANK, Layout, build, sharded
+from tests.support.expert_model import EVEN, EXPERTS, ONE_RANK, UNEVEN, Layout, build, sharded
 from tests.support.gathering_model import gathering
 from tests.support.measure import forget_sent, held_bytes, sent
 from tests.support.parallel_model import (
     BATCH,
     CLIP,
     LENGTH,
+    State,
+    Step,
     assert_close,
     assert_same,
     in_one_process,
@@ -85,6 +88,31 @@ def _layouts(plan: Plan) -> list[list[FlatLayout]]:
 @pytest.mark.parametrize(("data", "experts"), MESHES)
 def test_divided_experts_train_as_one_process_does(data: int, experts: int) -> None:
     run_ranks(data * experts, _as_in_one_process, data, experts, (EVEN, ONE_RANK), timeout=600)
+
+
+def _has_bits(rank: int, world: int, axis: str, chosen: int, wanted: tuple[list[Step], State]) -> None:
+    torch.use_deterministic_algorithms(True)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(axis,))
+    for stage in range(4):
+        model = build(UNEVEN, chosen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = zeroshard.shard(model, optimizer, plan=stage, mesh=mesh)
+        train(model, optimizer, rank, range(3))
+        found = whole_state(model)
+        assert sum(name.endswith(".exp_avg_sq") for name in found) > 20
+        assert_same(found, wanted[1], f"stage {stage}, {chosen} experts of a token")
+        zeroshard.close(model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axis", "chosen"),
+    [(2, "ep", 3), (4, "ep", 2)] + ([(2, "ep", 2), (4, "ep", 3), (4, "dp_shard", 2)] if WHOLE_MATRIX else []),
+)
+def test_divided_experts_have_the_bits_of_one_process_where_torch_is_to_be_deterministic(
+    ranks: int, axis: str, chosen: int
+) -> None:
+    wanted = in_one_process(ranks, made=partial(build, UNEVEN, chosen), clip=math.inf)
+    run_ranks(ranks, _has_bits, axis, chosen, wanted)
 
 
 def _moved(rank: int, world: int, folder: str, layouts: list[Layout]) -> None:

@@ -46,10 +46,12 @@ class ExpertLayer(nn.Module):
 
     Args:
         bias: added to what the router says of each expert, by which it prefers some, and never chooses others.
+        chosen: experts of each token.
     """
 
-    def __init__(self, bias: Sequence[float]) -> None:
+    def __init__(self, bias: Sequence[float], chosen: int = CHOSEN) -> None:
         super().__init__()
+        self.chosen = chosen
         self.gate = nn.Linear(WIDTH, len(bias), bias=False)
         self.experts = Experts(len(bias))
         self.register_buffer("bias", torch.tensor(bias))
@@ -57,22 +59,23 @@ class ExpertLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2)
         probabilities = torch.softmax(self.gate(rows) + self.bias, dim=-1)
-        weights, chosen = torch.topk(probabilities, CHOSEN, dim=-1)
+        weights, chosen = torch.topk(probabilities, self.chosen, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         return self.experts(rows, chosen, weights).view_as(x)
 
 
 EVEN = (0.0,) * EXPERTS
+UNEVEN = (0.5, 0.0, 0.2, -0.3)
 ONE_RANK = (1.0, 0.0, NEVER, NEVER)
 """The experts of the second half get no token of any rank."""
 
 
-def build(bias: Sequence[float] = EVEN) -> Transformer:
+def build(bias: Sequence[float] = EVEN, chosen: int = CHOSEN) -> Transformer:
     """The same model in every process."""
     torch.manual_seed(0)
     model = Transformer()
     for block in model.blocks:
-        block.mlp = ExpertLayer(bias)  # pyright: ignore[reportAttributeAccessIssue]
+        block.mlp = ExpertLayer(bias, chosen)  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 

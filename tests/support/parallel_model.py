@@ -119,14 +119,14 @@ def divide(model: nn.Module, axis: DeviceMesh, *, sequence: bool = False, loss_p
 
 
 def in_one_process(
-    data_ranks: int, steps: int = 3, lr: float = 1e-3, made: Callable[[], nn.Module] = build
+    data_ranks: int, steps: int = 3, lr: float = 1e-3, made: Callable[[], nn.Module] = build, clip: float = CLIP
 ) -> tuple[list[Step], State]:
     """Losses, norms and parameters of a run on all data in one process, without zeroshard."""
 
     def losses(model: nn.Module, step: int) -> Iterator[torch.Tensor]:
         yield torch.stack([loss_of(model, tokens(step, data)) for data in range(data_ranks)]).mean()
 
-    return alone(made(), losses, steps, lr=lr)
+    return alone(made(), losses, steps, lr=lr, clip=clip)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ there a hang would be unexplained without the loop. A single wait with the proce
 
 gloo has no reduce-scatter: torch implements it by an all-reduce on a copy of the input, and the returned work never
 reports completion and ignores time limits (torch 2.13). So this file calls the same all-reduce itself, in place: the
-sums are the same bit for bit, nothing is copied, and the wait can be watched.
+sums are the same bit for bit, nothing is copied, and the wait can be watched. Under
+`torch.use_deterministic_algorithms(True)` it exchanges the parts and adds them up from the last rank to the first, as
+autograd adds what the losses of one process give.
 """
 
 from __future__ import annotations
@@ -163,6 +165,13 @@ class Collectives:
         if not self._is_gloo(full):
             work = _reduce_scatter(shard, full, op=op, group=self._group, async_op=not on_device)
             return self._issued("reduce-scatter", unit, full, work)
+        if not on_device and op == dist.ReduceOp.SUM and torch.are_deterministic_algorithms_enabled():
+            received = torch.empty_like(full)
+            work = dist.all_to_all_single(
+                received.view(-1).view(torch.uint8), full.view(-1).view(torch.uint8), group=self._group, async_op=True
+            )
+            parts = received.view(self.size, -1)
+            return self._issued("reduce-scatter", unit, full, work, lambda: _add_up(parts, shard.view(-1)))
         n = shard.numel()
         mine = full.view(-1)[self.rank * n : (self.rank + 1) * n]
         work = dist.all_reduce(full, op=op, group=self._group, async_op=not on_device)
@@ -267,6 +276,14 @@ class Collectives:
 
     def _is_gloo(self, tensor: torch.Tensor) -> bool:
         return f"{tensor.device.type}:gloo" in self._backends
+
+
+def _add_up(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """The sum of (ranks, n), from the last rank to the first."""
+    with torch.no_grad():
+        out.copy_(parts[-1])
+        for part in reversed(parts[:-1].unbind()):
+            out.add_(part)
 
 
 def gather_over_default(out: torch.Tensor, part: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ the sizes of what is sent. Rejected: equal parts for all experts (a capacity), w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +32,9 @@ class Exchanging(Protocol):
 
     @property
     def experts(self) -> torch.Tensor: ...
+
+    @property
+    def received(self) -> list[int]: ...
 
     def there(self, rows: torch.Tensor) -> torch.Tensor: ...
 
@@ -75,7 +79,7 @@ def make_dispatch(pairs: torch.Tensor, experts: int, group: dist.ProcessGroup | 
     """
     order = torch.argsort(pairs, stable=True)
     if group is None:
-        return Dispatch(group, order, [], [], pairs[order])
+        return Dispatch(group, order, [pairs.numel()], [pairs.numel()], pairs[order])
     ranks = group.size()
     sent = torch.bincount(pairs, minlength=experts).view(ranks, -1)
     received = torch.empty_like(sent)
@@ -84,6 +88,20 @@ def make_dispatch(pairs: torch.Tensor, experts: int, group: dist.ProcessGroup | 
     own = torch.arange(experts // ranks, device=pairs.device).repeat(ranks)
     arrived = torch.repeat_interleave(own, received.view(-1), output_size=sum(sizes[1]))
     return Dispatch(group, order, sizes[0], sizes[1], arrived)
+
+
+def compute_arrived(
+    dispatch: Exchanging, rows: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What `compute(rows, experts)` makes of the rows that arrive, of which there are some.
+
+    All of them pass at once, or, under `torch.use_deterministic_algorithms(True)`, those of each rank by themselves:
+    products then have the rows that they have in one process, and gradients of weights are summed over ranks likewise.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return compute(rows, dispatch.experts)
+    parts = zip(rows.split(dispatch.received), dispatch.experts.split(dispatch.received), strict=True)
+    return torch.cat([compute(some, experts) for some, experts in parts if len(some)])
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from zeroshard.errors import UsageError
-from zeroshard.experts.dispatch import attached, local_part, make_dispatch
+from zeroshard.experts.dispatch import Dispatch, attached, compute_arrived, local_part, make_dispatch
 from zeroshard.experts.gating import Choice
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.marks import set_z3_leaf_module
@@ -55,17 +55,21 @@ class StackedExperts(nn.Module):
         tokens, k = choice.experts.shape
         kept = choice.kept.reshape(-1).nonzero().squeeze(-1)
         dispatch = make_dispatch(choice.experts.reshape(-1)[kept], self.num_experts, self._group())
-        made = self._of_experts(dispatch.there(rows[kept[dispatch.order] // k]), dispatch.experts)
+        made = self._of_all(dispatch, dispatch.there(rows[kept[dispatch.order] // k]))
         returned = dispatch.back(made)
         whole = returned.new_zeros(tokens * k, returned.shape[-1]).index_copy(0, kept, returned)
         weighted = whole.view(tokens, k, -1) * choice.weights.unsqueeze(-1).to(whole.dtype)
         return weighted.sum(dim=1)
 
-    def _of_experts(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """What comes to this rank, through its experts one after the other."""
+    def _of_all(self, dispatch: Dispatch, rows: torch.Tensor) -> torch.Tensor:
+        """What comes to this rank, through its experts."""
         stacks = {name: local_part(parameter) for name, parameter in self.deepspeed_experts.named_parameters()}
         if not rows.shape[0]:
             return attached(rows, *stacks.values())
+        return compute_arrived(dispatch, rows, lambda some, experts: self._of_experts(some, experts, stacks))
+
+    def _of_experts(self, rows: torch.Tensor, experts: torch.Tensor, stacks: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Rows through this rank's experts one after the other."""
         order = torch.argsort(experts, stable=True)
         local = next(iter(stacks.values())).shape[0]
         parts = rows[order].split(torch.bincount(experts, minlength=local).tolist())

@@ -186,6 +186,10 @@ class _Evenly:
     def experts(self) -> torch.Tensor:
         return torch.empty_like(self.pairs)
 
+    @property
+    def received(self) -> list[int]:
+        return [self.pairs.numel()]
+
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         return self.exchange.apply(rows)
 
