@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
+from zeroshard.parallel.divided_attention import divide_attention
+from zeroshard.parallel.sequence_loader import part_of_batch
+from zeroshard.parallel.sequence_loss import mean_over_sequence
 from zeroshard.pipeline.pretrained import pipeline_stage
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
@@ -105,6 +108,69 @@ def test_stages_of_a_transformers_model_train_as_the_whole(
     kind: str, tied: bool, stage: int, axis: str, others: dict[str, Any]
 ) -> None:
     run_ranks(4, _trained, kind, tied, stage, axis, others, timeout=300)
+
+
+def _with_parts(rank: int, world: int, kind: str, stage: int, others: dict[str, Any]) -> None:
+    """Two stages of two ranks each, which have parts of the same sequences."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    plain = _model(kind, tied=False, **others)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "sp"))
+    group = mesh.get_group("sp")
+    model, _ = pipeline_stage(_model(kind, tied=False, **others), mesh["pp"])
+    divide_attention(model, group, "sdpa")
+    model, optimizer = zeroshard.shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        plan=stage,
+        mesh=mesh,
+        accumulate=True,
+        clip_norm=0.5,
+    )
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        own = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return mean_over_sequence(own, labels, group) / MICRO
+
+    part = PipelineStage(model, mesh.get_local_rank("pp"), 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(part, MICRO, loss_fn=loss_of, scale_grads=False)
+    for step in range(3):
+        wanted, batches = 0.0, [_ids(step, 0, micro) for micro in range(MICRO)]
+        for ids in batches:
+            loss = _loss(plain(input_ids=ids, use_cache=False).logits, ids)
+            loss.backward()
+            wanted += float(loss.detach())
+        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        reference.step()
+        reference.zero_grad()
+        ids = torch.cat(batches)
+        cut = part_of_batch({"input_ids": ids, "labels": ids}, group.rank(), 2)
+        losses = list[torch.Tensor]()
+        schedule.step(
+            *((cut["input_ids"],) if part.is_first else ()),
+            position_ids=cut["position_ids"],
+            target=cut["shift_labels"] if part.is_last else None,
+            losses=losses if part.is_last else None,
+            return_outputs=False,
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        total = torch.tensor(float(sum(loss.detach() for loss in losses)) / 2)
+        dist.all_reduce(total)
+        assert abs(float(total) - wanted) < 1e-5, (kind, step)
+        assert abs((zeroshard.get_global_grad_norm(model) or 0.0) - norm) < 1e-5, (kind, step)
+    whole = dict(plain.named_parameters())
+    for name, value in zeroshard.full_state_dict(model).items():
+        assert float((value - whole[name]).abs().max()) < 1e-5, (kind, name)
+    zeroshard.close(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "others"), [("Llama", 3, {}), ("Mistral", 2, {"sliding_window": 4}), ("Qwen3", 0, {})]
+)
+def test_stages_of_divided_sequences_train_as_the_whole(kind: str, stage: int, others: dict[str, Any]) -> None:
+    run_ranks(4, _with_parts, kind, stage, others, timeout=300)
 
 
 def _refused(rank: int, world: int) -> None:

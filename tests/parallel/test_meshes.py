@@ -20,7 +20,7 @@ from tests.support.parallel_model import Step, assert_close, assert_same, whole_
 from zeroshard.checkpoint.reader import CheckpointReader
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
-SAMPLE = [Layout(2, 1, 1, 1, 1, 2, 2), Layout(1, 1, 1, 1, 2, 2, 3)]
+SAMPLE = [Layout(2, 1, 1, 1, 1, 2, 2), Layout(1, 1, 1, 1, 2, 2, 3), Layout(2, stage=3, heads=2)]
 MESHES = [mesh for ranks in range(1, 9) for mesh in layouts(ranks)] if WHOLE_MATRIX else []
 CHUNK = 6
 """Cells that one set of processes runs: process groups are never given back whole."""
@@ -104,14 +104,10 @@ def test_a_checkpoint_goes_through_meshes_of_several_axes(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not WHOLE_MATRIX, reason="set ZEROSHARD_ALL_MESHES=1")
-def test_a_checkpoint_goes_through_every_mesh_and_stage(tmp_path: Path) -> None:
-    cells = [replace(mesh, stage=stage) for mesh in MESHES for stage in range(4)]
-    cells.sort(key=lambda layout: layout.ranks)
-    tag = 0
-    for ranks in range(1, 9):
-        own = [layout for layout in cells if layout.ranks == ranks]
-        for start in range(0, len(own), CHUNK):
-            some = own[start : start + CHUNK]
-            run_ranks(ranks, _moves, str(tmp_path), some, tag, timeout=300)
-            tag = max(tag, 1) + len(some)
+@pytest.mark.parametrize("ranks", sorted({mesh.ranks for mesh in MESHES}))
+def test_a_checkpoint_goes_through_every_mesh_and_stage(ranks: int, tmp_path: Path) -> None:
+    """From one process through all meshes of a number of ranks."""
+    run_ranks(1, _moves, str(tmp_path), [Layout()], 0)
+    own = [replace(mesh, stage=stage) for mesh in MESHES for stage in range(4) if mesh.ranks == ranks]
+    for start in range(0, len(own), CHUNK):
+        run_ranks(ranks, _moves, str(tmp_path), own[start : start + CHUNK], start + 2, timeout=300)

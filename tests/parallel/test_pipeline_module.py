@@ -447,7 +447,7 @@ def _script(rank: int, world: int) -> list[float]:
             TiedLayerSpec("embedding", Embedding, forward_fn=_head),
         ],
         loss_fn=_loss,
-        topology=PipeDataParallelTopology(num_pp=2, num_dp=world // 2),
+        topology=PipeDataParallelTopology(num_pp=world, num_dp=1),
         partition_method="parameters",
         activation_checkpoint_interval=1,
         seed_layers=True,
@@ -460,7 +460,7 @@ def _script(rank: int, world: int) -> list[float]:
     )
     assert isinstance(engine, deepspeed.PipelineEngine)
     assert engine.is_first_stage() is (engine.grid.get_stage_id() == 0)
-    assert engine.is_last_stage() is (engine.mpu.get_pipe_parallel_rank() == 1)
+    assert engine.is_last_stage() is (engine.mpu.get_pipe_parallel_rank() == world - 1)
     losses = [float(engine.train_batch()) for _ in range(3)]
     engine.set_dataiterator(_data(7))
     losses.append(float(engine.train_batch()))
@@ -469,7 +469,7 @@ def _script(rank: int, world: int) -> list[float]:
     return losses
 
 
-def test_a_script_for_deepspeed_trains_unchanged() -> None:
-    found = run_ranks(2, _script)
-    assert found[0] == found[1]
-    assert found[0][3] < found[0][0]
+def test_a_script_for_deepspeed_trains_unchanged_as_in_one_process() -> None:
+    (wanted,) = run_ranks(1, _script)
+    for found in run_ranks(2, _script):
+        assert found == pytest.approx(wanted, abs=1e-6, rel=1e-6)

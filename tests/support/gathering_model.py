@@ -1,4 +1,10 @@
-"""The small transformer with attention over the keys of all ranks of an axis along which sequences are divided."""
+"""The small transformer on parts of sequences: attention over the keys of all ranks, or over some heads of the whole.
+
+    cp    a rank's queries, and the keys of all ranks of the axis
+    sp    exchanges give each rank of the axis the tokens of all of them for some heads; within one part of `cp`
+
+Either may be there, or both.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.parallel_model import WIDTH, Attention, Transformer
+from tests.support.parallel_model import HEADS, WIDTH, Attention, Transformer
+from zeroshard.parallel.exchange import exchange
 
 
 class _Sequence(torch.autograd.Function):
@@ -30,27 +37,40 @@ class _Sequence(torch.autograd.Function):
 
 
 class Gathering(Attention):
-    """Attention of this rank's queries over the keys and values of all ranks of an axis."""
+    """Attention over parts of sequences.
 
-    def __init__(self, group: dist.ProcessGroup, place: int) -> None:
+    Args:
+        group, place: the ranks over which keys are gathered, and this one's number; None where keys are whole.
+        heads: the ranks over which heads are divided; None where each has all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, place: int, heads: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self._group, self._place = group, place
+        self._group, self._place, self._heads = group, place, heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        length = x.shape[1]
-        keys, values = (_Sequence.apply(part(x).contiguous(), self._group, self._place) for part in (self.k, self.v))
-        heads = [part.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for part in (self.q(x), keys, values)]
-        begin = self._place * length
-        mask = torch.ones(keys.shape[1], keys.shape[1], dtype=torch.bool).tril()[begin : begin + length]
-        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        projected = [part(x).unflatten(-1, (-1, WIDTH // HEADS)) for part in (self.q, self.k, self.v)]
+        if self._heads is not None:
+            projected = [exchange(part, self._heads, 2, 1) for part in projected]
+        query, *others = projected
+        if self._group is not None:
+            others = [_Sequence.apply(part.contiguous(), self._group, self._place) for part in others]
+        begin, length, whole = self._place * query.shape[1], query.shape[1], others[0].shape[1]
+        mask = torch.ones(whole, whole, dtype=torch.bool).tril()[begin : begin + length]
+        heads = [part.transpose(1, 2) for part in (query, *others)]
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask).transpose(1, 2)
+        if self._heads is not None:
+            mixed = exchange(mixed, self._heads, 1, 2)
+        return self.o(mixed.flatten(2))
 
 
-def gathering(model: Transformer, group: dist.ProcessGroup, place: int) -> nn.Module:
-    """The model with attention over an axis; the parameters stay what they are."""
+def gathering(
+    model: Transformer, group: dist.ProcessGroup | None, place: int, heads: dist.ProcessGroup | None = None
+) -> nn.Module:
+    """The model with such attention; the parameters stay what they are."""
     for index in range(2):
         path = f"blocks.{index}.attention"
-        gathering = Gathering(group, place)
+        gathering = Gathering(group, place, heads)
         gathering.load_state_dict(model.get_submodule(path).state_dict())
         model.set_submodule(path, gathering)
     return model

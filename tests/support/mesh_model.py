@@ -1,4 +1,4 @@
-"""A small transformer on any mesh: layers over `pp`, sequences over `cp`, experts over `ep`, weights over `tp`.
+"""A small transformer on any mesh: layers over `pp`, sequences over `cp`, `sp`, experts over `ep`, weights over `tp`.
 
     blocks.0    attention, mlp                 the mlp and all attention over tp
     blocks.1    attention, experts             the experts over ep
@@ -8,6 +8,7 @@ One process trains it on the data of all ranks, micro-batch after micro-batch, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +23,22 @@ import zeroshard
 from tests.support.expert_model import EVEN, ExpertLayer
 from tests.support.gathering_model import gathering
 from tests.support.one_process import CLIP, State, Step, alone
-from tests.support.parallel_model import LENGTH, Transformer, tokens
+from tests.support.parallel_model import HEADS, LENGTH, Transformer, tokens
 
 MICRO = 4
 """Micro-batches of a step."""
-NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "ep", "tp")
 _LAYERS = ("embedding", "blocks.0", "blocks.1", "head")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks are divided, and what ZeRO does on them."""
+    """How ranks are divided, and what ZeRO does on them.
+
+    Attributes:
+        sequence: ranks of `cp`, whose keys are gathered.
+        heads: ranks of `sp`, who exchange parts of a sequence for heads.
+    """
 
     stages: int = 1
     replicas: int = 1
@@ -41,10 +47,11 @@ class Layout:
     experts: int = 1
     tensor: int = 1
     stage: int = 0
+    heads: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.stages, self.replicas, self.data, self.sequence, self.experts, self.tensor)
+        return (self.stages, self.replicas, self.data, self.sequence, self.heads, self.experts, self.tensor)
 
     def mesh(self) -> DeviceMesh:
         """The axes of several ranks; made by all ranks."""
@@ -70,15 +77,13 @@ class Layout:
 
 def layouts(ranks: int) -> Iterator[Layout]:
     """Every mesh of so many ranks on which the small model can be divided."""
-    for stages in (1, 2, 4):
-        for sequence in (1, 2, 4):
-            for experts in (1, 2, 4):
-                for tensor in (1, 2, 4):
-                    data, rest = divmod(ranks, stages * sequence * experts * tensor)
-                    if rest or not data:
-                        continue
-                    for replicas in (1, 2) if data % 2 == 0 else (1,):
-                        yield Layout(stages, replicas, data // replicas, sequence, experts, tensor)
+    sizes = (1, 2, 4)
+    for stages, sequence, heads, experts, tensor in itertools.product(sizes, repeat=5):
+        data, rest = divmod(ranks, stages * sequence * heads * experts * tensor)
+        if rest or not data or heads * tensor > HEADS:
+            continue
+        for replicas in (1, 2) if data % 2 == 0 else (1,):
+            yield Layout(stages, replicas, data // replicas, sequence, experts, tensor, heads=heads)
 
 
 def build() -> Transformer:
@@ -139,8 +144,8 @@ class Run:
         """Made by all ranks."""
         mesh = layout.mesh()
         whole: Any = build()
-        if layout.sequence > 1:
-            whole = gathering(whole, mesh.get_group("cp"), mesh.get_local_rank("cp"))
+        if layout.sequence * layout.heads > 1:
+            whole = gathering(whole, _group(mesh, "cp"), _place(mesh, "cp"), _group(mesh, "sp"))
         place, each = _place(mesh, "pp"), len(_LAYERS) // layout.stages
         model = Part(whole, place * each, (place + 1) * each)
         if layout.tensor > 1:
@@ -191,8 +196,8 @@ class Run:
 
     def _part(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels of this rank's part of the sequences."""
-        each = LENGTH // self.layout.sequence
-        begin = _place(self.mesh, "cp") * each
+        each = LENGTH // (self.layout.sequence * self.layout.heads)
+        begin = (_place(self.mesh, "cp") * self.layout.heads + _place(self.mesh, "sp")) * each
         return batch[:, :-1][:, begin : begin + each], batch[:, 1:][:, begin : begin + each]
 
 
@@ -200,6 +205,10 @@ def _place(mesh: DeviceMesh, name: str) -> int:
     names = mesh.mesh_dim_names
     assert names is not None
     return mesh.get_local_rank(name) if name in names else 0
+
+
+def _group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup | None:
+    return mesh.get_group(name) if name in (mesh.mesh_dim_names or ()) else None
 
 
 def _schedule(layout: Layout, mesh: DeviceMesh, model: nn.Module) -> Any:

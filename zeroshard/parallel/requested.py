@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroshard.errors import PlanError
-from zeroshard.mesh import Mesh
+from zeroshard.mesh import STAGES, Mesh
 from zeroshard.parallel.sequence_axis import AXIS, SequenceAxis, SequenceParallel, divide_sequences
 
 SIZE = "sequence_parallel_size"
@@ -67,6 +67,12 @@ def agreed_mesh(mesh: Mesh | None, axis: SequenceAxis, *, divided: bool) -> Mesh
         )
     if mesh is None:
         return axis.mesh
+    if STAGES in mesh.names and AXIS not in mesh.names:
+        raise PlanError(
+            f"sequences are divided over {axis.size} ranks, but the PipelineModule was built for {mesh}: say "
+            "PipelineModule(layers, topology=ProcessTopology(['pipe', 'data', 'sequence'], [stages, data, "
+            f"{axis.size}]))"
+        )
     if AXIS not in mesh.names or mesh.size((AXIS,)) != axis.size:
         raise PlanError(
             f"sequences are divided over {axis.size} ranks, but the mesh that was given ({mesh}) has no axis {AXIS!r} "

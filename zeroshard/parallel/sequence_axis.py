@@ -10,7 +10,7 @@ those questions could not find; the engine's own communicators, behind whose gat
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -115,7 +115,8 @@ def divide_sequences(size: int, asked_by: str, mesh: Mesh | None = None) -> Sequ
 
     Args:
         asked_by: who asks, for messages.
-        mesh: all ranks, with an axis `sp` of that size; by default neighbours have a sequence.
+        mesh: all ranks, with an axis `sp` of that size; by default neighbours have a sequence. Where the axis is there
+            already, it takes over what the mesh says of the other ranks.
 
     Raises:
         PlanError: the ranks don't divide by `size`, or are divided in another way.
@@ -139,6 +140,8 @@ def divide_sequences(size: int, asked_by: str, mesh: Mesh | None = None) -> Sequ
             f"{asked_by} {size}: sequences of this process are divided over {known.size} ranks already "
             f"({known.mesh.groups((AXIS,))}); ask for one number in all places"
         )
+    if mesh is not None and known.mesh != mesh:  # it says what the other ranks do, too
+        known = _AXES[world] = replace(known, mesh=mesh, data_group=_data_group(mesh))
     return known
 
 
@@ -151,8 +154,12 @@ def _made(mesh: Mesh) -> SequenceAxis:
     rank = dist.get_rank()
     group = _own(mesh.groups((AXIS,)), rank, "zeroshard sequence")
     assert group is not None
+    return SequenceAxis(mesh, rank, group, _data_group(mesh))
+
+
+def _data_group(mesh: Mesh) -> dist.ProcessGroup | None:
     data = mesh.groups(mesh.among(READERS))
-    return SequenceAxis(mesh, rank, group, None if len(data[0]) == 1 else _own(data, rank, "zeroshard data"))
+    return None if len(data[0]) == 1 else _own(data, dist.get_rank(), "zeroshard data")
 
 
 def _own(partition: list[list[int]], rank: int, description: str) -> dist.ProcessGroup | None:

@@ -9,7 +9,7 @@ masks made of a part alone, which are wrong as soon as attention sees the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,21 @@ def _documents(positions: torch.Tensor) -> torch.Tensor | None:
 
 def digest_of(tokens: torch.Tensor) -> torch.Tensor:
     """A number of the tokens, or of their embeddings; 0 where each row repeats one, as any part of it does."""
-    rows = tokens.detach().flatten(2).double().sum(-1).view(torch.int64) if tokens.is_floating_point() else tokens
+    rows = tokens.detach().reshape(*tokens.shape[:2], -1)
+    rows = rows.double().sum(-1).view(torch.int64) if tokens.is_floating_point() else rows.sum(-1)
     places = torch.arange(1, rows.numel() + 1, device=rows.device)
     digest = (rows.reshape(-1).to(torch.int64) * (2 * places + 1)).sum() | 1
     return digest * (rows != rows[:, :1]).any()
+
+
+def have_same(tokens: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` have the same tokens, of shape (samples, tokens, ...); called by all of them."""
+    digests: list[int] = gather_parts(digest_of(tokens).reshape(1), group, 0).tolist()
+    return _are_same(digests)
+
+
+def _are_same(digests: Sequence[int]) -> bool:
+    return digests[0] != 0 and all(digest == digests[0] for digest in digests)
 
 
 def _check_alike(part: Part, group: dist.ProcessGroup) -> None:
@@ -128,7 +139,7 @@ def _check_alike(part: Part, group: dist.ProcessGroup) -> None:
             f"the ranks of a sequence have parts of different shapes (samples x tokens: {shown}); give each of the "
             f"{group.size()} ranks a part of equal length of the same batch, as UlyssesSPDataLoaderAdapter does"
         )
-    if digests[0] and all(digest == digests[0] for digest in digests):
+    if _are_same(digests):
         raise UsageError(
             f"all {group.size()} ranks of a sequence were given the same {part.tokens} tokens: that is the whole "
             "sequence, of which each rank takes a part (UlyssesSPDataLoaderAdapter cuts batches, for evaluation too). "

@@ -131,7 +131,8 @@ class BatchCalls(TrainingEngine):
     def _shared_mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean over micro-batches and data ranks, from the ranks that have the losses to all others.
 
-        Ranks of `tp` have the same losses, so that the mean is one over all ranks of the stage.
+        Ranks of `tp` have the same losses, those of a sequence each that of its part, so that the mean is one over all
+        ranks of the stage.
         """
         mean = torch.zeros((), dtype=torch.float32, device=self.device)
         if losses:

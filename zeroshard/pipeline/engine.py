@@ -9,21 +9,26 @@ It is a mixin, since zeroshard's engine and that of the compat package take the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from zeroshard.comm.stages import Stages
 from zeroshard.engine.batching import BatchSizes
+from zeroshard.engine.core.outputs import tensors_in
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
+from zeroshard.parallel.whole_sequence import have_same
 from zeroshard.pipeline.batches import BatchCalls, refuse_call
 from zeroshard.pipeline.module import PipelineModule
 from zeroshard.pipeline.runner import Runner
 from zeroshard.pipeline.schedules import VERTICAL, Shape, chosen, splits_backward
 from zeroshard.pipeline.topology import PipelineParallelGrid
 from zeroshard.pipeline.vertical import VerticalRunner
+
+_LOOKED_AT = 3
+"""Batches in which the ranks of a sequence compare their tokens: who forgets to cut them does so then."""
 
 
 class PipelineCalls(BatchCalls):
@@ -33,6 +38,7 @@ class PipelineCalls(BatchCalls):
     _trainer: tuple[int, Runner] | None = None
     _evaluator: tuple[int, Runner] | None = None
     _vertical: VerticalRunner | None = None
+    _looked_at = 0
 
     def run_schedule(self, asked: str) -> None:
         """Run micro-batches by the schedule of a name ("auto": by what the module has); called once.
@@ -213,6 +219,26 @@ class PipelineCalls(BatchCalls):
     def _reads(self) -> tuple[bool, bool]:
         model = self.pipeline
         return 0 in model.own, model.total_parts - 1 in model.own
+
+    def _read(self, source: Iterator[Any] | None, count: int) -> tuple[list[Any], list[Any]]:
+        inputs, labels = super()._read(source, count)
+        if self._reads[0]:
+            self._refuse_whole_sequences(inputs)
+        return inputs, labels
+
+    def _refuse_whole_sequences(self, inputs: Sequence[Any]) -> None:
+        """In the first batches: raises UsageError on all ranks of a sequence that were given the same part of it."""
+        group = self.grid.get_sequence_parallel_group()
+        self._looked_at += 1
+        if group is None or self._looked_at > _LOOKED_AT:
+            return
+        tokens = next((one for value in inputs for one in tensors_in(value) if one.dim() > 1), None)
+        if tokens is not None and have_same(tokens, group):
+            raise UsageError(
+                f"all {group.size()} ranks of a sequence were given the same {tokens.shape[1]} tokens: that is the "
+                "whole sequence, of which each rank takes a part, for example by engine.set_batch_fn and "
+                "engine.grid.get_sequence_parallel_rank()"
+            )
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:

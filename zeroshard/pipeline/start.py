@@ -107,11 +107,16 @@ def find_pipeline(model: nn.Module, mpu: Any, mesh_param: Any) -> PipelineStart 
     """The start of a PipelineModule; None for any other model.
 
     Raises:
-        UsageError: the caller names another mesh.
+        UsageError: the caller names another mesh, or the grid of a pipeline for another model.
     """
-    if not isinstance(model, PipelineModule):
-        return None
     named = mpu if mesh_param is None else mesh_param
+    if not isinstance(model, PipelineModule):
+        if isinstance(named, PipelineParallelGrid):
+            raise UsageError(
+                f"initialize: a PipelineParallelGrid was given, and the model is a {type(model).__name__}; build the "
+                "model as a PipelineModule, or give a torch DeviceMesh"
+            )
+        return None
     if named is not None and not isinstance(named, PipelineParallelGrid):
         raise UsageError(
             "initialize: a PipelineModule has its mesh from num_stages or topology; leave mpu and mesh_param out"

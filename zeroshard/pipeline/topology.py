@@ -1,6 +1,7 @@
 """Ranks as named axes under DeepSpeed's names, and what a script asks about its own place among them.
 
-`ProcessTopology` is a value, as `zeroshard.mesh.Mesh` is; only its words are others (`pipe`, `data`, `model`).
+`ProcessTopology` is a value, as `zeroshard.mesh.Mesh` is; only its words are others (`pipe`, `data`, `model`), and
+`sequence`, which DeepSpeed's pipelines do not have.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from zeroshard.errors import UsageError
 from zeroshard.mesh import REPLICATE, SHARD, STAGES, Mesh, MeshAxis
+from zeroshard.parallel.sequence_axis import AXIS, divide_sequences
 
-PIPE, DATA, MODEL = "pipe", "data", "model"
-_AXES = {PIPE: STAGES, DATA: SHARD, MODEL: "tp"}
+PIPE, DATA, SEQUENCE, MODEL = "pipe", "data", "sequence", "model"
+_AXES = {PIPE: STAGES, DATA: SHARD, SEQUENCE: AXIS, MODEL: "tp"}
 
 
 class ProcessTopology:
@@ -110,9 +112,10 @@ class ProcessTopology:
         if unknown or PIPE not in self.axes:
             raise UsageError(f"a pipeline's topology has the axes {list(_AXES)}; got {self.axes}")
         axes = [MeshAxis(_AXES[axis], dim) for axis, dim in zip(self.axes, self.dims, strict=True)]
-        place = next((index for index, axis in enumerate(axes) if axis.name == SHARD), len(axes))
-        if place == len(axes):
-            axes.append(MeshAxis(SHARD, 1))
+        if DATA not in self.axes:
+            outside = [index for index, axis in enumerate(axes) if axis.name == AXIS]
+            axes.insert(next(iter(outside), len(axes)), MeshAxis(SHARD, 1))
+        place = next(index for index, axis in enumerate(axes) if axis.name == SHARD)
         axes.insert(place, MeshAxis(REPLICATE, 1))
         return Mesh(tuple(axes))
 
@@ -155,7 +158,10 @@ class PipelineParallelGrid:
         self.data_parallel_size = max(topology.get_dim(DATA), 1)
         self.model_parallel_size = max(topology.get_dim(MODEL), 1)
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.sequence_parallel_size = max(topology.get_dim(SEQUENCE), 1)
         made = {axis: self._own_group(axis) if joined and groups else None for axis in (PIPE, DATA, MODEL)}
+        divided = joined and groups and self.sequence_parallel_size > 1
+        made[SEQUENCE] = self._sequence_group() if divided else None
         self.pp_group, self.ds_model_proc_group = made[PIPE], None
         self._groups = made
 
@@ -165,6 +171,11 @@ class PipelineParallelGrid:
             group = dist.new_group(ranks)
             own = group if self.global_rank in ranks else own
         return own
+
+    def _sequence_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's sequence, which the process is told of: layers ask while they are built."""
+        asked_by = f"the topology's axis {SEQUENCE!r}"
+        return divide_sequences(self.sequence_parallel_size, asked_by, self._topo.mesh()).group
 
     def topology(self) -> ProcessTopology:
         """The topology."""
@@ -217,6 +228,18 @@ class PipelineParallelGrid:
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks of this stage that read different data."""
         return self._groups[DATA]
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Which part of its sequence this rank has."""
+        return getattr(self._place, SEQUENCE, 0)
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Ranks that have parts of one sequence."""
+        return self.sequence_parallel_size
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this rank's sequence; None where each rank has whole ones."""
+        return self._groups[SEQUENCE]
 
     def get_model_parallel_rank(self) -> int:
         """The number of this rank on the axis of tensor parallelism."""
