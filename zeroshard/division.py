@@ -15,8 +15,8 @@ from zeroshard.config.problems import Problems
 from zeroshard.errors import PlanError
 from zeroshard.experts.divide import divide_as_stacked, divide_experts, divide_over_neighbours
 from zeroshard.mesh import EXPERT, TENSOR, Mesh
-from zeroshard.model_plan import divide_by_plan
 from zeroshard.pipeline.module import PipelineModule
+from zeroshard.tensor_division import divide_by_plan
 
 
 def divide_model(model: nn.Module, document: ConfigSource, mesh: Any, device_type: str) -> dict[int, nn.Parameter]:

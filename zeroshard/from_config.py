@@ -61,7 +61,7 @@ from zeroshard.pipeline.vertical_engine import VerticalCalls, VerticalEngine
 from zeroshard.plan.dtypes import dtype_name, torch_dtype
 from zeroshard.recipes import mesh_of, recipe_of
 from zeroshard.sharding.activations import checkpoint_activations, is_checkpointed
-from zeroshard.sharding.dtensors import axes_of_model, data_ranks, mesh_with_model
+from zeroshard.sharding.dtensors import axes_of_model, data_ranks, mesh_with_model, tensor_ranks
 from zeroshard.sharding.marks import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -209,8 +209,9 @@ def _build_engine(
     mesh = _mesh(model, None if answers_sequence(mpu) else mpu, mesh_param) if pipeline is None else pipeline.mesh
     mesh = _divide_sequences(model, document, mpu, mesh)
     world = data_ranks(model, mesh) if pipeline is None else pipeline.mesh.data_parallel_size
-    own, scheduled = optimizer is not None, lr_scheduler is not None
-    resolved = load_config(document, world_size=world, client_optimizer=own, client_scheduler=scheduled)
+    said: dict[str, Any] = {"world_size": world, "same_batch": tensor_ranks(model, mesh)}
+    said |= {"client_optimizer": optimizer is not None, "client_scheduler": lr_scheduler is not None}
+    resolved = load_config(document, **said)
     if pipeline is not None:
         pipeline.obey(resolved)
     inner = find_transformers_model(model)
@@ -232,7 +233,7 @@ def _build_engine(
     _checkpoint(model, resolved.activations)
     if resolved.zero.stage == "auto":
         example = example_from(training_data, collate_fn, resolved.batch.micro)
-        read = partial(resolve, world_size=world, client_optimizer=own, client_scheduler=scheduled)
+        read = partial(resolve, **said)
         resolved = read(chosen_document(model, document, resolved, read, source, device, example, mesh)).config
     scaler = _scaler(resolved, device)
     sharded = _shard(model, resolved, source, scaler, device, mesh, pipeline)

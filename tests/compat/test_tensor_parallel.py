@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.compat import tiny
 from tests.support.distributed import run_ranks
 from zeroshard.errors import PlanError
 from zeroshard.mesh import Mesh, MeshAxis
@@ -20,6 +23,7 @@ from zeroshard.planner.trace.divided import Parts
 from zeroshard.planner.trace.sources import module_source
 from zeroshard.planner.trace.workload import Workload
 from zeroshard.sharding.cut import Cut
+from zeroshard.sharding.sharded_init import ShardedInit
 
 pytestmark = pytest.mark.skipif(os.environ.get("ZEROSHARD_HF_TESTS") != "1", reason="set ZEROSHARD_HF_TESTS=1")
 CONFIG: dict[str, Any] = {
@@ -62,10 +66,12 @@ def _cuts(plan: Plan) -> dict[str, tuple[tuple[int, ...], Cut | None]]:
     return {s.name: (s.shape, s.cut) for _, group in plan.groups() for s in group.layout.segments}
 
 
-def _trained(rank: int, world: int, kind: str, stage: int) -> None:
+def _trained(rank: int, world: int, kind: str, stage: int, shared: bool) -> None:
     plain = _model(kind)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    engine, *_ = zeroshard.initialize(model=_model(kind), config={**CONFIG, "zero_optimization": {"stage": stage}})
+    with ShardedInit() if shared else nullcontext():  # what deepspeed.zero.Init leaves behind
+        model = _model(kind)
+    engine, *_ = zeroshard.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
     assert _cuts(engine.plan) == _cuts(_predicted(kind, stage))
     for step in range(3):
         wanted = plain(input_ids=_ids(step), labels=_ids(step)).loss
@@ -85,10 +91,85 @@ def _trained(rank: int, world: int, kind: str, stage: int) -> None:
     assert all(float((value - whole[name]).abs().max()) < 1e-5 for name, value in state.items())
 
 
+@pytest.mark.parametrize(
+    ("kind", "stage", "shared"), [("Llama", 1, False), ("Llama", 3, True), ("Qwen3", 1, True), ("Qwen3", 3, False)]
+)
+def test_a_transformers_model_is_divided_by_its_own_plan(kind: str, stage: int, shared: bool) -> None:
+    run_ranks(2, _trained, kind, stage, shared)
+
+
+def _pretrained(base: str, divided: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    more: dict[str, Any] = {"distributed_config": DistributedConfig(tp_plan="auto")} if divided else {}
+    return AutoModelForCausalLM.from_pretrained(Path(base, "start"), dtype="float32", **more)
+
+
+def _by_trainer(rank: int, world: int, base: str, stage: int) -> tiny.Run:
+    """A script for Trainer, whose config divides the model by its plan."""
+    if world == 1:
+        tiny.model("llama").save_pretrained(tiny.shared_folder(base, "start"))
+    folder = tiny.shared_folder(base, f"run{world}-{stage}")
+    model = _pretrained(base, divided=False)  # before a config at stage 3 is live, under which transformers can't
+    config = {"tensor_parallel": {"autotp_size": world}}
+    arguments = tiny.arguments(
+        folder,
+        stage if world > 1 else None,
+        config,
+        adam_epsilon=1e-6,
+        learning_rate=1e-3,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    run = tiny.trainer(arguments, model)
+    run.train()
+    found = tiny.logged(run)
+    run.save_model(str(tiny.shared_folder(base, f"model{world}-{stage}")))
+    return found
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_a_transformers_model_is_divided_by_its_own_plan(kind: str, stage: int) -> None:
-    run_ranks(2, _trained, kind, stage)
+def test_trainer_divides_a_model_by_its_plan_and_trains_as_one_process_does(stage: int, tmp_path: Path) -> None:
+    base = str(tmp_path)
+    wanted = run_ranks(1, _by_trainer, base, stage)[0]
+    for found in run_ranks(2, _by_trainer, base, stage):
+        assert found.largest_gap(wanted) < 2e-5
+    saved, whole = (_weights(tmp_path / f"model{world}-{stage}") for world in (2, 1))
+    assert saved.keys() == whole.keys()
+    assert all(torch.allclose(value, saved[name], atol=1e-5) for name, value in whole.items())
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _by_accelerate(rank: int, world: int, base: str) -> list[float]:
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, ParallelismConfig
+
+    if world == 1:
+        tiny.model("llama").save_pretrained(tiny.shared_folder(base, "start"))
+    model = _pretrained(base, divided=world > 1)
+    options: dict[str, Any] = {}
+    if world > 1:
+        config = tiny.ds_config(2, train_micro_batch_size_per_gpu=2, gradient_clipping=1.0)
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        options = {"deepspeed_plugin": plugin, "parallelism_config": ParallelismConfig(tp_size=world)}
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
+    rows = torch.randint(0, 96, (8, 12), generator=torch.Generator().manual_seed(3))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert len(loader) == 4  # the ranks of the axis read the same
+    return tiny.accelerate_loop(accelerator, model, optimizer, loader)
+
+
+def test_an_accelerate_script_with_tp_size_trains_as_one_process_does(tmp_path: Path) -> None:
+    wanted = run_ranks(1, _by_accelerate, str(tmp_path))[0]
+    for found in run_ranks(2, _by_accelerate, str(tmp_path)):
+        assert found == pytest.approx(wanted, abs=2e-5)
 
 
 def _refused(rank: int, world: int) -> None:

@@ -41,6 +41,15 @@ def test_the_missing_numbers_are_derived(
     assert load(world_size, **given) == BatchConfig(*expected)
 
 
+def test_a_size_over_ranks_that_read_the_same_batch_counts_each_sample_once() -> None:
+    given = {NAMES["micro"]: 3, NAMES["accumulation"]: 5}
+    for train in (120, 30):  # 2 data ranks of 4 ranks each
+        config = load_config({**given, NAMES["train"]: train}, world_size=2, same_batch=4)
+        assert config.batch == BatchConfig(30, 3, 5)
+    with pytest.raises(ConfigError, match="says 60, but"):
+        load_config({**given, NAMES["train"]: 60}, world_size=2, same_batch=4)
+
+
 @pytest.mark.parametrize(
     ("world_size", "given", "words"),
     [

@@ -35,6 +35,7 @@ from tests.support.parallel_model import (
 )
 from zeroshard.errors import PlanError
 from zeroshard.plan.memory import state_bytes
+from zeroshard.sharding.sharded_init import ShardedInit
 
 WHOLE_MATRIX = os.environ.get("ZEROSHARD_ALL_MESHES") == "1"
 MESHES = [(1, 2), (2, 2)] + ([(4, 1), (1, 4), (4, 2), (2, 4)] if WHOLE_MATRIX else [])
@@ -211,25 +212,30 @@ LAYERS = {
 
 def _by_config(rank: int, world: int) -> None:
     wanted, _ = in_one_process(1, 2)
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {
-        **BASE,
-        "zero_optimization": {"stage": 2},
-        "tensor_parallel": {"autotp_size": 2, "partition_config": LAYERS},
-    }
-    del config["optimizer"]
-    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
-    assert isinstance(model.get_parameter("blocks.1.mlp.up.weight"), DTensor)
-    assert engine.train_batch_size() == BATCH
-    for step, (loss, norm) in enumerate(wanted):
-        found = loss_of(engine, tokens(step, 0))
-        engine.backward(found)
-        engine.step()
-        assert abs(float(found) - loss) < 1e-6
-        found_norm = engine.get_global_grad_norm()
-        assert found_norm is not None
-        assert abs(found_norm - norm) < 1e-6 * max(1.0, norm)
+    with ShardedInit():  # what deepspeed.zero.Init leaves behind
+        shared = build()
+    for model in (build(), shared):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = {
+            **BASE,
+            "train_batch_size": 2 * BATCH,  # over all ranks, as transformers and accelerate count them
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": 2},
+            "tensor_parallel": {"autotp_size": 2, "partition_config": LAYERS},
+        }
+        del config["optimizer"]
+        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
+        assert isinstance(model.get_parameter("blocks.1.mlp.up.weight"), DTensor)
+        assert engine.train_batch_size() == BATCH
+        for step, (loss, norm) in enumerate(wanted):
+            found = loss_of(engine, tokens(step, 0))
+            engine.backward(found)
+            engine.step()
+            assert abs(float(found) - loss) < 1e-6
+            found_norm = engine.get_global_grad_norm()
+            assert found_norm is not None
+            assert abs(found_norm - norm) < 1e-6 * max(1.0, norm)
+        engine.destroy()
     with pytest.raises(PlanError, match=r"autotp_size: Transformer brings no plan of tensor parallelism"):
         zeroshard.initialize(model=build(), config={**BASE, "tensor_parallel": {"autotp_size": 2}})
     with pytest.raises(PlanError, match=r"autotp_size 3 does not divide the 2 ranks that run"):

@@ -24,8 +24,14 @@ class Given:
     origin: str
 
 
-def resolve_batch(given: dict[str, Given], world_size: int, problems: Problems) -> tuple[BatchConfig, dict[str, str]]:
-    """The triple and the origin of each number that was not given; problems if it can't be had."""
+def resolve_batch(
+    given: dict[str, Given], world_size: int, problems: Problems, same_batch: int = 1
+) -> tuple[BatchConfig, dict[str, str]]:
+    """The triple and the origin of each number that was not given as it is; problems if it can't be had.
+
+    Args:
+        same_batch: ranks that read the same batch. transformers and accelerate count all of them in what they fill in.
+    """
     if TRAIN not in given and MICRO not in given:
         have = f"only {ACCUMULATION} is given" if ACCUMULATION in given else "no batch size is given"
         what = (
@@ -49,6 +55,9 @@ def resolve_batch(given: dict[str, Given], world_size: int, problems: Problems) 
     if TRAIN not in numbers:
         numbers[TRAIN] = product
         origins[TRAIN] = f"derived: {numbers[MICRO]} x {numbers[ACCUMULATION]} accumulation x {world_size} ranks"
+    elif len(given) == len(NAMES) and numbers[TRAIN] == product * same_batch != product:
+        numbers[TRAIN] = product
+        origins[TRAIN] = f"{given[TRAIN].value} ({given[TRAIN].origin}) counts ranks that read the same batch"
     elif len(given) == len(NAMES) and numbers[TRAIN] != product:
         _contradiction(given, product, world_size, problems)
     return BatchConfig(numbers[TRAIN], numbers[MICRO], numbers[ACCUMULATION]), origins

@@ -79,6 +79,7 @@ def load_config(
     client_optimizer: bool = False,
     client_scheduler: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    same_batch: int = 1,
 ) -> Config:
     """Resolve a DeepSpeed config.
 
@@ -86,6 +87,7 @@ def load_config(
     `client_optimizer` and `client_scheduler` say that the script gives its own, which then replaces the config's.
     `overrides` (nested, or keyed by JSON path) are the script's arguments: they fill keys that are absent or `"auto"`;
     a different value written in the config is a contradiction.
+    `same_batch` ranks read the same data; `train_batch_size` may count all of them, beside both other sizes.
 
     Raises `ConfigError` with every problem found, `UsageError` for a world size below 1.
     """
@@ -95,6 +97,7 @@ def load_config(
         client_optimizer=client_optimizer,
         client_scheduler=client_scheduler,
         overrides=overrides,
+        same_batch=same_batch,
     )
     for message in resolution.warnings:
         warnings.warn(message, ZeroShardWarning, stacklevel=2)
@@ -108,6 +111,7 @@ def resolve(
     client_optimizer: bool = False,
     client_scheduler: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    same_batch: int = 1,
 ) -> Resolution:
     """As `load_config`, but with the table of settings, and the warnings as text."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -125,6 +129,7 @@ def resolve(
     check_statuses(entries, world_size, problems)
     trains = client_optimizer or "optimizer.type" in entries
     resolver = _Resolver(resolve_autos(entries, problems), auto_rules(entries), world_size, problems, trains=trains)
+    resolver.same_batch = same_batch
     config = resolver.config()
     problems.raise_if_any()
     return Resolution(config, resolver.settings(config, entries), tuple(problems.warnings))
@@ -151,6 +156,8 @@ def _require_type(section: str, document: Document, entries: Entries, problems: 
 
 class _Resolver:
     """Turns entries into the resolved config, keeping the origin of each value."""
+
+    same_batch = 1
 
     def __init__(
         self, entries: Entries, autos: Mapping[str, str], world_size: int, problems: Problems, *, trains: bool
@@ -311,7 +318,7 @@ class _Resolver:
         if sections.elasticity.enabled:
             result, origins = elastic_triple(sections.elasticity, given, self._world_size, self._problems)
         else:
-            result, origins = batch.resolve_batch(given, self._world_size, self._problems)
+            result, origins = batch.resolve_batch(given, self._world_size, self._problems, self.same_batch)
         for name, value in zip(batch.NAMES, (result.train, result.micro, result.accumulation), strict=True):
             rule = "auto: " if name in self._autos else ""
             self._record(name, value, f"{rule}{origins[name]}" if name in origins else None)

@@ -189,6 +189,12 @@ def data_ranks(model: nn.Module, mesh: Mesh | None) -> int:
     return mesh_with_model(model, mesh).data_parallel_size
 
 
+def tensor_ranks(model: nn.Module, mesh: Mesh | None) -> int:
+    """The number of ranks that read the same data, since they have parts of the same weights."""
+    mesh = mesh_with_model(model, None) if mesh is None and has_dtensors(model) else mesh
+    return 1 if mesh is None or TENSOR not in mesh.names else mesh.size((TENSOR,))
+
+
 def _model_groups(parameter: torch.Tensor) -> Iterator[tuple[str, list[int]]]:
     """The model axes of a parameter, each with the ranks of this rank's group along it."""
     dtensor = as_dtensor(parameter)

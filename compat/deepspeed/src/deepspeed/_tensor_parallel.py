@@ -11,7 +11,7 @@ from torch import nn
 import zeroshard
 from zeroshard.engine.build import default_device
 from zeroshard.errors import UsageError
-from zeroshard.model_plan import divide_by_plan
+from zeroshard.tensor_division import divide_by_plan
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **options: Any) -> nn.Module:
@@ -19,7 +19,8 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
     Args:
         dtype: that the model gets.
-        config: its `partition_config` names the layers to divide, in place of the model's own plan.
+        config: its `partition_config`, or that of its `tensor_parallel`, names the layers to divide, in place of the
+            model's own plan.
 
     Raises:
         PlanError: what can't be divided, with the numbers.
@@ -27,8 +28,15 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     if options:
         raise UsageError(f"deepspeed.tp_model_init: {sorted(options)[0]!r} is not built; name the layers in config")
     zeroshard.init_distributed()
-    partition = config.get("partition_config") if isinstance(config, Mapping) else None
+    partition = _partition(config)
     model.to(dtype)
     if tp_size > 1:
         divide_by_plan(model, tp_size, default_device().type, partition)
     return model
+
+
+def _partition(config: Any) -> Mapping[str, Any] | None:
+    """`partition_config` of a section, or of the whole config, which transformers gives."""
+    section: Any = config.get("tensor_parallel", config) if isinstance(config, Mapping) else None
+    found = section.get("partition_config") if isinstance(section, Mapping) else None
+    return found if isinstance(found, Mapping) else None

@@ -1,0 +1,166 @@
+"""Divides a model over an axis of tensor parallelism, as a config asks for it: by the plan that the model brings.
+
+    autotp_size 2                       transformers' own `base_model_tp_plan`, applied by transformers
+    autotp_size 2, partition_config     the layers that its patterns name, by torch's parallelize_module
+
+What a plan can't divide is refused with the numbers, before any rank has changed a parameter. Rejected: rules by names
+of layers, which are right for the models that somebody has tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zeroshard.errors import PlanError
+from zeroshard.mesh import TENSOR
+from zeroshard.model_plan import AUTOTP, SPECS, check_heads, expanded, own_plan
+from zeroshard.sharding.dtensors import axes_of_model
+from zeroshard.sharding.resting import is_resting
+from zeroshard.sharding.unowned import unowned_shard_of
+from zeroshard.sharding.unowned_values import take_whole
+
+_SPEC_KEYS = frozenset({"patterns", "partition_type"})
+_TYPES = ("column", "row", "skip")
+
+
+def divide_by_plan(
+    model: nn.Module,
+    ranks: int,
+    device_type: str,
+    partition: Mapping[str, Any] | None = None,
+    *,
+    staged: bool = False,
+) -> dict[int, nn.Parameter]:
+    """Divide `model` over `ranks` neighbours; called by all ranks. What of it is divided already stays as it is.
+
+    Args:
+        partition: DeepSpeed's `partition_config`: which layers are divided, in place of the model's plan.
+        staged: the model is one stage of a pipeline, which may have none of the layers that are named.
+
+    Returns:
+        By the id of each parameter that the model had, the one that it has in its place.
+
+    Raises:
+        PlanError: the world, the heads or a dim does not divide by `ranks`; the model brings no plan.
+    """
+    if TENSOR in axes_of_model(model):
+        return {}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    absent = next((name for name, one in model.named_parameters() if _has_no_values(one)), None)
+    if absent is not None:
+        raise PlanError(
+            f"{AUTOTP}: parameter {absent!r} has no values here (zeroshard.Init, the meta device), or belongs to an "
+            "engine; build the model outside of it, or let transformers load it with tp_plan='auto'"
+        )
+    if world % ranks:
+        raise PlanError(f"{AUTOTP} {ranks} does not divide the {world} ranks that run")
+    check_heads(model, ranks)
+    plan = None if partition is not None else own_plan(model)
+    apply = None if plan is None else _applying()
+    layers = {} if partition is None else _layers_of(model, partition, all_of_it=not staged)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    mesh = init_device_mesh(device_type, (world // ranks, ranks), mesh_dim_names=("dp_shard", "tp"))
+    if plan is None or apply is None:
+        _take_whole(model, layers)
+        _divide_layers(model, mesh["tp"], layers)
+    else:
+        styles = expanded(model, plan)
+        shared = any(is_resting(one) for one in model.parameters())
+        for paths, some in _by_module(model, styles) if shared else [((), styles)]:
+            _take_whole(model, paths)
+            apply(model, mesh["tp"], some)
+        tie = getattr(model, "tie_weights", None)
+        if callable(tie):  # each name of a tied weight got a parameter of its own
+            tie()
+    after = dict(model.named_parameters(remove_duplicate=False))
+    return {id(parameter): after[name] for name, parameter in before.items()}
+
+
+def _has_no_values(parameter: nn.Parameter) -> bool:
+    return parameter.is_meta or (is_resting(parameter) and unowned_shard_of(parameter) is None)
+
+
+def _by_module(model: nn.Module, styles: Mapping[str, str]) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    """A plan in pieces: the path of a module, and the styles of its parameters and of itself."""
+    found: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        path, _, last = name.rpartition(".")
+        own = path if last in model.get_submodule(path)._parameters else name
+        found.setdefault(own, {})[name] = style
+    return [((path,), some) for path, some in found.items()]
+
+
+def _take_whole(model: nn.Module, paths: Iterable[str]) -> None:
+    """Gather the parameters of modules that ranks share already (zero.Init): all of them, one after the other.
+
+    A parameter of several names stays one.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path in paths:
+        for parameter in model.get_submodule(path).parameters(recurse=False):
+            if is_resting(parameter) and id(parameter) not in made:
+                whole = take_whole(parameter).to(parameter.dtype)
+                made[id(parameter)] = own = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                kept = {name: value for name, value in vars(parameter).items() if not name.startswith("_zeroshard")}
+                vars(own).update(kept)
+    for module in model.modules() if made else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            module._parameters[name] = made.get(id(parameter), parameter)
+
+
+def _applying() -> Callable[..., object]:
+    """What transformers applies a plan with. Raises PlanError where this transformers has it not."""
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError as error:
+        raise PlanError(
+            f"{AUTOTP}: the model's plan is applied by transformers 5.24 or later, and the one that is installed can't "
+            f"({error}). Load the model with tp_plan='auto', name its layers in {SPECS}, or update transformers"
+        ) from error
+    return apply_tensor_parallelism
+
+
+def _layers_of(model: nn.Module, partition: Mapping[str, Any], *, all_of_it: bool) -> dict[str, str]:
+    """The linear layers that the patterns name, and how each is divided. Raises PlanError for what is not built.
+
+    Args:
+        all_of_it: the model is a whole one, of which the patterns must name something.
+    """
+    specs = partition.get("layer_specs")
+    if partition.get("use_default_specs") or not isinstance(specs, (list, tuple)):
+        raise PlanError(
+            f"{SPECS}: give layer_specs, and use_default_specs false; or leave it out for the model's own plan"
+        )
+    found: dict[str, str] = {}
+    for number, spec in enumerate(specs):
+        where = f"{SPECS}.layer_specs[{number}]"
+        unknown = sorted(set(spec) - _SPEC_KEYS)
+        kind = str(spec.get("partition_type", "column")).lower()
+        if unknown or kind not in _TYPES:
+            raise PlanError(
+                f"{where} has {', '.join(unknown) or f'partition_type {kind!r}'}: patterns and partition_type "
+                f"({', '.join(_TYPES)}) are built"
+            )
+        for path, module in model.named_modules():
+            named = any(re.fullmatch(pattern, f"{path}.weight") for pattern in spec.get("patterns", ()))
+            if named and isinstance(module, (nn.Linear, nn.Embedding)):
+                found.setdefault(path, kind)
+    layers = {path: kind for path, kind in found.items() if kind != "skip"}
+    if not layers and all_of_it:
+        raise PlanError(
+            f"{SPECS}: its patterns name no linear layer of the model; they match NAME.weight from end to end"
+        )
+    return layers
+
+
+def _divide_layers(model: nn.Module, axis: DeviceMesh, layers: Mapping[str, str]) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+    parallelize_module(model, axis, {path: styles[kind]() for path, kind in layers.items()})
