@@ -69,3 +69,12 @@ def test_a_list_of_hosts_is_not_passed_over_in_an_elastic_job(tmp_path: Path) ->
         assert done.returncode != 0
         assert "hosts of an elastic job come and go" in " ".join(done.stderr.split())
         assert "started" not in done.stdout
+
+
+def test_a_config_that_allows_no_number_of_ranks_is_refused_with_its_file_and_the_reason(tmp_path: Path) -> None:
+    config = {"elasticity": {"enabled": True, "max_train_batch_size": 1, "micro_batch_sizes": [2], "max_gpus": 4}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    done = zeroshard(tmp_path, "run", "--elastic", "ds.json", script(tmp_path, "print('started')"))
+    assert done.returncode == 2
+    reason = "no multiple of 2 fits on 1 to 4 ranks within max_train_batch_size 1"
+    assert done.stderr == f"zeroshard: --elastic ds.json: elasticity: allows no batch: {reason}\n"

@@ -29,11 +29,7 @@ def elastic_triple(
             problems.add(name, entry.origin, what)
     found = batch_of(section)
     if found is None:
-        what = (
-            f"allows no batch: no multiple of {_listed(section.micro_batch_sizes)} fits on {section.min_gpus} to "
-            f"{section.max_gpus} ranks within max_train_batch_size {section.max_train_batch_size}"
-        )
-        problems.add(_SECTION, "", what)
+        problems.add(_SECTION, "", _no_batch(section))
         return BatchConfig(1, 1, 1), {}
     if world_size not in found.sizes:
         what = (
@@ -67,8 +63,15 @@ def elastic_sizes(source: Source) -> tuple[int, ...]:
         raise ConfigError(f"{_SECTION}.enabled is not true; the section says which numbers of ranks there may be")
     found = batch_of(section)
     if found is None:
-        raise ConfigError(f"{_SECTION} allows no batch; see zeroshard config check")
+        raise ConfigError(f"{_SECTION}: {_no_batch(section)}")
     return found.sizes
+
+
+def _no_batch(section: ElasticitySection) -> str:
+    return (
+        f"allows no batch: no multiple of {_listed(section.micro_batch_sizes)} fits on {section.min_gpus} to "
+        f"{section.max_gpus} ranks within max_train_batch_size {section.max_train_batch_size}"
+    )
 
 
 def batch_of(section: ElasticitySection) -> ElasticBatch | None:

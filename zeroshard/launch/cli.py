@@ -17,7 +17,7 @@ import typer
 
 import zeroshard
 from zeroshard.cluster import NodePlace
-from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.errors import ConfigError, UsageError, ZeroShardError
 from zeroshard.launch import dispatch
 from zeroshard.launch import options as o
 from zeroshard.launch.dispatch import HostOptions
@@ -226,7 +226,10 @@ def main() -> None:
 def _allowed_sizes(config_file: Path) -> tuple[int, ...]:
     from zeroshard.config.elastic_config import elastic_sizes
 
-    return elastic_sizes(config_file)
+    try:
+        return elastic_sizes(config_file)
+    except ConfigError as error:
+        raise ConfigError(f"--elastic {config_file}: {error}") from error
 
 
 def _refuse_elastic_options(spares: int, on_sigterm: OnSigterm | None) -> None:
