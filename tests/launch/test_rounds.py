@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from zeroshard.errors import UsageError
 from zeroshard.launch.elastic.membership import Membership, Node
 from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, choose, decide
 
@@ -105,7 +107,13 @@ def test_only_numbers_of_ranks_that_the_batch_allows_are_formed() -> None:
 def test_the_job_is_over_when_its_ranks_have_ended_well() -> None:
     nodes = {0: _seen(Kind.DONE), 1: _seen(Kind.DONE, alive=False), 2: _seen(Kind.RUNNING)}
     assert _decide(nodes).act is Act.WAIT
-    assert _decide({**nodes, 2: _seen(Kind.RUNNING, alive=False)}).act is Act.FINISH
+    assert _decide({**nodes, 2: _seen(Kind.DONE)}) == Decision(Act.FINISH)
+
+
+def test_nodes_that_have_not_ended_well_when_the_job_is_over_are_named() -> None:
+    nodes = {0: _seen(Kind.DONE), 1: _seen(Kind.WAITING, trouble="rank 2: no"), 2: _seen(Kind.RUNNING, alive=False)}
+    over = "the job is over since other nodes have ended well, but not host h (rank 2: no), host h (lost)"
+    assert _decide(nodes) == Decision(Act.FINISH, over)
 
 
 class _Ranks:
@@ -114,6 +122,7 @@ class _Ranks:
     def __init__(self) -> None:
         self.rounds: list[Round] = []
         self.ends: list[tuple[int, str]] = []
+        self.reminders: list[str] = []
         self.membership: Membership | None = None
 
     def join(self, port: int, limits: Limits) -> _Ranks:
@@ -146,6 +155,9 @@ class _Ranks:
         assert self.membership is not None
         self.membership.set_state(State(Kind.WAITING, number))
 
+    def waits(self, why: str) -> None:
+        self.reminders.append(why)
+
     def over(self, status: int, why: str) -> None:
         self.ends.append((status, why))
 
@@ -160,6 +172,13 @@ def _until(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def _join_threads() -> None:
+    """Wait for the memberships' threads, before their store is closed."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("membership"):
+            thread.join(5.0)
 
 
 def test_nodes_agree_on_rounds_through_the_store_when_one_is_lost_and_others_come() -> None:
@@ -180,6 +199,42 @@ def test_nodes_agree_on_rounds_through_the_store_when_one_is_lost_and_others_com
         assert node.membership is not None
         node.membership.set_state(State(Kind.DONE, 2))
     _until(lambda: all(node.ends == [(0, "")] for node in (*nodes[1:], new)))
-    for thread in threading.enumerate():
-        if thread.name.startswith("membership"):
-            thread.join(5.0)
+    _join_threads()
+
+
+def test_a_node_that_waits_for_others_says_how_many_are_here_and_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.launch.elastic.membership._REMINDER_SECONDS", 0.3)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    node = _Ranks().join(store.port, replace(_LIMITS, sizes=(4, 6), timeout=1.0))
+    _until(lambda: bool(node.ends))
+    needed = "the job needs 2 to 3 nodes, with 4, 6 ranks in all (--elastic)"
+    assert node.reminders[0] == f"1 node with 2 ranks waited for others for 0 s; {needed}; an error after 1 s " + (
+        "(--rendezvous-timeout)"
+    )
+    assert node.ends == [(1, f"1 node with 2 ranks waited for others for 1 s; {needed}")]
+    _join_threads()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"least": 1}, "--nodes 1:3: the job's first node has --nodes 2:3"),
+        ({"spares": 1}, "--spares 1: the job's first node has --spares 0"),
+        ({"sizes": (2, 4)}, "config allows 2, 4 ranks, that of the job's first node any number of ranks"),
+    ],
+)
+def test_a_node_with_other_numbers_than_the_first_is_refused(other: dict[str, Any], message: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first = _Ranks().join(store.port, _LIMITS)
+    with pytest.raises(UsageError, match=message):
+        _Ranks().join(store.port, replace(_LIMITS, **other))
+    _Ranks().join(store.port, replace(_LIMITS, lost_after=1.0)).vanish()
+    first.vanish()
+    _join_threads()
+
+
+def test_a_second_job_at_the_rendezvous_of_one_that_has_ended_is_refused() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.PrefixStore("zeroshard/elastic", store).set("end", '[0, ""]')
+    with pytest.raises(UsageError, match="has ended, and a rendezvous serves one job"):
+        _Ranks().join(store.port, _LIMITS)

@@ -6,13 +6,16 @@ import json
 import signal
 import socket
 import subprocess
+import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.launch.launcher import start
+from tests.launch.launcher import script, start, zeroshard
 from tests.support import forked
 
 _PREFIX = "zeroshard/elastic"
@@ -76,3 +79,31 @@ def test_with_once_its_status_is_that_of_the_job(tmp_path: Path, written: dict[s
         node.beat()  # another node may be saving yet
     node.set_state("left")
     assert served.wait(10) == status
+
+
+def test_ranks_that_start_while_the_job_ends_end_with_it(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keys = dist.PrefixStore(_PREFIX, store)
+    words = ["--nodes", "1:2", "--nproc", "1", "--master-addr", "127.0.0.1", "--master-port", str(store.port)]
+    node = start(tmp_path, "run", *words, script(tmp_path, "print('trains')"), stderr=subprocess.PIPE)
+    keys.wait(["joined"], timedelta(seconds=60))
+    keys.set("end", '[0, ""]')  # its ranks are not at the gate yet
+    assert node.wait(60) == 0
+
+
+def test_another_service_at_the_port_of_the_rendezvous_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        words = ["--nodes", "1:1", "--nproc", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        words += ["--rendezvous-timeout", "5", script(tmp_path, "print('trains')")]
+        done = zeroshard(tmp_path, "run", *words)
+    assert done.returncode == 2
+    assert f"did not meet at 127.0.0.1:{port}: what answers there is another service" in done.stderr

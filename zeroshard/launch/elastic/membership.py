@@ -9,6 +9,7 @@
     save/0          why               round 0 is the last one: all ranks save and end
     round/1         0,2               the nodes of round 1; the first node that writes this key has decided
     end             0, ""             the job has ended, with this status, and why
+    limits          1, 4, 0, [...]    the numbers of nodes, spares and ranks with which the first node was started
     saved           1                 ranks were told to stop, have saved and ended; the job ends with its last node
 
 Of the nodes that live the one with the lowest number decides, by `rounds.decide`, and writes the decision. If two nodes
@@ -26,7 +27,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +45,9 @@ _PREFIX = "zeroshard/elastic"
 _POLL_SECONDS = 0.02
 _GATHER_SECONDS = 1.0
 """A node that asks to leave waits so long for others that are told to end as well."""
+_REMINDER_SECONDS = 20.0
+"""A node that waits for others says so every so many seconds."""
+_SIZES_SHOWN = 8
 _LOST_SECONDS = 10.0
 """The host of the rendezvous calls a node lost that has been silent for so long."""
 
@@ -104,6 +108,10 @@ class Listener(Protocol):
         """Whether this node's ranks can save when they are told to end."""
         ...
 
+    def waits(self, why: str) -> None:
+        """This node waits for others without which no round can begin; called now and then."""
+        ...
+
     def over(self, status: int, why: str) -> None:
         """The job is over for this node."""
         ...
@@ -124,7 +132,10 @@ def connect(address: str, port: int, timeout: float) -> tuple[dist.TCPStore, boo
     try:
         return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False), False
     except dist.DistError as error:
-        raise UsageError(f"the nodes did not meet at {address}:{port}: {one_line(str(error))}") from error
+        why = one_line(str(error))
+        if "Ping failed" in why:
+            why = "what answers there is another service; give the port of zeroshard rendezvous"
+        raise UsageError(f"the nodes did not meet at {address}:{port}: {why}") from error
 
 
 def _is_own_address(address: str) -> bool:
@@ -184,6 +195,7 @@ class Membership:
         self._newest: Round | None = None
         self._notified: set[tuple[str, int]] = set()
         self._newcomer_at = self._waiting_since = self._entered_at = time.monotonic()
+        self._reminded_at = self._waiting_since
         self._trouble_since: float | None = None
         self._leaving_since: float | None = None
         self._answered_at = time.monotonic()
@@ -194,7 +206,12 @@ class Membership:
         ]
 
     def enter(self) -> None:
-        """Join the job, and start the threads."""
+        """Join the job, and start the threads.
+
+        Raises:
+            UsageError: the job has ended, or this node was started with other numbers than the job's first one.
+        """
+        self._check_job()
         self.number = self._store.add("numbers", 1) - 1
         self._store.set(f"node/{self.number}", self._own.to_text())
         self._store.set(f"state/{self.number}", self._state.to_text())
@@ -203,6 +220,28 @@ class Membership:
         self.token = self._store.compare_set("token", "", secrets.token_hex(16)).decode()
         for thread in self._threads:
             thread.start()
+
+    def _check_job(self) -> None:
+        """Raises UsageError if this node can't take part in the store's job."""
+        if self._store.check(["end"]):
+            raise UsageError(
+                "the job that met at this rendezvous has ended, and a rendezvous serves one job: end it and start it "
+                "again (zeroshard rendezvous), or give another --master-port, for a new job"
+            )
+        limits = self._limits
+        sizes = None if limits.sizes is None else list(limits.sizes)
+        own = [limits.least, limits.most, limits.spares, sizes]
+        first = json.loads(self._store.compare_set("limits", "", json.dumps(own)))
+        if first[:2] != own[:2]:
+            what = f"--nodes {own[0]}:{own[1]}: the job's first node has --nodes {first[0]}:{first[1]}"
+        elif first[2] != own[2]:
+            what = f"--spares {own[2]}: the job's first node has --spares {first[2]}"
+        elif first[3] != own[3]:
+            here, there = _ranks(own[3]), _ranks(first[3])
+            what = f"--elastic: this node's config allows {here}, that of the job's first node {there}"
+        else:
+            return
+        raise UsageError(f"{what}; start all nodes of a job alike, and another job with another rendezvous")
 
     def set_state(self, state: State) -> None:
         """Set what this node does from now on; its thread writes it into the store."""
@@ -375,13 +414,25 @@ class Membership:
             seen.alive and seen.state.kind in (Kind.RUNNING, Kind.LEAVING) for seen in self._node_views().values()
         )
         if state.kind is not Kind.WAITING or training:
-            self._waiting_since = time.monotonic()
+            self._waiting_since = self._reminded_at = time.monotonic()
         elif time.monotonic() - self._waiting_since > self._limits.timeout:
-            here = sum(seen.alive and seen.state.kind is Kind.WAITING for seen in self._node_views().values())
-            why = f"{here} nodes have waited for {self._limits.timeout:.0f} s for others"
-            self._end(
-                1, f"{why}: at least {self._limits.least}, in a number of ranks that the batch allows, are needed"
+            self._end(1, self._missing())
+        elif time.monotonic() - self._reminded_at > _REMINDER_SECONDS:
+            self._reminded_at = time.monotonic()
+            self._listener.waits(
+                f"{self._missing()}; an error after {self._limits.timeout:.0f} s (--rendezvous-timeout)"
             )
+
+    def _missing(self) -> str:
+        """For how long this node has waited, which nodes wait, and how many are needed."""
+        limits = self._limits
+        here = [seen for seen in self._node_views().values() if seen.alive and seen.state.kind is Kind.WAITING]
+        nodes, ranks = len(here), sum(seen.ranks for seen in here)
+        waiting = f"{nodes} node{'s' if nodes != 1 else ''} with {ranks} rank{'s' if ranks != 1 else ''}"
+        needed = f"{limits.least} to {limits.most} nodes" if limits.most > limits.least else f"{limits.least} nodes"
+        allowed = "" if limits.sizes is None else f", with {_ranks(limits.sizes)} in all (--elastic)"
+        seconds = time.monotonic() - self._waiting_since
+        return f"{waiting} waited for others for {seconds:.0f} s; the job needs {needed}{allowed}"
 
     def _is_too_many(self) -> bool:
         """Whether the job had all its nodes and spares before this one; known when dead nodes have been silent."""
@@ -440,7 +491,15 @@ class Membership:
             self._store.compare_set(f"round/{begun.number}", "", begun.to_text())
             self._woken.set()
         elif decision.act is Act.FINISH:
-            self._end(0, "")
+            self._end(0, decision.why)
+
+
+def _ranks(sizes: Sequence[int] | None) -> str:
+    """Allowed numbers of ranks, for messages."""
+    if sizes is None:
+        return "any number of ranks"
+    shown = ", ".join(str(size) for size in sizes[:_SIZES_SHOWN])
+    return f"{shown}{' or more' if len(sizes) > _SIZES_SHOWN else ''} ranks"
 
 
 def address_towards(host: str, port: int) -> str:

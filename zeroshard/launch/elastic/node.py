@@ -73,7 +73,7 @@ class ElasticNode:
             prepare: sets threads and cores for the ranks, and returns a description for the user.
 
         Raises:
-            UsageError: the job's store can't be reached.
+            UsageError: the job's store can't be reached, or this node can't take part in its job.
         """
         job = self._job
         assert job.master_addr is not None
@@ -183,7 +183,10 @@ class ElasticNode:
     def _gate_changed(self) -> None:
         membership = self._membership
         with self._lock:
-            if membership is None or self._over is not None or not self._gate.all_are_waiting():
+            if self._over is not None:  # ranks that were starting while the job ended
+                self._gate.open({local: {"end": 0} for local in range(self._ranks)})
+                return
+            if membership is None or not self._gate.all_are_waiting():
                 return
             waiting = self._gate.waiting().values()
             if any(one.restart for one in waiting):
@@ -328,6 +331,10 @@ class ElasticNode:
             if self._round is not None and self._round.number == number and not self._gate.all_are_waiting():
                 say("zeroshard: ranks of this node did not leave the round in time; ending them")
                 self._end_ranks()
+
+    def waits(self, why: str) -> None:
+        """See Listener."""
+        say(f"zeroshard: {why}")
 
     def over(self, status: int, why: str) -> None:
         """See Listener."""

@@ -184,7 +184,7 @@ def decide(
     lost = _lost(current, members)
     running = [number for number, seen in members.items() if number not in lost and _runs(seen, current)]
     if any(seen.state.kind is Kind.DONE for seen in members.values()) and not running:
-        return Decision(Act.FINISH)
+        return Decision(Act.FINISH, _unfinished(members))
     why = _trouble(current, members, lost)
     if why:
         if running and troubled_for < limits.patience:
@@ -229,6 +229,14 @@ def _trouble(current: Round, members: Mapping[int, NodeView], lost: Sequence[int
         if seen.state.kind is Kind.WAITING and seen.state.round == current.number and seen.state.trouble:
             return f"{seen.name}: {seen.state.trouble}"
     return ""
+
+
+def _unfinished(members: Mapping[int, NodeView]) -> str:
+    """Which nodes have not ended well in a job that is over since others have; "" if all have."""
+    rest = [
+        f"{seen.name} ({seen.state.trouble or 'lost'})" for seen in members.values() if seen.state.kind is not Kind.DONE
+    ]
+    return f"the job is over since other nodes have ended well, but not {', '.join(rest)}" if rest else ""
 
 
 def _regroup(
