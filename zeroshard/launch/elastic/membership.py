@@ -38,18 +38,15 @@ import torch.distributed as dist
 from zeroshard.errors import UsageError
 from zeroshard.launch.elastic.rounds import Act, Decision, Kind, Limits, NodeView, Round, State, choose, decide
 from zeroshard.launch.report import one_line
-from zeroshard.launch.runner import PREEMPTED
 
 TICK_SECONDS = 0.1
-_PREFIX = "zeroshard/elastic"
+PREFIX = "zeroshard/elastic"
 _POLL_SECONDS = 0.02
 _GATHER_SECONDS = 1.0
 """A node that asks to leave waits so long for others that are told to end as well."""
 _REMINDER_SECONDS = 20.0
 """A node that waits for others says so every so many seconds."""
 _SIZES_SHOWN = 8
-_LOST_SECONDS = 10.0
-"""The host of the rendezvous calls a node lost that has been silent for so long."""
 
 
 @dataclass(frozen=True)
@@ -148,33 +145,6 @@ def _is_own_address(address: str) -> bool:
     return True
 
 
-class JobView:
-    """The job of a store as the process sees it that serves the store; ask every second or so."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
-        self._heartbeats: dict[str, tuple[bytes, float]] = {}
-
-    def has_nodes(self) -> bool:
-        """Whether nodes are in the job: they have not left it, and have written heartbeats lately."""
-        if not self._store.check(["joined"]):
-            return False
-        now, found = time.monotonic(), False
-        for number in self._store.get("joined").decode().rstrip(",").split(","):
-            beat, state = self._store.multi_get([f"heartbeat/{number}", f"state/{number}"])
-            if number not in self._heartbeats or self._heartbeats[number][0] != beat:
-                self._heartbeats[number] = (beat, now)
-            alive = now - self._heartbeats[number][1] < _LOST_SECONDS
-            found |= alive and State.from_text(state.decode()).kind is not Kind.LEFT
-        return found
-
-    def status(self) -> int | None:
-        """The status with which the job has ended; None while it runs."""
-        if self._store.check(["end"]):
-            return json.loads(self._store.get("end"))[0]
-        return PREEMPTED if self._store.check(["saved"]) and not self.has_nodes() else None
-
-
 class Membership:
     """This node in its job; `enter` begins it. Methods may be called from any thread.
 
@@ -184,7 +154,7 @@ class Membership:
     """
 
     def __init__(self, store: dist.Store, own: Node, limits: Limits, listener: Listener) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
+        self._store = dist.PrefixStore(PREFIX, store)
         self._own, self._limits, self._listener = own, limits, listener
         self.number, self.token = -1, ""
         self._lock = threading.Lock()
