@@ -94,6 +94,13 @@ class Session:
         for one in waits:
             one.interrupt(RanksChanged(why))
 
+    def note_step(self, step: int) -> None:
+        """A step is made: one rank of each node tells its node, which counts failures without a step."""
+        self.most_steps = max(self.most_steps, step)
+        if local_rank() == 0:
+            with suppress(OSError):  # the node has ended, and ends this process
+                self._node.sendall(json.dumps({"op": "step", "step": step}).encode() + b"\n")
+
     def leave(self, why: str) -> NoReturn:
         """Leave the round between two steps, as all ranks do.
 

@@ -37,7 +37,7 @@ class Leaving:
             RanksChanged: a rank is lost, so that the step may be wrong.
         """
         self._watchdog.raise_if_failed()
-        self._session.most_steps = max(self._session.most_steps, steps)
+        self._session.note_step(steps)
         return self._stopping.boundary()
 
     def leave(self) -> NoReturn:

@@ -4,6 +4,7 @@
          <--{"round": 1, "rank": 2, "world_size": 6, ...}-----------------------------
     rank --{"op": "watch", "local_rank": 0, "stays": true}--------------------------> node      a second connection
          <--{"event": "trouble", "why": ...}, {"event": "regroup", ...}---------------
+         ---{"op": "step", "step": 7}------------------------------------------------>      after each step
 
 Messages are lines of JSON; descriptors of memory are sent with them (`RequestHandler`). Only the node's user can read
 the directory, so every connection is accepted. Rejected: signals, which carry no text and interrupt the script; files,
@@ -73,6 +74,7 @@ class Gate:
         self._lock = threading.Lock()
         self._waiting: dict[int, Waiting] = {}
         self._watching: dict[int, tuple[socket.socket, bool]] = {}
+        self._most_steps = 0
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(self.path))
         self._server.listen(4 * ranks)
@@ -90,6 +92,11 @@ class Gate:
         """The local ranks that receive events, and whether their processes stay from round to round."""
         with self._lock:
             return {local: stays for local, (_, stays) in self._watching.items()}
+
+    def most_steps(self) -> int:
+        """The number of the last step that the ranks of this node have told of."""
+        with self._lock:
+            return self._most_steps
 
     def open(self, places: Mapping[int, Message]) -> None:
         """Answer all waiting ranks, each with its entry of `places` by local rank; they leave the gate."""
@@ -130,6 +137,9 @@ class Gate:
                     with self._lock:
                         self._watching[message["local_rank"]] = (connection, message["stays"])
                     self._changed()
+                elif message["op"] == "step":
+                    with self._lock:
+                        self._most_steps = max(self._most_steps, message["step"])
                 else:
                     _send(connection, self._other_requests.answer(connection, message, descriptors))
         self._other_requests.closed(connection)

@@ -99,8 +99,8 @@ class ElasticNode:
             self._memory_server.close()
 
     def _run_ranks(self, membership: Membership) -> int:
-        """Start the ranks, and again after failures, unless they fail too often without a round between."""
-        without_progress, start = 0, 0
+        """Start the ranks, and again after failures, unless they fail too often without a step between."""
+        without_step, start, most_steps = 0, 0, 0
         while True:
             self._ended_by_us = False
             inner = replace(self._job, nnodes=1, node_rank=0, master_addr=None, master_port=None)
@@ -127,17 +127,16 @@ class ElasticNode:
                     if self._serves:  # the store ends with this process
                         membership.await_others(_LEAVE_SECONDS)
                 return outcome.status  # stopped by a signal from outside
-            without_progress = without_progress + 1 if number <= self._last_progress else 1
-            self._last_progress = number
-            if without_progress > self._job.max_restarts + 1:
-                say(f"zeroshard: the ranks of this node have ended {without_progress} times without a step: giving up")
+            # Not a round: a failure that comes again in the same step forms a new round each time.
+            before, most_steps = most_steps, self._gate.most_steps()
+            without_step = 1 if most_steps > before else without_step + 1
+            if without_step > self._job.max_restarts:
+                say(f"zeroshard: the ranks of this node have ended {without_step} times without a step: giving up")
                 membership.leave("its ranks failed again and again")
                 return outcome.status or 1
             self._ranks_died, self._why = True, "a rank has failed" if outcome.failed else "its ranks start again"
             membership.set_state(State(Kind.DOWN, number, self._why, True))
             say(f"zeroshard: starting the ranks of this node again (start {start + 1})")
-
-    _last_progress = -2
 
     def _finish(self, membership: Membership, number: int) -> int:
         """All ranks of this node have ended well: wait for other nodes, which may need this node's memory server."""
