@@ -34,7 +34,7 @@ def read_int8_codes(model: nn.Module, device: torch.device) -> None:
         device: where the scales have to be, which are whole on each rank.
     """
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module._parameters.items()).get("weight")  # scripted modules have another kind of dict
         if weight is None or not _is_codes(weight) or "state" not in vars(module):
             continue
         state: Any = vars(module)["state"]

@@ -126,6 +126,8 @@ def buffers_of_codes(module: nn.Module) -> dict[str, torch.Tensor]:
     The module has no parameters but a bias and other codes.
     """
     own = module.named_parameters(recurse=False)
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}  # its compiled forward reads its own buffers
     if any(name != "bias" and not isinstance(parameter, KeptAsIs) for name, parameter in own):
         return {}
     kept = {
