@@ -15,6 +15,7 @@ from torch import nn
 import zeroshard
 from tests.compat import stand_in_te, tiny
 from tests.support.beside import needs_torchao, use_beside
+from tests.support.cases import sample
 from tests.support.distributed import run_ranks
 from tests.support.fp8_model import adamw, batch, build, loss_of, recipe
 from tests.support.installed import need
@@ -84,7 +85,9 @@ def _recipes(rank: int, world: int) -> None:
         (partial(AORecipeKwargs, module_filter_func=mlp), "tensorwise", {f"{path}.weight" for path in INNER}),
         (partial(AORecipeKwargs, by_row, mlp), "rowwise", set()),
     ):
-        runs = [_run(rank, stage, "fp8", handler()) for stage in range(4)]
+        runs = [
+            _run(rank, stage, "fp8", handler()) for stage in sample([0, 1, 3, 2], 1 if handler is AORecipeKwargs else 2)
+        ]
         losses, layers, resting = runs[0]
         assert resting == expected
         assert all(run == runs[0] for run in runs)
