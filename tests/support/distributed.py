@@ -1,8 +1,7 @@
 """Run a function on N real processes joined by gloo, from inside a pytest test.
 
-    pytest process: TCPStore server, its port of the system's choice
     forkserver (torch, pytest and all of zeroshard imported once per pytest process, no threads)
-        |-- fork --> rank 0: TCPStore client, gloo, fn(0, world_size, *args) --pipe--> result or traceback
+        |-- fork --> rank 0: FileStore, gloo, fn(0, world_size, *args) --pipe--> result or traceback
         |-- fork --> rank 1: ...
 
 A fork of a server that has already imported what a rank needs (preload.py) starts in some hundredths of a second; a
@@ -10,9 +9,10 @@ spawned process imports torch anew, seconds on a busy machine. Forking the pytes
 threads by then (OpenMP, autograd), and a fork of a process with threads may hang. Workers kept alive between tests were
 rejected too: a test that breaks a process group or leaves a hook behind must not reach the next one.
 
-The ranks meet as under torchrun: in a TCPStore whose server outlives them, here on a port that the system chose, so
-that none collide. torch's FileStore was rejected: a write that fails half way, on a full disk say, leaves a record that
-every later reader waits for without end, with Python's lock held where the reader is a store that is being freed.
+Every rank meets the others in a file in a fresh directory, so there are no ports to collide. It is in memory where the
+system has a folder for that: a write that fails half way, on a full disk say, leaves a record that torch's FileStore
+reads without end. A TCPStore was rejected: its server asks for the name of each address that connects, and waits for
+5 seconds where a name service loses one of many questions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PRELOAD = ["pytest", "tests.support.preload"]
 _GRACE_SECONDS = 3.0
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
 _DUMP_SECONDS = 1.0
-_HOST = "127.0.0.1"
+_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Job:
     rank: int
     world_size: int
     directory: str
-    port: int
+    store: str
     timeout: float
     env: Mapping[str, str]
     payload: bytes
@@ -109,9 +109,11 @@ def run_ranks(
 
 
 def _run_once(world_size: int, payload: bytes, timeout: float, env: Mapping[str, str], backend: str) -> list[Any]:
-    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        shared = (world_size, directory, store.port, timeout, dict(env), payload, backend)
+    with (
+        tempfile.TemporaryDirectory(prefix="ranks-") as directory,
+        tempfile.TemporaryDirectory(prefix="ranks-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None) as meeting,
+    ):
+        shared = (world_size, directory, f"{meeting}/store", timeout, dict(env), payload, backend)
         jobs = [_Job(rank, *shared) for rank in range(world_size)]
         ranks: list[_Rank] = []
         try:
@@ -262,7 +264,7 @@ def _call(job: _Job) -> bytes:
     fn, args = pickle.loads(job.payload)
     dist.init_process_group(
         job.backend,
-        store=dist.TCPStore(_HOST, job.port, job.world_size, timeout=timedelta(seconds=job.timeout)),
+        store=dist.FileStore(job.store, job.world_size),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout),
