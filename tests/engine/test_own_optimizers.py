@@ -52,6 +52,7 @@ from zeroshard.optim.muon.update import MatrixUpdate
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.parts import part_of
 from zeroshard.plan.builder import Precision, Recipe
+from zeroshard.plan.matrices import exchange_nbytes
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.placement import STAGES, Sharding
 from zeroshard.plan.plan import Plan
@@ -233,7 +234,9 @@ def _planned(rank: int, world: int) -> list[int]:
             if name == "Muon":
                 buffers.append(_exchange(model, optimizer.param_groups).buffer_nbytes)
                 assert state_bytes(plan).step >= buffers[-1]
-                assert step_traffic(plan).calls.get("all-to-all", 0) == (2 if stage else 0)
+                parts = sum(map(len, exchange_nbytes(plan).values()))
+                assert step_traffic(plan).calls.get("all-to-all", 0) == 2 * parts
+                assert (parts > 0) == (stage > 0)
             zeroshard.close(model)
     return [*buffers, state_bytes(plan).step, sum(_matrix_bytes(plan))]
 

@@ -7,7 +7,15 @@ One rank, the owner, computes the update of a whole matrix: the pieces are sent 
 sent back. Each rank owns a share of the matrices, and each update is computed once. Rejected: an all-gather of all
 matrices, with which every rank receives all bytes and does all of the work.
 
-The plan fixes the owners: matrices are assigned from the largest to the smallest, each to the rank with the least work.
+Matrices are exchanged in a few parts, one after the other, so that one part travels while another is worked on:
+
+    sent to owners   | part 0 | part 1 |                 | part 2 |
+    worked on                          | part 0          | part 1          | part 2 |
+    sent back                                            | part 0 |        | part 1 | part 2 |
+
+The plan fixes the owners: in each part matrices are assigned from the largest to the smallest, each to the rank with
+the least work. A part has some matrices for each rank, so that none waits long for the others' work. Rejected: an
+exchange for each unit, whose few matrices leave most of the ranks without any.
 """
 
 from __future__ import annotations
@@ -19,11 +27,16 @@ from dataclasses import replace
 from zeroshard.mesh import Axes
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.plan import Plan
+from zeroshard.sharding.layout import FlatLayout, Segment
 
 WIRE_ITEMSIZE = 2
 """Matrices travel in bfloat16, in which they are worked on."""
 MATRICES = "(matrices)"
 """The label of an exchange of matrices in the operation log."""
+PARTS = 4
+"""Parts of an exchange: what can't hide is the first way of the first one and the last way of the last one."""
+_OF_EACH_RANK = 2
+"""Matrices that a part has at least for each rank."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -36,25 +49,41 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     return 1, shape[0], math.prod(shape[1:])
 
 
+def exchange_parts(layouts: Sequence[FlatLayout]) -> list[range]:
+    """Divide the flat groups of one exchange, in the order of their units, into parts of about the same work.
+
+    Args:
+        layouts: of the groups, all divided over the same axes.
+    """
+    if not layouts:
+        return []
+    work = [sum(map(_work, layout.segments)) for layout in layouts]
+    matrices = sum(len(layout.segments) for layout in layouts)
+    count = max(1, min(PARTS, matrices // (_OF_EACH_RANK * layouts[0].shards), len(layouts)))
+    found: list[range] = []
+    start, done = 0, 0.0
+    for index in range(len(layouts)):
+        done += work[index]
+        if index + 1 == len(layouts) or done >= sum(work) * (len(found) + 1) / count:
+            found.append(range(start, index + 1))
+            start = index + 1
+    return found
+
+
 def with_owners(units: Sequence[UnitPlan], matrices: Sequence[str]) -> list[UnitPlan]:
     """The units with an owner for each of the parameters named in `matrices` that is divided."""
     wanted = set(matrices)
-    work: dict[Axes, list[float]] = {}
-    jobs: list[tuple[float, int, int, int]] = []
+    places: dict[Axes, list[tuple[int, int]]] = {}
     for number, unit in enumerate(units):
         for index, group in enumerate(unit.groups):
-            if not _is_divided(group) or group.layout.segments[0].name not in wanted:
-                continue
-            work.setdefault(unit.axes_of(group), [0.0] * group.layout.shards)
-            for place, segment in enumerate(group.layout.segments):
-                batch, rows, columns = matrix_shape(segment.shape)
-                jobs.append((float(batch * rows * columns * min(rows, columns)), number, index, place))
-    owners = {(number, index): [0] * len(units[number].groups[index].layout.segments) for _, number, index, _ in jobs}
-    for cost, number, index, place in sorted(jobs, key=lambda job: (-job[0], job[1:])):
-        loads = work[units[number].axes_of(units[number].groups[index])]
-        owner = loads.index(min(loads))
-        loads[owner] += cost
-        owners[number, index][place] = owner
+            if _is_divided(group) and group.layout.segments[0].name in wanted:
+                places.setdefault(unit.axes_of(group), []).append((number, index))
+    owners: dict[tuple[int, int], tuple[int, ...]] = {}
+    for members in places.values():
+        layouts = [units[number].groups[index].layout for number, index in members]
+        for part in exchange_parts(layouts):
+            found = _owners([layouts[place] for place in part])
+            owners.update(zip(members[part.start : part.stop], found, strict=True))
     return [
         replace(
             unit, groups=tuple(_owned_by(group, owners.get((number, index))) for index, group in enumerate(unit.groups))
@@ -63,16 +92,42 @@ def with_owners(units: Sequence[UnitPlan], matrices: Sequence[str]) -> list[Unit
     ]
 
 
+def _owners(layouts: Sequence[FlatLayout]) -> list[tuple[int, ...]]:
+    """The owners of the matrices of one part, by group and segment."""
+    loads = [0.0] * layouts[0].shards
+    found = [[0] * len(layout.segments) for layout in layouts]
+    jobs = [(_work(s), index, place) for index, each in enumerate(layouts) for place, s in enumerate(each.segments)]
+    for cost, index, place in sorted(jobs, key=lambda job: (-job[0], job[1:])):
+        owner = loads.index(min(loads))
+        loads[owner] += cost
+        found[index][place] = owner
+    return [tuple(each) for each in found]
+
+
+def _work(segment: Segment) -> float:
+    """What the update of a matrix costs, up to a factor."""
+    batch, rows, columns = matrix_shape(segment.shape)
+    return float(batch * rows * columns * min(rows, columns))
+
+
 def _owned_by(group: GroupPlan, owners: Sequence[int] | None) -> GroupPlan:
     return group if owners is None else replace(group, owners=tuple(owners))
 
 
-def exchange_nbytes(plan: Plan) -> dict[Axes, int]:
-    """Bytes that a rank sends on average in one exchange, by mesh axes: its share of all matrices with an owner."""
-    found: dict[Axes, int] = {}
+def exchange_nbytes(plan: Plan) -> dict[Axes, list[int]]:
+    """Bytes that a rank sends on average each way in each part of an exchange, by mesh axes: its share of the part."""
+    layouts: dict[Axes, list[FlatLayout]] = {}
     for axes, group in _owned(plan):
-        found[axes] = found.get(axes, 0) + group.layout.parameter_numel * WIRE_ITEMSIZE
-    return {axes: -(-nbytes // plan.mesh.size(axes)) for axes, nbytes in found.items()}
+        layouts.setdefault(axes, []).append(group.layout)
+    return {
+        axes: [part_nbytes(members[part.start : part.stop]) for part in exchange_parts(members)]
+        for axes, members in layouts.items()
+    }
+
+
+def part_nbytes(layouts: Sequence[FlatLayout]) -> int:
+    """Bytes that a rank sends on average each way in a part that has these groups."""
+    return -(-sum(layout.parameter_numel for layout in layouts) * WIRE_ITEMSIZE // layouts[0].shards)
 
 
 def exchange_buffers(plan: Plan) -> int:

@@ -92,7 +92,9 @@ def disk_traffic(plan: Plan, *, micro_batches: int = 1) -> DiskTraffic:
 def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
     """The axes of each operation, by its log entry (kind, label, bytes); operations not listed run over all axes."""
     found: dict[tuple[str, str, int], Axes] = {
-        ("all-to-all", MATRICES, nbytes): several(plan, axes) for axes, nbytes in exchange_nbytes(plan).items()
+        ("all-to-all", MATRICES, nbytes): several(plan, axes)
+        for axes, parts in exchange_nbytes(plan).items()
+        for nbytes in parts
     }
     for unit, legs_of_unit in zip(plan.units, plan.legs, strict=True):
         for legs in legs_of_unit:
@@ -125,8 +127,8 @@ def _counted(
         count.add("all-reduce", stats_numel(plan) * 8, everyone)
         count.add("all-reduce", sums_numel(plan) * 8, everyone)
         count.add("all-reduce", scales_numel(plan) * 4, everyone)
-        for axes, nbytes in exchange_nbytes(plan).items():
-            for _ in range(2):  # the pieces to the owners, and the results back
+        for axes, parts in exchange_nbytes(plan).items():
+            for nbytes in (*parts, *parts):  # the pieces to the owners, and the results back
                 count.add("all-to-all", nbytes, axes)
         if compressed:
             count.add("all-reduce", maxima_numel(plan) * 8, everyone)

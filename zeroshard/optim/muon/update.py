@@ -1,6 +1,7 @@
 """Muon on sharded state: the update of a matrix is its momentum, made orthogonal.
 
     divided:    momentum of my pieces --exchange--> matrices at their owners, Newton-Schulz --exchange--> my pieces
+                in a few parts, so that one part travels while another is worked on
     undivided:  momentum --Newton-Schulz--> update, matrix by matrix, without a buffer
 
 Parameters in groups whose `use_muon` is False (biases, norms, embeddings, the head) are updated by Adam with decoupled
@@ -61,21 +62,24 @@ class MatrixUpdate(FlatState):
         return sum(exchange.buffer_nbytes for exchange in self._exchanges)
 
     def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
-        """See DeviceUpdate. Divided matrices are exchanged and made orthogonal here."""
+        """See DeviceUpdate. The exchange of divided matrices begins here."""
         self._groups, self._coefficient = groups, coefficient
         self._on = active & self._flags.owned
         self._not_applied = set(self._exchange_of)
         for exchange in self._exchanges:
-            exchange.begin()
-        for number, exchange in self._exchange_of.items():
-            for piece in pieces_of(self.regions[number]):
-                exchange.piece(number, piece.index).copy_(self._momentum(number, piece))
-        for exchange in self._exchanges:
-            exchange.run(self._orthogonal)
+            exchange.begin(self._fill, self._orthogonal)
+
+    def _fill(self, number: int) -> None:
+        """Update the momentum of a divided region's pieces and write what is sent to the owners."""
+        exchange = self._exchange_of[number]
+        for piece in pieces_of(self.regions[number]):
+            exchange.piece(number, piece.index).copy_(self._momentum(number, piece))
 
     def apply(self, number: int) -> None:
         """See DeviceUpdate."""
         region, exchange = self.regions[number], self._exchange_of.get(number)
+        if exchange is not None:
+            exchange.finish(number)
         for piece in pieces_of(region):
             if exchange is not None:
                 update = exchange.piece(number, piece.index)
