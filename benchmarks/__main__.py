@@ -25,6 +25,8 @@ FOR_GPUS = {
     "scaling": "the same micro-batch for each GPU on 1, 2, 4, 8 of them, beside one GPU's floor",
     "train": "one measurement of it: one engine, one setting; traces and checks for synchronizing calls",
     "account": "where the time of a step went, from a trace that train has written",
+    "tiers": "20e9 parameters on one GPU, state on GPU, host and disk: seconds beside floors and plan, all bytes",
+    "grow": "host memory filled once and given back, for machines whose memory grows as it is used",
     "timeline": "a picture of a step from such a trace: what ran on which stream",
     "trainer": "Hugging Face's Trainer on zeroshard, DeepSpeed and FSDP2: one script, seconds and memory",
     "trainer_row": "one row of it: one engine in the plainest script",

@@ -17,7 +17,8 @@ for the floor.
 
 `offload` puts the optimizer's state into host memory: streamed or processor say how zeroshard updates it, param and
 param-processor add the parameters, auto lets its planner choose stage, offload and share for the memory there is; FSDP2
-has its CPUOffloadPolicy, which moves parameters too, and DeepSpeed offload_optimizer.
+has its CPUOffloadPolicy, which moves parameters too, and DeepSpeed offload_optimizer. nvme puts it on a disk
+(`folders`), but for `kept_share` of it, which rests in host memory.
 
 All train with AdamW, clip the global norm to 1 (unless `clip` says otherwise) and keep the master state in fp32. An
 engine is imported by its builder only, so that one that is missing takes nothing else with it.
@@ -334,6 +335,7 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
 
 def build_zeroshard(setting: Setting) -> Trainer:
     import zeroshard
+    from zeroshard.engine.native import abandon
 
     # Deferred, so that no rank ever holds the whole model: each tensor is made, cut and forgotten.
     with zeroshard.Init(device=setting.device):
@@ -373,7 +375,16 @@ def build_zeroshard(setting: Setting) -> Trainer:
     taken = zeroshard.GraphedStep(sharded, step) if setting.graph else step
     outside = zeroshard.peer_memory_nbytes(sharded)
     plan = partial(zeroshard.plan_of, sharded)
-    return Trainer(taken, numel, outside, lambda: zeroshard.close(sharded), plan, lambda _: planned(plan()))
+    return Trainer(
+        taken,
+        numel,
+        outside,
+        close=lambda: zeroshard.close(sharded),
+        plan=plan,
+        wire=lambda _: planned(plan()),
+        drain=lambda: zeroshard.drain(sharded),
+        abandon=lambda: abandon(sharded),
+    )
 
 
 def build_initialize(setting: Setting) -> Trainer:
@@ -433,6 +444,9 @@ def _zeroshard_offload(setting: Setting) -> Any:
 
     if setting.offload in ("none", "auto"):
         return None
+    if setting.offload == "nvme":
+        disk = zeroshard.Offload(tier=zeroshard.Tier.NVME, spill=zeroshard.Spill(setting.folders))
+        return replace(disk, ratio=setting.host_share, host_ratio=setting.kept_share)
     update = zeroshard.HostUpdate.PROCESSOR if "processor" in setting.offload else zeroshard.HostUpdate.STREAMED
     return zeroshard.Offload(setting.host_share, setting.offload.startswith("param"), update)
 

@@ -62,8 +62,10 @@ SIZES = {
     "7b": Shape(4096, 32, 32, 32, 11008, 32000),
     "13b": Shape(5120, 40, 40, 40, 13824, 32000),
     "14b": Shape(5120, 43, 40, 40, 13824, 32000),
+    "20b": Shape(5120, 63, 40, 40, 13824, 32000),
 }
-"""`14b` is the largest of its width that trains on one GPU of 80 GB with 128 GiB of host memory: benchmarks.largest."""
+"""The largest of their width by benchmarks.largest: `14b` on one GPU of 80 GB with 128 GiB of host memory, `20b` on one
+of 141 GB with as much host memory and 60 GiB of disk."""
 
 
 class Linear(nn.Linear):

@@ -2,9 +2,10 @@
 
     allocated_gib    peak of the device, as torch's allocator counts it
     host_gib         state in host memory of one rank; a process has its libraries beside
+    disk_gib         state on disk of one rank
     step_s           the simulated step
-    bound_s          the busiest of compute, the link to the host and the host's own update, `bound` says which: what a
-                     step can't fall below, however well all of it overlaps
+    bound_s          the busiest of compute, the link to the host, the host's own update and the disk, `bound` says
+                     which: what a step can't fall below, however well all of it overlaps
 
 Rejected: predicting from the benchmark's arguments. The engine may decide more (who updates, which share, peers), and
 the plan it runs says what it decided.
@@ -24,8 +25,9 @@ from benchmarks.setting import Setting
 from zeroshard.engine.memory.host_memory import available_bytes
 from zeroshard.errors import PlanError
 from zeroshard.plan.builder import reordered
-from zeroshard.plan.placement import StateKind
+from zeroshard.plan.placement import StateKind, Tier
 from zeroshard.plan.plan import Plan
+from zeroshard.plan.traffic import disk_traffic
 from zeroshard.planner.machine.calibration import calibrated, load_calibration
 from zeroshard.planner.machine.hardware import GIB, Cluster, find_gpu, parse_cluster
 from zeroshard.planner.predict.memory import step_memory
@@ -36,26 +38,37 @@ from zeroshard.planner.trace.compiled import compiled
 ASSUMED = "H100-80GB"
 
 
-def planned(setting: Setting, plan: Plan, world: int, calibration: Path | None = None) -> dict[str, Any]:
-    """The planner's figures of a step under `plan` on this machine, for JSON."""
+def planned(
+    setting: Setting, plan: Plan, world: int, calibration: Path | None = None, disk_rate: float | None = None
+) -> dict[str, Any]:
+    """The planner's figures of a step under `plan` on this machine, for JSON.
+
+    Args:
+        disk_rate: bytes per second that the disk reads and writes, both counted; None for what is assumed.
+    """
     work = workload(setting.size, setting.batch, setting.length, setting.checkpointing)
     traced = work.trace(plan, Checkpointing.OFF)  # the model checkpoints by itself
     traced = compiled(traced, keeps_inputs_only=setting.checkpointing) if setting.compiled else traced
     plan = reordered(plan, (0, *traced.order))
     cluster = machine(world, calibration)
+    if disk_rate is not None:
+        cluster = replace(cluster, efficiency=replace(cluster.efficiency, disk_rate=disk_rate))
     memory = step_memory(plan, traced)
     time = step_time(plan, traced, cluster, micro_batches=setting.accumulation)
     bounds = {"compute": sum(time.compute.values()), "link": time.busy["copies"], "host": time.busy["cpu"]}
+    bounds["disk"] = disk_traffic(plan, micro_batches=setting.accumulation).total / cluster.efficiency.disk_rate
     bound = max(bounds, key=lambda name: bounds[name])
     tokens = setting.batch * setting.accumulation * setting.length
     return {
         "stage": _stage(plan),
         "update": "+".join(sorted(update.value for update in plan.updates)) or None,
-        "share_on_host": round(_share_on_host(plan), 3),
+        "share_on_host": round(_share(plan, Tier.HOST), 3),
+        "share_on_disk": round(_share(plan, Tier.NVME), 3),
         "step_s": round(time.seconds, 4),
         "tokens_s": round(tokens / time.seconds),
         "allocated_gib": round(memory.peak.total / GIB, 3),
         "host_gib": round(sum(memory.tiers.host.values()) / GIB, 3),
+        "disk_gib": round(sum(memory.tiers.nvme.values()) / GIB, 3),
         "moment": memory.peak.label,
         "bound_s": round(bounds[bound], 4),
         "bound": bound,
@@ -74,10 +87,10 @@ def _stage(plan: Plan) -> int:
     return sum(divided)
 
 
-def _share_on_host(plan: Plan) -> float:
-    """Elements whose moments rest in host memory, of all that are trained."""
+def _share(plan: Plan, tier: Tier) -> float:
+    """Elements whose moments rest on a tier, of all that are trained."""
     sizes = [(group.layout.numel, group.placement(StateKind.MOMENTS)) for _, group in plan.groups() if group.trainable]
-    away = sum(numel for numel, placement in sizes if placement is not None and placement.off_device)
+    away = sum(numel for numel, placement in sizes if placement is not None and placement.tier is tier)
     return away / max(1, sum(numel for numel, _ in sizes))
 
 

@@ -41,7 +41,9 @@ class Setting:
         exact: start from the very values that the other engines start from, at the price of a whole model on each GPU.
         rate: learning rate.
         offload: "none", or see the module's text.
-        host_share: the share of the state in host memory, for zeroshard.
+        host_share: the share of the state off the device, for zeroshard.
+        folders: with offload "nvme", on disks; what is off the device rests there, but for `kept_share` of all state.
+        kept_share: the share of the state in host memory beside the disk.
         clip: largest global norm; 0 is no clipping.
         graph: replay steps as a CUDA graph (zeroshard, and the floor).
         spare: GiB in which units may stay gathered, for zeroshard.
@@ -63,6 +65,8 @@ class Setting:
     rate: float = 1e-4
     offload: str = "none"
     host_share: float = 1.0
+    folders: tuple[str, ...] = ()
+    kept_share: float = 0.0
     clip: float = CLIP
     graph: bool = False
     spare: float = 0.0
@@ -87,7 +91,8 @@ class Trainer:
 
     `step` never waits for the device by itself; whether the engine does is what is measured. `outside` are bytes on the
     device that torch's allocator doesn't count; they are added to what it says. `plan` gives the plan that zeroshard
-    runs, None for the others. `wire` tells the bytes on the wire of a step, which it may take, as the last one.
+    runs, None for the others. `wire` tells the bytes on the wire of a step, which it may take, as the last one. `drain`
+    waits for updates that run on; `abandon` closes without keeping the parameters.
     """
 
     step: Callable[[Sequence[MicroBatch]], torch.Tensor]
@@ -96,6 +101,8 @@ class Trainer:
     close: Callable[[], None] = lambda: None
     plan: Callable[[], Plan | None] = lambda: None
     wire: Callable[[Callable[[], object]], Wire | None] = lambda _: None
+    drain: Callable[[], None] = lambda: None
+    abandon: Callable[[], None] = lambda: None
 
 
 def model_of(setting: Setting) -> Llama:

@@ -52,7 +52,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B
 """Dense bf16 peaks by a part of the card's name, in flop/s; the first that fits."""
 PROFILED_STEPS = 4
 CHECKED_STEPS = 2
-OFFLOADS = ("none", "streamed", "processor", "param", "param-processor", "auto")
+OFFLOADS = ("none", "streamed", "processor", "param", "param-processor", "nvme", "auto")
 FP8 = ("none", "tensorwise", "tensorwise-cast", "rowwise", "blockwise", "blockwise-cast")
 BATCHES = 4
 TEXT_STEPS, TEXT_RATE = 32, 3e-4
@@ -81,6 +81,8 @@ def main() -> int:
         tuned=args.tuned,
         offload=args.offload,
         host_share=args.host_share,
+        folders=tuple(args.folder or (".",)),
+        kept_share=args.kept_share,
         clip=args.clip,
         graph=args.graph,
         spare=args.spare,
@@ -368,8 +370,10 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations, block by block")
     parser.add_argument("--compile", action="store_true", help="compile every block")
-    parser.add_argument("--offload", choices=OFFLOADS, default="none", help="optimizer's state in host memory")
+    parser.add_argument("--offload", choices=OFFLOADS, default="none", help="optimizer's state off the device")
     parser.add_argument("--host-share", type=float, default=1.0, help="the share of it, for zeroshard")
+    parser.add_argument("--folder", action="append", help="of --offload nvme, on a disk; several are striped over")
+    parser.add_argument("--kept-share", type=float, default=0.0, help="of it, in host memory beside the disk")
     parser.add_argument("--clip", type=float, default=CLIP, help="largest global norm; 0 is no clipping")
     parser.add_argument("--graph", action="store_true", help="replay steps as a CUDA graph: zeroshard and the floor")
     parser.add_argument("--spare", type=float, default=0.0, help="GiB for units that stay gathered, for zeroshard")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from tests.support.models import Batch, Task, square_loss
 from tests.support.offload import offloaded, recipe, train
 from tests.support.training import Setting, adamw, assert_same, build, full_parameters, sgd, shard_task
 from zeroshard.engine.core.handle import handle_of
+from zeroshard.engine.step.attached import stepper_of
 from zeroshard.errors import PlanError
 from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.nvme.places import Spill
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.optimizer import ShardedOptimizer
+from zeroshard.optim.updates import FlatUpdate
 from zeroshard.plan.builder import Recipe
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.offload import WINDOWS, disk_nbytes, host_nbytes, in_blocks
@@ -112,6 +116,32 @@ def _three_places(rank: int, world: int, folder: Path) -> None:
 def test_state_on_the_device_in_host_memory_and_on_disk_trains_in_one_plan(tmp_path: Path) -> None:
     with disk_folder(tmp_path) as folder:
         run_ranks(2, _three_places, folder)
+
+
+def _at_once(rank: int, world: int, folder: Path) -> None:
+    disk = on_disk(offloaded(recipe(3, "bf16")), [folder], window=300)
+    assert disk.offload is not None
+    mixed = replace(disk, offload=replace(disk.offload, host_ratio=0.4))
+    model, optimizer = shard_task(TASK, Setting(plan=mixed))
+    update = stepper_of(model).update
+    assert isinstance(update, FlatUpdate)
+    begun, apply_region = threading.Event(), update.apply_region
+
+    def waiting(number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        if update.regions[number].window is not None:
+            begun.set()
+        else:
+            assert begun.wait(20), "what is on disk is updated later"
+        apply_region(number, coefficient, active, hyper)
+
+    update.apply_region = waiting
+    _step(model, optimizer, 0, rank)
+    zeroshard.close(model)
+
+
+def test_state_on_disk_is_updated_while_state_in_host_memory_is(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(1, _at_once, folder)
 
 
 def _striped_and_encrypted(rank: int, world: int, folder: Path, encrypt: bool) -> None:

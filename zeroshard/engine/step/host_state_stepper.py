@@ -1,12 +1,13 @@
-"""A step for state in host memory: a worker thread updates it on the processor, during the next forward.
+"""A step for state off the device: worker threads update it on the processor, during the next forward.
 
     main thread    norm, coefficient | forward: unit 0 . wait . copy up . gather | unit 1 . wait . copy up ...
-    worker         -                 | update unit 0 | update unit 1 | update unit 2 | ...
+    worker         -                 | update unit 0 | update unit 1 | ...       state in host memory
+    worker         -                 | update unit 5 | update unit 6 | ...       state on disk
 
 The result is exact: updates use the gradients, norm and hyper-parameters of the whole step, and the forward waits for
-each unit, so that it never uses old values. There is one worker, since an update uses all cores of the rank. Rejected:
-updating a unit as soon as its gradients are complete; that can't clip by the norm, and can't be undone when a later
-gradient is not finite.
+each unit, so that it never uses old values. There is one worker for host memory, since an update uses all cores of the
+rank, and one for the disk, which would rest otherwise until the other is through. Rejected: updating a unit as soon as
+its gradients are complete; that can't clip by the norm, and can't be undone when a later gradient is not finite.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class HostStateStepper(HostStepper):
     def __init__(self, handle: Handle, update: PiecewiseUpdate, scaler: LossScaler | None) -> None:
         super().__init__(handle, update, scaler)
         self._piecewise = update
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-update")
+        names = {False: "zeroshard-update", True: "zeroshard-disk-update"}
+        self._workers = {on_disk: ThreadPoolExecutor(1, thread_name_prefix=name) for on_disk, name in names.items()}
         self._regions = regions_of_units(handle.runtime)
 
     def _apply(self, active: Sequence[bool], coefficient: float, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -70,7 +72,7 @@ class HostStateStepper(HostStepper):
         self.handle.last = None
 
     def _updated_by_worker(self, index: int) -> range:
-        """The regions of a unit that the worker updates."""
+        """The regions of a unit that a worker updates."""
         off_device = any(group.plan.updated_off_device for group in self.handle.runtime.units[index].trainable)
         return self._regions[index] if off_device else range(0)
 
@@ -97,11 +99,11 @@ class HostStateStepper(HostStepper):
                 self._piecewise.apply_region(number, coefficient, active, hyper)
 
     def _start_update(self, unit: Unit, update: Callable[[Sequence[_Arrival]], None]) -> None:
-        """Start a unit's update on the worker; the next forward waits for it."""
+        """Start a unit's update on its worker; the next forward waits for it."""
         arrivals = [
             arrival for group in unit.trainable if (arrival := self._copy_gradients_to_host(unit, group)) is not None
         ]
-        future = self._worker.submit(update, arrivals)
+        future = self._workers[any(group.plan.passes_windows for group in unit.trainable)].submit(update, arrivals)
         self.handle.runtime.updates.defer(unit.index, partial(self._finish_update, unit, future), future.exception)
 
     def _copy_gradients_to_host(self, unit: Unit, group: Group) -> _Arrival | None:

@@ -67,7 +67,10 @@ class KernelUpdate(FlatUpdate):
         if self._scalars is None or self._kernel is None or not on_host:
             super()._update_run(region, state, run, hyper, coefficient)
             return
-        cut = slice(run.start, run.end)
-        param = None if region.param is None else region.param[cut]
-        scalars = self._scalars(hyper, run.step, coefficient)
-        self._kernel.step(scalars, region.master[cut], region.grad()[cut], [kind[cut] for kind in state], param)
+        scalars, grad = self._scalars(hyper, run.step, coefficient), region.grad()
+        # Beside state on disk in pieces of a window's size: its pieces take turns with these at the cores.
+        step = region.window_numel or run.end - run.start
+        for low in range(run.start, run.end, step):
+            cut = slice(low, min(low + step, run.end))
+            param = None if region.param is None else region.param[cut]
+            self._kernel.step(scalars, region.master[cut], grad[cut], [kind[cut] for kind in state], param)

@@ -74,14 +74,15 @@ def _waiting(s: Situation) -> str:
     share = row.time.exposed / row.time.seconds
     if share < WAITING:
         return ""
-    slowest = max(("host", "gather", "reduce", "copies", "cpu"), key=lambda stream: row.time.busy[stream])
     names = {
         "host": "the host, which issues kernels slower than the GPU runs them",
         "gather": "all-gathers",
         "reduce": "reduce-scatters",
         "copies": "copies over PCIe",
         "cpu": "the optimizer on the host",
+        "windows": "the optimizer's state on disk",
     }
+    slowest = max(names, key=lambda stream: row.time.busy[stream])
     return f"The GPU waits in {share:.0%} of the step, mostly for {names[slowest]}: a larger micro-batch hides more."
 
 

@@ -3,6 +3,7 @@
     host      issues kernels and operations; slower than the GPU at small batches
     compute   kernels of the segments, collects, norm, update
     gather    all-gathers        reduce    reduce-scatters        copies    PCIe        cpu    updates on the host
+    windows   updates of state on disk, which pass windows of host memory
     disk      parameters read for gathers; the time of an update on disk includes these reads
 
 A clock is the time until which a stream is busy. The waits are those of the engine: a unit's use waits for its gather,
@@ -34,7 +35,7 @@ from zeroshard.planner.trace.exchanges import Exchange
 from zeroshard.planner.trace.kernels import Kernel
 from zeroshard.planner.trace.model_trace import Phase, Segment, Trace
 
-STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu", "disk")
+STREAMS: tuple[str, ...] = ("host", "compute", "gather", "reduce", "copies", "cpu", "windows", "disk")
 WARM_UP = 2
 STEADY = 2
 """Micro-batches after which each further one takes as long as the one before it."""
@@ -204,7 +205,8 @@ class _Simulation:
         disk = (sum(map(sum, map(update_disk_nbytes, unit.groups))) + read) * node / share.disk_rate
         by_cpu = max(own * node / share.host_memory_rate, disk)
         if HostUpdate.PROCESSOR in (group.update for group in unit.groups):
-            _, end = self._occupy("cpu", f"update {unit.label}", ready, by_cpu)
+            worker = "windows" if any(group.passes_windows for group in unit.groups) else "cpu"
+            _, end = self._occupy(worker, f"update {unit.label}", ready, by_cpu)
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
         grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_off_device)
         streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)

@@ -35,6 +35,7 @@ STREAM_COLOURS = {
     "reduce": "#d9822b",
     "copies": "#9a86c8",
     "cpu": "#b3554a",
+    "windows": "#8a7a5c",
 }
 
 
