@@ -1,4 +1,4 @@
-"""With everything switched on that can be seen of a run, no step makes the host wait for the device."""
+"""With everything on that can be seen of a run no step makes the host wait for the device, whose waits are timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.distributed import run_ranks
 from zeroshard.observe.runs.log import read_run
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
-STEPS = 8
+STEPS = 16
 
 
 def _config(folder: str) -> dict[str, Any]:
@@ -59,5 +59,13 @@ def test_no_step_waits_for_the_device_with_everything_on(tmp_path: Path) -> None
     assert [step.step for step in run.steps] == list(range(1, STEPS + 1))
     assert all(step.loss is not None and math.isfinite(step.loss) and step.norm for step in run.steps)
     assert all(0 < sum(step.seconds.values()) <= 1.01 * (step.whole or 0.0) for step in run.steps[1:])
+    timed = [step for step in run.steps if step.device_waits is not None]
+    assert [step.step for step in timed] == [8, 16]
+    for step in timed:
+        assert step.device_waits is not None
+        assert set(step.device_waits["forward"]) == {"all-gather"}
+        assert "reduce-scatter" in {kind for waits in step.device_waits.values() for kind in waits}
+        for part, waits in step.device_waits.items():
+            assert 0 <= sum(waits.values()) <= step.seconds.get(part, 0.0)
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open(newline="") as file:
         assert len(list(csv.reader(file))) == STEPS + 1

@@ -132,6 +132,33 @@ def test_on_a_gpu_ranks_are_compared_by_what_their_hosts_wait_for_and_not_by_the
     assert findings(on_gpu(("forward", OWN), ("backward", OWN))) == []
 
 
+def timed_on_gpu(late: Component, waits: Component, **figures: Any) -> dict[int, Run]:
+    """The same where one step of eight has the device's waits; in the others they are within their part."""
+    runs: dict[int, Run] = {}
+    for rank, where in ((0, waits), (1, late)):
+        spent = {**USUAL, where: USUAL.get(where, 0.0) + MORE}
+        within: dict[Component, float] = {}
+        for (part, kind), seconds in spent.items():
+            unseen = OWN if kind in ("all-gather", "reduce-scatter") else kind
+            within[part, unseen] = within.get((part, unseen), 0.0) + seconds
+        steps: list[StepRecord] = []
+        for number in range(1, 201):
+            step = record(number, spent if number % 8 == 0 else within, busy=0.002, **(figures if rank else {}))
+            steps.append(replace(step, waits={}, device_waits=step.waits) if number % 8 == 0 else step)
+        runs[rank] = log(steps, device="cuda")
+    return runs
+
+
+@pytest.mark.parametrize(("cause", "tokens"), [(Cause.TOKENS, 512), (Cause.SLOWER, 256)])
+def test_on_a_gpu_whose_waits_are_timed_a_rank_that_computes_longer_is_named(cause: Cause, tokens: int) -> None:
+    runs = timed_on_gpu(("forward", OWN), ("backward", "reduce-scatter"), tokens=tokens)
+    (found,) = findings(runs)
+    assert (found.cause, found.rank) == (cause, LATE)
+    lines = list(explain(runs[0], runs))
+    assert "a rank waits 12.50 ms of a step in collectives (mean), 7.50 ms of it for the slowest rank" in lines
+    assert any("all-gather over dp_shard 2.00 ms" in line for line in lines)
+
+
 def test_the_report_shows_findings_first_and_a_curve_of_each_rank() -> None:
     runs = CAUSES[Cause.SCRIPT]
     page = report(runs[0], "run", runs)

@@ -148,9 +148,15 @@ def test_the_bill_beside_the_plans_prediction_adds_up_to_the_gap(tmp_path: Path)
         predicted = read_prediction(path, stage)
         assert row is None or predicted.whole == pytest.approx(row["step_seconds"])
         assert min(predicted.passes, predicted.optimizer) > 0
-        *_, passes, optimizer, between, whole = bill(steady(), predicted)
-        gaps = [float(line.split()[-2]) for line in (passes, optimizer, between, whole)]
-        assert sum(gaps[:3]) == pytest.approx(gaps[3], abs=0.05)
+        waited = replace(STEP, waits={"forward": {"all-gather": 0.04}, "backward": {"reduce-scatter": 0.02, "gc": 0.1}})
+        unknown = replace(steady(), device="cuda")
+        for run, waiting in ((steady(), "0.00"), (replace(unknown, steps=(waited,)), None), (unknown, None)):
+            *_, between, whole = lines = list(bill(run, predicted))[2:]
+            gaps = [float(line.split()[-2]) for line in lines]
+            assert sum(gaps[:-1]) == pytest.approx(gaps[-1], abs=0.05)
+            assert [line.split()[1] for line in lines if "waiting" in line] == ([waiting] if waiting else [])
+        timed = replace(unknown, steps=(replace(waited, device_waits=waited.waits, waits={}),))
+        assert [line.split()[1] for line in bill(timed, predicted) if line.startswith("  waiting")] == ["60.00"]
         assert whole.split()[:2] == ["step", "1000.00"]
         assert between.split()[1:7:2] == ["50.00", "0.00", "+50.00"]
     with pytest.raises(UsageError, match="no row of stage 7"):

@@ -10,6 +10,7 @@ from zeroshard.engine.core.handle import Handle
 from zeroshard.nvme.memory import NvmeMemory
 from zeroshard.observe import traces
 from zeroshard.observe.comms import CommsLog
+from zeroshard.observe.device_waits import DeviceWaits
 from zeroshard.observe.flops.step import StepFlops
 from zeroshard.observe.host import DISK, UPDATE, HostTimes
 from zeroshard.observe.listeners import BreakdownLine, ToMonitor
@@ -59,7 +60,9 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
     flops = None if observe.flops is None else StepFlops(handle, rates, observe.flops.profile_step, observe.flops)
     every_step = observe.every is None
     told_of_host = (observe.metrics, observe.run_log, observe.traces)
-    host = followed_host(handle) if any(asked is not None for asked in told_of_host) else None
+    followed = any(asked is not None for asked in told_of_host)
+    host = followed_host(handle) if followed else None
+    device_waits = timed_device(handle) if followed and handle.device.type == "cuda" else None
     listeners: list[Listener] = []
     if monitor.enabled and first:
         listeners.append(ToMonitor(monitor, breakdown=observe.breakdown))
@@ -75,7 +78,9 @@ def build_observer(observe: ObserveConfig, handle: Handle) -> StepObserver | Non
         listeners.append(Traces(handle, observe.traces))
     if observe.metrics is not None:
         listeners.append(Metrics(handle, rates, observe.metrics))  # last, for it starts threads
-    return StepObserver(handle.device, monitor, rates, listeners, flops, host, tells_rates=observe.throughput)
+    return StepObserver(
+        handle.device, monitor, rates, listeners, flops, host, device_waits, tells_rates=observe.throughput
+    )
 
 
 def followed_host(handle: Handle) -> HostTimes:
@@ -90,6 +95,13 @@ def followed_host(handle: Handle) -> HostTimes:
         if isinstance(memory, NvmeMemory):
             memory.volume.timed = partial(host.waiting, DISK)
     return host
+
+
+def timed_device(handle: Handle) -> DeviceWaits:
+    """Time what this rank's compute waits for on its device: gathers, reductions, copies from and to host memory."""
+    waits = DeviceWaits(handle.device)
+    handle.runtime.streams.time_waits(waits)
+    return waits
 
 
 def _writers(observe: ObserveConfig) -> list[Writer]:

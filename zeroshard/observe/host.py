@@ -27,9 +27,10 @@ from typing import Any
 
 BETWEEN = "between"
 """What lies between the parts: waiting for data, and what the script does."""
-GARBAGE, DATA, DISK, UPDATE = "gc", "data", "disk", "update"
-"""Waits that are no collectives: for Python's garbage collector, a loader, a disk, an update on other threads."""
-OWN_WAITS = frozenset((GARBAGE, DATA, DISK, UPDATE))
+GARBAGE, DATA, DISK, UPDATE, LINK = "gc", "data", "disk", "update", "link"
+"""Waits that are no collectives: for Python's garbage collector, a loader, a disk, an update on other threads, and
+(of a device) for copies from and to host memory."""
+OWN_WAITS = frozenset((GARBAGE, DATA, DISK, UPDATE, LINK))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _NANO = 1e-9
 

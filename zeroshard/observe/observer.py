@@ -14,13 +14,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from zeroshard.engine.observing import Disk, Outcome, StepFacts, TimedBatches
+from zeroshard.observe.device_waits import DeviceStep, DeviceWaits
 from zeroshard.observe.flops.step import StepFlops
 from zeroshard.observe.host import NOTHING, HostStep, HostTimes
 from zeroshard.observe.late import LateNumber
@@ -56,12 +57,14 @@ class _Step:
     tokens: int | None
     times: StepTimes
     host: HostStep
+    device: DeviceStep | None
     outcome: tuple[Outcome, int] | None = None
 
     @property
     def ready(self) -> bool:
         numbers = [number for number in (self.loss, self.scale) if number is not None]
-        return self.outcome is not None and self.times.passed and all(number.arrived for number in numbers)
+        timed = self.times.passed and (self.device is None or self.device.passed)
+        return self.outcome is not None and timed and all(number.arrived for number in numbers)
 
     def record(self) -> StepRecord:
         assert self.outcome is not None
@@ -84,6 +87,7 @@ class _Step:
             waits=host.waits,
             busy=host.busy,
             host=host.figures,
+            device_waits=None if self.device is None else self.device.seconds(),
         )
 
 
@@ -95,6 +99,7 @@ class StepObserver:
         listeners: who hears of each step, in this order.
         flops: what counts the FLOPs of one step.
         host: follows what the host waits for; None where nobody asks for it.
+        device_waits: times what compute waits for on a device; None where nobody asks for it, and on a CPU.
     """
 
     def __init__(
@@ -105,10 +110,11 @@ class StepObserver:
         listeners: Sequence[Listener],
         flops: StepFlops | None = None,
         host: HostTimes | None = None,
+        device_waits: DeviceWaits | None = None,
         *,
         tells_rates: bool,
     ) -> None:
-        self._host = host
+        self._host, self._device_waits = host, device_waits
         self.monitor = monitor
         self.throughput = rates
         self._flops = flops
@@ -134,14 +140,14 @@ class StepObserver:
         if self._host is not None and self._times.at_beginning:
             self._host.restart()
         counted = _UNCOUNTED if self._flops is None else self._flops.of_forward()
-        with self._host_part("forward"), self._times.of("forward"), counted:
+        with self._part("forward"), self._times.of("forward"), counted:
             yield
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around a backward; `loss` is divided by the accumulation steps, so the sum over a step is its mean."""
         counted = _UNCOUNTED if self._flops is None else self._flops.of_backward()
-        with self._host_part("backward"), self._times.of("backward"), counted:
+        with self._part("backward"), self._times.of("backward"), counted:
             yield
         part = loss.detach()
         self._loss = part if self._loss is None else self._loss + part
@@ -156,13 +162,18 @@ class StepObserver:
         tokens, self._tokens = self._tokens, None
         scale = None if facts.scale is None else LateNumber(facts.scale)
         late = None if loss is None else LateNumber(loss)
-        with self._host_part("step"), self._times.of("step"):
+        with self._part("step"), self._times.of("step"):
             yield
         host = NOTHING if self._host is None else self._host.take()
-        self._steps.append(_Step(facts, late, scale, tokens, self._times.take(), host))
+        device = None if self._device_waits is None else self._device_waits.take()
+        self._steps.append(_Step(facts, late, scale, tokens, self._times.take(), host, device))
 
-    def _host_part(self, name: str) -> AbstractContextManager[None]:
-        return _UNCOUNTED if self._host is None else self._host.part(name)
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        of_host = _UNCOUNTED if self._host is None else self._host.part(name)
+        of_device = _UNCOUNTED if self._device_waits is None else self._device_waits.part(name)
+        with of_host, of_device:
+            yield
 
     @property
     def timed(self) -> TimedBatches | None:

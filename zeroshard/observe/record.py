@@ -25,6 +25,7 @@ class StepRecord:
         ended: time of day at which its record was complete, in seconds since 1970.
         nonfinite: the first parameter whose gradients held inf or NaN, where the step was not applied for that.
         waits, busy, host: what the host waited for and did, see `zeroshard.observe.host`; empty where nothing asks.
+        device_waits: seconds that compute waited on a device, by part and by what for; None in a step without timing.
     """
 
     step: int
@@ -44,3 +45,4 @@ class StepRecord:
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
     busy: Mapping[str, float] = field(default_factory=dict[str, float])
     host: Mapping[str, float] = field(default_factory=dict[str, float])
+    device_waits: Mapping[str, Mapping[str, float]] | None = None

@@ -17,6 +17,7 @@ from typing import Any
 from zeroshard.config.resolved import TracesConfig
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.observing import Disk
+from zeroshard.observe.device_waits import merged
 from zeroshard.observe.listeners import Silent
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.writers.optional import optional_package
@@ -74,7 +75,8 @@ def attributes_of(record: StepRecord) -> dict[str, Any]:
         "nonfinite": record.nonfinite,
     }
     seconds = {f"seconds.{part}": spent for part, spent in record.seconds.items()}
-    waits = {f"wait.{part}.{kind}": spent for part, kinds in record.waits.items() for kind, spent in kinds.items()}
+    both = merged(record.waits, record.device_waits or {})
+    waits = {f"wait.{part}.{kind}": spent for part, kinds in both.items() for kind, spent in kinds.items()}
     return {name: value for name, value in {**plain, **seconds, **waits}.items() if value is not None}
 
 

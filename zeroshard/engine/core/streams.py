@@ -47,6 +47,16 @@ class Event(Protocol):
     """A point in a stream's order; opaque to the engine."""
 
 
+class WaitTimer(Protocol):
+    """Times waits of compute on a device (`zeroshard.observe.device_waits`); asked only while `active`."""
+
+    active: bool
+
+    def waiting(self, stream: Stream) -> AbstractContextManager[None]:
+        """Around a wait for an event of `stream`."""
+        ...
+
+
 class Streams(Protocol):
     """The streams of a device, as the engine uses them.
 
@@ -88,11 +98,16 @@ class Streams(Protocol):
         """Let the host wait for everything that compute waits for so far; it is about to read host memory."""
         ...
 
+    def time_waits(self, timer: WaitTimer) -> None:
+        """Have compute's waits on a device timed. On a CPU the host waits, which `comm.watchdog` tells."""
+        ...
+
 
 class CudaEvent(torch.cuda.Event):
-    """A CUDA event that knows the epoch in which it was recorded."""
+    """A CUDA event that knows the epoch and the stream in which it was recorded."""
 
     epoch: int = 0
+    stream: Stream = Stream.COMPUTE
 
 
 class CudaStreams:
@@ -113,6 +128,7 @@ class CudaStreams:
         self._compute = torch.cuda.current_stream(device)
         self._side = {stream: torch.cuda.Stream(device, priority=-1) for stream in SIDE}
         self._events: dict[tuple[Stream, Hashable], CudaEvent] = {}
+        self._timer: WaitTimer | None = None
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return self._compute if stream is Stream.COMPUTE else self._side[stream]
@@ -148,6 +164,7 @@ class CudaStreams:
         event = None if name is None else self._events.get((stream, name))
         if event is None:
             event = CudaEvent()
+            event.stream = stream
             if name is not None:
                 self._events[stream, name] = event
         event.record(self._stream(stream))
@@ -156,8 +173,14 @@ class CudaStreams:
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        if event.epoch == self._epoch:
+        if event.epoch != self._epoch:
+            return
+        timer = self._timer
+        if timer is None or not timer.active or stream is not Stream.COMPUTE:
             self._stream(stream).wait_event(event)
+            return
+        with timer.waiting(event.stream):
+            self._compute.wait_event(event)
 
     def begin_epoch(self) -> None:
         """Begin an epoch: compute, the caller's stream, waits for all streams, and all of them for compute."""
@@ -185,6 +208,9 @@ class CudaStreams:
 
     def wait_on_host(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
+
+    def time_waits(self, timer: WaitTimer) -> None:
+        self._timer = timer
 
 
 class QueueEvent:
@@ -288,6 +314,9 @@ class QueuedStreams:
 
     def wait_on_host(self) -> None:
         pass  # here compute is the host
+
+    def time_waits(self, timer: WaitTimer) -> None:
+        pass  # the host waits, and the watchdog tells for what
 
     @staticmethod
     def _holds_back(entry: Entry, buffers: Buffers, stream: Stream) -> bool:

@@ -1,10 +1,13 @@
 """The bill of a step: what was measured beside what `zeroshard plan --json` predicted, in lines that add up to the gap.
 
-    passes       forward and backward        kernels, collecting of gradients, and waiting for gathers and reduces
+    passes       forward and backward        kernels, and collecting of gradients
+    waiting      compute's waits in them     exposed communication, and waiting for the host
     optimizer    the step                    norm and update
     between      everything else             nothing: a plan has no data loader
 
-The planner simulates one stream of compute, so it tells the time of forward and backward together.
+The planner simulates one stream of compute, so it tells the time of forward and backward together. Where no step of a
+log has its device's waits, passes and waiting are one line. What compute waits for the host is in `passes` as measured:
+a device does not tell an empty queue from work.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from statistics import median
 from typing import Any
 
 from zeroshard.errors import UsageError
-from zeroshard.observe.host import BETWEEN
-from zeroshard.observe.runs.components import parts_of
+from zeroshard.observe.host import BETWEEN, LINK
+from zeroshard.observe.record import StepRecord
+from zeroshard.observe.runs.components import collective_seconds, components_of, parts_of, with_waits
 from zeroshard.observe.runs.log import Run
 
 _OPTIMIZER = ("norm", "update")
@@ -77,14 +81,27 @@ def bill(run: Run, predicted: Predicted) -> Iterator[str]:
     if not timed:
         return
     parts = {part: median(parts_of(step)[part] for step in timed) for part in (*timed[0].seconds, BETWEEN)}
-    rows = (
-        ("passes", parts["forward"] + parts["backward"], predicted.passes + predicted.waiting),
-        ("optimizer", parts["step"], predicted.optimizer),
-        (BETWEEN, parts[BETWEEN], 0.0),
-    )
+    passes = parts["forward"] + parts["backward"]
+    waits = [_waits(step) for step in with_waits(timed, run.device)]
+    if waits:
+        waited = median(waits)
+        of_passes = (
+            ("passes", passes - waited, predicted.passes),
+            ("waiting", waited, predicted.waiting),
+        )
+    else:
+        of_passes = (("passes", passes, predicted.passes + predicted.waiting),)
+    rows = (*of_passes, ("optimizer", parts["step"], predicted.optimizer), (BETWEEN, parts[BETWEEN], 0.0))
     measured = sum(seconds for _, seconds, _ in rows)
     yield f"the plan ({predicted.setting}) predicted, of which {predicted.waiting * 1000:.2f} ms are waiting:"
     yield f"  {'':<9} {'measured':>12} {'predicted':>12} {'gap':>12}"
     for name, seconds, expected in (*rows, ("step", measured, predicted.whole)):
         gap = seconds - expected
         yield f"  {name:<9} {seconds * 1000:>9.2f} ms {expected * 1000:>9.2f} ms {gap * 1000:>+9.2f} ms"
+
+
+def _waits(step: StepRecord) -> float:
+    """Seconds that forward and backward wait for collectives and the link to host memory."""
+    in_passes = {one: spent for one, spent in components_of(step).items() if one[0] in ("forward", "backward")}
+    link = sum(spent for (_, kind), spent in in_passes.items() if kind == LINK)
+    return collective_seconds(in_passes) + link

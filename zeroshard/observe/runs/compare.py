@@ -4,8 +4,9 @@
     excess     own, less what the others need in the same step
     common     what every rank needs: the least of all
 
-A wait for others says nothing of the rank that waits, so it is left out of `own`. On a GPU it can't be told from the
-passes, and there only data, the script and the host's own waits are compared.
+A wait for others says nothing of the rank that waits, so it is left out of `own`. On a GPU it is known of some steps,
+which are compared then. In a log without such steps it can't be told from the passes, and only data, the script and the
+host's own waits are compared.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from zeroshard.observe.host import BETWEEN
+from zeroshard.observe.host import BETWEEN, LINK
 from zeroshard.observe.record import StepRecord
-from zeroshard.observe.runs.components import OWN, Component, collective_seconds, components_of, is_collective
+from zeroshard.observe.runs.components import (
+    OWN,
+    Component,
+    collective_seconds,
+    components_of,
+    is_collective,
+    with_waits,
+)
 from zeroshard.observe.runs.log import Run
 
 _WARM = 3
 """Steps at the beginning that are left out: they compile, take memory and learn the order of the units."""
+
+_LEAST_KNOWN = 4
+"""Steps with the waits of a device below which all steps are compared, without them."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,15 @@ class Comparison:
         sides: by rank.
         usual: seconds of a step, the median.
         total: seconds of all steps.
+        on_device: whether the times are those of a device, and not of the host.
     """
 
     def __init__(self, runs: Mapping[int, Run]) -> None:
-        self._on_cpu = all(run.device == "cpu" for run in runs.values())
-        timed = {rank: {one.step: one for one in run.steps if one.whole} for rank, run in runs.items()}
+        self.on_device = any(run.device != "cpu" for run in runs.values())
+        known = {rank: with_waits(run.steps, run.device) for rank, run in runs.items()}
+        self._waits_known = all(len(steps) >= _LEAST_KNOWN for steps in known.values())
+        compared = known if self._waits_known else {rank: run.steps for rank, run in runs.items()}
+        timed = {rank: {one.step: one for one in steps if one.whole} for rank, steps in compared.items()}
         numbers = sorted(set.intersection(*(set(steps) for steps in timed.values())))
         numbers = numbers[_WARM:] if len(numbers) > 2 * _WARM else numbers[1:]
         self.sides = {rank: self._side([steps[n] for n in numbers]) for rank, steps in timed.items()}
@@ -59,7 +74,9 @@ class Comparison:
     def is_own(self, component: Component) -> bool:
         """Whether it says something of the rank that needs it, and not of those that it waits for."""
         part, kind = component
-        return not is_collective(component) and (self._on_cpu or kind != OWN or part == BETWEEN)
+        if is_collective(component) or kind == LINK:
+            return False
+        return self._waits_known or kind != OWN or part == BETWEEN
 
     def excess(self, rank: int) -> list[float]:
         """Seconds by step that a rank needs more than the others do."""

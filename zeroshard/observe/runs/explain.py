@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from zeroshard.observe.host import BETWEEN, DATA, GARBAGE, UPDATE
+from zeroshard.observe.host import BETWEEN, DATA, GARBAGE, LINK, UPDATE
 from zeroshard.observe.record import StepRecord
 from zeroshard.observe.runs.compare import Comparison
-from zeroshard.observe.runs.components import OWN, collective_seconds, components_of, parts_of
+from zeroshard.observe.runs.components import OWN, collective_seconds, components_of, parts_of, with_waits
 from zeroshard.observe.runs.findings import Finding, ms
 from zeroshard.observe.runs.log import Run
 from zeroshard.observe.runs.odd import SPIKE, norm_spikes, oddities
@@ -25,7 +25,13 @@ _CAUSES = {
     "step": "the optimizer; with offload the processor and PCIe",
     BETWEEN: "the data loader, or the script itself",
 }
-_NAMES = {OWN: "itself", DATA: "the loader", GARBAGE: "collecting garbage", UPDATE: "updates on the processor"}
+_NAMES = {
+    OWN: "itself",
+    DATA: "the loader",
+    GARBAGE: "collecting garbage",
+    UPDATE: "updates on the processor",
+    LINK: "copies from and to host memory",
+}
 _SLOW, _DRIFT, _FEW = 1.5, 0.05, 10
 _LEAST_SHOWN = 0.005
 """Share of a step below which a component is not listed."""
@@ -63,7 +69,7 @@ def findings(ranks: Mapping[int, Run]) -> list[Finding]:
 def _waiting(ranks: Mapping[int, Run]) -> Iterator[str]:
     """How much of the waits for collectives is for the slowest rank, where the logs of all ranks are there."""
     run = ranks[min(ranks)]
-    if run.ranks < 2 or run.device != "cpu":
+    if run.ranks < 2 or not all(with_waits(one.steps, one.device) for one in ranks.values()):
         return
     if len(ranks) < run.ranks:
         yield f"ranks are not compared: of {run.ranks} the logs of {len(ranks)} are here (run_log.ranks)"
@@ -77,16 +83,18 @@ def _waiting(ranks: Mapping[int, Run]) -> Iterator[str]:
 
 def _where(steps: Sequence[StepRecord], run: Run) -> Iterator[str]:
     whole = sum(step.whole or 0.0 for step in steps)
+    seen = with_waits(steps, run.device) or steps
+    seen_whole = sum(step.whole or 0.0 for step in seen)
     yield f"a step takes {ms(whole / len(steps))} (mean without the first one):"
     for part in (*PARTS, BETWEEN):
         seconds = sum(parts_of(step)[part] for step in steps)
         yield f"  {part:<9} {ms(seconds / len(steps)):>12}  {seconds / whole:6.1%}"
         spent = Counter[str]()
-        for step in steps:
+        for step in seen:
             spent.update({kind: s for (where, kind), s in components_of(step).items() if where == part})
-        listed = [(kind, s) for kind, s in spent.most_common() if s > _LEAST_SHOWN * whole]
+        listed = [(kind, s) for kind, s in spent.most_common() if s > _LEAST_SHOWN * seen_whole]
         if any(kind != OWN for kind, _ in listed):
-            yield "    " + ", ".join(f"{_in_words(kind, run)} {ms(s / len(steps))}" for kind, s in listed)
+            yield "    " + ", ".join(f"{_in_words(kind, run)} {ms(s / len(seen))}" for kind, s in listed)
 
 
 def _in_words(kind: str, run: Run) -> str:

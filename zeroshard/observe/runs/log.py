@@ -36,7 +36,7 @@ _BEGINS = "zeroshard_run"
 _VERSION = 1
 _AROUND_LOAD = 12
 """Steps before and after a load that are compared."""
-_OPTIONAL = ("nonfinite", "waits", "busy", "host")
+_OPTIONAL = ("nonfinite", "waits", "busy", "host", "device_waits")
 _LOGGER = logging.getLogger("zeroshard")
 
 
@@ -75,7 +75,10 @@ class RunLog(Silent):
 
     def heard(self, record: StepRecord) -> None:
         """Write a step."""
-        self._write({name: _plain(value) for name, value in vars(record).items() if value not in ({}, ())})
+        known = {name: value for name, value in vars(record).items() if value not in ({}, ())}
+        if record.device_waits is None:
+            del known["device_waits"]
+        self._write({name: _plain(value) for name, value in known.items()})
 
     def disk(self, what: Disk, seconds: float, left_out: Sequence[str]) -> None:
         """Write that a checkpoint was saved or loaded."""

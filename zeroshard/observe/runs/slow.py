@@ -118,7 +118,7 @@ def _cause(
         return Cause.MEMORY, f": {faults:.0f} pages a step more have to be read from a disk"
     if part == BETWEEN:
         return Cause.SCRIPT, ""
-    if blocked > _BLOCKED * own:
+    if blocked > _BLOCKED * own and not compared.on_device:  # a host that is ahead of its device is blocked, too
         return Cause.BLOCKED, f": {ms(blocked)} of it are spent off the processor"
     tokens = compared.tokens(rank, steps)
     if tokens is not None and tokens[0] > _MORE_TOKENS * tokens[1]:
