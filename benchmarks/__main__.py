@@ -35,6 +35,7 @@ FOR_GPUS = {
     "codes": "codes of 8 and 4 bits made and read, beside the rate of a copy",
     "fp8_peers": "fp8 of zeroshard and of torchao on FSDP2, beside bf16, on text: speed, bytes on the wire, losses",
     "fp8_shapes": "twelve shapes of models with products in fp8, beside bf16",
+    "packed": "a base in 4 bits with LoRA: losses, memory beside the plan, the largest model of one GPU, what is saved",
     "planner_ranks": "the ranks that planner --measure starts",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }

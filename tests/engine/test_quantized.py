@@ -339,3 +339,14 @@ def _any_dtype(rank: int, world: int, folder: Path) -> None:
 
 def test_frozen_parameters_of_other_dtypes_keep_their_bytes(tmp_path: Path) -> None:
     run_ranks(2, _any_dtype, tmp_path)
+
+
+def _joined(rank: int, world: int) -> None:
+    with zeroshard.QuantizedInit():
+        model = build(quantized_task(CodedLinear))
+    assert any(is_resting(part) for parameter in model.parameters() for part in parameters_of(parameter))
+
+
+def test_ranks_that_have_met_are_not_asked_for_where_they_meet() -> None:
+    """torch takes port 0 of a job of one process, as any that is free."""
+    run_ranks(1, _joined, env={"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})

@@ -48,8 +48,9 @@ class QuantizedInit:
         self._modules: dict[int, nn.Module] = {}
 
     def __enter__(self) -> QuantizedInit:
-        place = rank_place(os.environ)
-        if place is not None and place.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        joined = dist.is_available() and dist.is_initialized()
+        place = None if joined else rank_place(os.environ)  # what a launcher said counts only until the ranks have met
+        if place is not None and place.world_size > 1:
             raise UsageError(
                 f"QuantizedInit: this is one of {place.world_size} processes, but there is no process group; call "
                 "zeroshard.init_distributed() before"

@@ -49,7 +49,7 @@ from zeroshard.planner.show.png import write_png
 from zeroshard.planner.show.tables import as_json, plan_table, scale_table, traffic_text
 from zeroshard.planner.trace.checkpointing import Checkpointing
 from zeroshard.planner.trace.compiled import NOTE as COMPILED_NOTE
-from zeroshard.planner.trace.sources import ModelSource, find_source
+from zeroshard.planner.trace.sources import ModelSource, find_source, with_adapter
 from zeroshard.planner.trace.workload import Workload
 
 DEFAULT_LENGTH = 4096
@@ -156,6 +156,9 @@ def plan(
     params: Annotated[float | None, typer.Option(help="A decoder of so many parameters instead of MODEL.")] = None,
     layers: Annotated[int | None, typer.Option(help="With --params.")] = None,
     hidden: Annotated[int | None, typer.Option(help="With --params.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="peft's adapter_config.json: train that, on a frozen base (in 4 bits too).")
+    ] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence (4096, or what the model takes).")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences per GPU and micro-batch (config's, or 1).")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step (config's, or 1).")] = None,
@@ -196,6 +199,7 @@ def plan(
     document = read_document(explain_, "--explain") if explain_ else read_document(config) if config else None
     with redirect_stdout(sys.stderr):  # for what the model's own code prints
         source = find_source(model, params=params, layers=layers, hidden=hidden)
+        source = source if adapter is None else with_adapter(source, adapter)
         request = _request(source, where, document, seq, micro_batch, accumulation)
         request = replace(request, cores=host_cores, compiling=compiled)
         if explain_ is not None:

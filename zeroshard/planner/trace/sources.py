@@ -13,10 +13,10 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch import nn
 from zeroshard.errors import PlanError
 from zeroshard.planner.files import read_json
 from zeroshard.planner.trace.model_trace import FORWARD_ERRORS
+from zeroshard.planner.trace.packed import adapt, pack, read_adapter, read_four_bits
 from zeroshard.planner.trace.sized import Decoder, solve_sizes
 
 Batch = Mapping[str, Any]
@@ -36,6 +37,10 @@ OTHER_DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
 DEPTHS = ("num_hidden_layers", *OTHER_DEPTHS)
 MAX_DEPTH = 10_000
 """Layers are built one by one, a few milliseconds each."""
+NOT_READ = (
+    "The config's quantization_config is not read: weights are planned as they are without it. (With --adapter a base "
+    "in 4 bits of bitsandbytes is planned in 4 bits.)"
+)
 LABELS = ("labels", "targets", "target", "y")
 
 
@@ -51,6 +56,7 @@ class ModelSource:
         tokens: whether a sample is a sequence of `length` tokens (an image, for example, is not).
         keep_fp32: names of parameters that stay in float32, as in Precision.
         notes: sentences below the table that say what was not read.
+        quantization: the `quantization_config` of the model's config, which counts where an adapter is trained.
     """
 
     name: str
@@ -60,6 +66,7 @@ class ModelSource:
     tokens: bool = True
     keep_fp32: tuple[str, ...] = field(default=())
     notes: tuple[str, ...] = field(default=())
+    quantization: Mapping[str, Any] | None = None
 
     def module(self) -> nn.Module:
         """The module on the meta device, in training mode. Raises PlanError if building it fails."""
@@ -243,14 +250,46 @@ def config_source(name: str, config: Any, architectures: Any = None) -> ModelSou
         tokens=not images,
         keep_fp32=tuple(getattr(cls, "_keep_in_fp32_modules", None) or ()),
         notes=_left_out(config),
+        quantization=_quantization(config),
     )
+
+
+def with_adapter(source: ModelSource, path: Path) -> ModelSource:
+    """The model with the adapter that an `adapter_config.json` of peft describes, on a base that is frozen.
+
+    A base whose config says 4 bits of bitsandbytes is planned in these; any other in its own dtypes.
+
+    Raises:
+        PlanError: there is no such file, or peft is missing, or refuses it for the model (when it is built).
+    """
+    adapter, four_bits = read_adapter(path), read_four_bits(source.quantization)
+
+    def build() -> nn.Module:
+        model = source.build()
+        if four_bits is not None:
+            pack(model, four_bits)
+        return adapt(model, adapter, BUILD_ERRORS)
+
+    def batch(module: nn.Module, samples: int, length: int) -> Batch:
+        return source.batch(cast("Any", module).get_base_model(), samples, length)
+
+    notes = source.notes
+    if four_bits is not None:
+        packed = f"Only the adapter of {path} is trained; the base is in 4 bits: a byte of codes counts as a parameter."
+        notes = (packed, *(note for note in notes if note != NOT_READ))
+    return replace(source, build=build, batch=batch, notes=notes)
+
+
+def _quantization(config: Any) -> Mapping[str, Any] | None:
+    found = getattr(config, "quantization_config", None)
+    return found if found is None or isinstance(found, Mapping) else found.to_dict()
 
 
 def _left_out(config: Any) -> tuple[str, ...]:
     """Sentences about keys of a config that the planner does not read."""
     notes: list[str] = []
     if getattr(config, "quantization_config", None) is not None:
-        notes.append("The config's quantization_config is not read: weights are planned as they are without it.")
+        notes.append(NOT_READ)
     if getattr(config, "auto_map", None) is not None:
         notes.append("The config's auto_map (code beside the weights) is not run: planned as transformers' own class.")
     return tuple(notes)
