@@ -40,9 +40,10 @@ from benchmarks.train import start
 from zeroshard.mesh import Mesh
 from zeroshard.planner.choose.configs import default_document, read_config, with_batch, with_setting
 from zeroshard.planner.machine.hardware import GIB, Cluster, parse_cluster
-from zeroshard.planner.predict.memory import StepMemory, step_memory
+from zeroshard.planner.predict.memory import Moment, step_memory
 from zeroshard.planner.predict.rows import Setting, recipe_at
 from zeroshard.planner.predict.tiers import Offload
+from zeroshard.planner.predict.timeline import step_time
 from zeroshard.planner.trace.checkpointing import Checkpointing
 from zeroshard.planner.trace.sources import find_source, with_adapter
 from zeroshard.planner.trace.workload import Workload
@@ -58,17 +59,25 @@ def document_of(cluster: Cluster, setting: Setting) -> dict[str, Any]:
     return with_setting(with_batch(default_document(cluster.gpu), 1, 1), setting)
 
 
-def predict(width: Width, length: int, cluster: Cluster, folder: Path) -> StepMemory:
-    """The memory of a step by the planner, from the files in `folder`, which this writes."""
+@dataclass(frozen=True)
+class Planned:
+    """A step by the planner: its memory at the peak, and seconds."""
+
+    peak: Moment
+    seconds: float
+
+
+def predict(width: Width, length: int, cluster: Cluster, folder: Path) -> Planned:
+    """A step by the planner, from the files in `folder`, which this writes."""
     source = with_adapter(find_source(str(write(folder, width, length))), folder)
     read = read_config(document_of(cluster, SETTING), cluster, keep_fp32=source.keep_fp32)
     recipe = recipe_at(read.recipe, SETTING, 1)
     plan, traced = Workload(source, 1, length).plan(recipe, Mesh.data_parallel(1), SETTING.checkpointing)
-    return step_memory(plan, traced)
+    return Planned(step_memory(plan, traced).peak, step_time(plan, traced, cluster).seconds)
 
 
-def most_layers(width: Width, length: int, cluster: Cluster, allowed: int, folder: Path) -> tuple[int, StepMemory]:
-    """The most layers whose peak stays below `allowed` bytes, and its memory.
+def most_layers(width: Width, length: int, cluster: Cluster, allowed: int, folder: Path) -> tuple[int, Planned]:
+    """The most layers whose peak stays below `allowed` bytes, and their plan.
 
     Peaks grow by the same amount with each layer, so two small models say nearly what is looked for; the models around
     it are planned whole.
@@ -142,11 +151,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_row(
-    width: Width, args: argparse.Namespace, device: torch.device, found: StepMemory, *, last: bool = False
+    width: Width, args: argparse.Namespace, device: torch.device, found: Planned, *, last: bool = False
 ) -> bool:
     """Measure a model and print it beside its plan; whether they are near."""
     planned = found.peak.total
-    print(f"plan of {width.layers} layers: {planned / GIB:.2f} GiB at {found.peak.label}", flush=True)
+    print(
+        f"plan of {width.layers} layers: {planned / GIB:.2f} GiB at {found.peak.label}, {found.seconds:.2f} s a step",
+        flush=True,
+    )
     got = measure(width, args.length, device, args.machine, last=last)
     off = got.allocated / planned - 1
     cells = (
@@ -260,7 +272,7 @@ def run(args: argparse.Namespace, device: torch.device, folder: Path) -> bool:
         print(
             f"largest by the plan: {layers} layers, {wide.deep(layers).numel / 1e9:.1f}e9 parameters, "
             f"{found.peak.total / GIB:.2f} of {allowed / GIB:.2f} GiB at {found.peak.label}; "
-            f"planned in {time.perf_counter() - began:.0f} s",
+            f"{found.seconds:.2f} s a step; planned in {time.perf_counter() - began:.0f} s",
             flush=True,
         )
         for name, nbytes in sorted(found.peak.nbytes.items(), key=lambda item: -item[1]):

@@ -3,7 +3,8 @@
 Each case lets the ranks train and save after every step, kills one or all of them at a random time, looks at the
 directory, and starts them anew on what is there, until the last step is reached. Losses must be those of a run that
 nobody killed: what was drawn at random, moments and counters included. ZEROSHARD_KILLS=200 runs as many cases,
-ZEROSHARD_KILLS_ENCRYPTED=1 encrypts the checkpoints.
+ZEROSHARD_KILLS_ENCRYPTED=1 encrypts the checkpoints. ZEROSHARD_KILL_PIECES=4 makes four trainings of it, with a quarter
+of the kills each and other moments, which `pytest -n 4` runs beside each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from zeroshard.checkpoint.directory import find, whole
 from zeroshard.checkpoint.keys import ENVIRONMENT, new_key_file
 from zeroshard.checkpoint.reader import CheckpointReader
 
-KILLS = int(os.environ.get("ZEROSHARD_KILLS", "8"))
+PIECES = int(os.environ.get("ZEROSHARD_KILL_PIECES", "1"))
+KILLS = -(-int(os.environ.get("ZEROSHARD_KILLS", "8")) // PIECES)
 STEPS = 4 * KILLS
 ENCRYPTED = os.environ.get("ZEROSHARD_KILLS_ENCRYPTED") == "1"
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -85,10 +87,11 @@ def _kill_case(base: Path, ranks: int, chance: random.Random, log: Path, steps: 
 
 
 @pytest.mark.timeout(max(300, 60 * KILLS))
+@pytest.mark.parametrize("piece", range(PIECES))
 def test_whoever_is_killed_whenever_the_newest_checkpoint_is_whole_and_the_run_goes_on_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks, chance = 2, random.Random(int(os.environ.get("ZEROSHARD_KILL_SEED", "1")))
+    ranks, chance = 2, random.Random(int(os.environ.get("ZEROSHARD_KILL_SEED", "1")) + piece)
     base, calm = tmp_path / "killed", tmp_path / "calm"
     base.mkdir()
     calm.mkdir()
@@ -104,6 +107,7 @@ def test_whoever_is_killed_whenever_the_newest_checkpoint_is_whole_and_the_run_g
         for found in whole(base):
             with CheckpointReader(found.folder) as reader:
                 assert reader.verify() == [], f"case {case}"
+                assert (reader.manifest.encryption is not None) == ENCRYPTED, f"case {case}"
         with CheckpointReader(find(base)) as reader:
             step = int(reader.state["counters"]["global_steps"])
         assert step >= newest, f"case {case}: the newest checkpoint is of step {step}, there was one of {newest}"
