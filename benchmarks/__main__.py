@@ -37,6 +37,10 @@ FOR_GPUS = {
     "fp8_shapes": "twelve shapes of models with products in fp8, beside bf16",
     "packed": "a base in 4 bits with LoRA: losses, memory beside the plan, the largest model of one GPU, what is saved",
     "planner_ranks": "the ranks that planner --measure starts",
+    "moe": "a mixture of experts of Qwen3-30B-A3B's shape: zeroshard, experts divided or not, FSDP2 and the floor",
+    "moe_row": "one row of it: one engine",
+    "long": "one sequence of 131072 tokens or more, in tiles: memory beside the planner's prediction",
+    "long_row": "one row of it",
     "losses": "the loss curves of zeroshard, FSDP2 and DDP on the same tokens",
 }
 

@@ -1,9 +1,11 @@
 """What the planner says of the plan that a measured engine runs: to stand beside what was measured.
 
-    allocated_gib    peak of the device, as torch's allocator counts it
+    allocated_gib    peak of the device, as torch's allocator counts it, and `parts_gib` what it is made of
+    total_gib        what that takes of the card: with the allocator's slack, context and communicators
     host_gib         state in host memory of one rank; a process has its libraries beside
     disk_gib         state on disk of one rank
     step_s           the simulated step
+    floor_s          its kernels of forward and backward alone, one after the other
     bound_s          the busiest of compute, the link to the host, the host's own update and the disk, `bound` says
                      which: what a step can't fall below, however well all of it overlaps
 
@@ -30,10 +32,13 @@ from zeroshard.plan.plan import Plan
 from zeroshard.plan.traffic import disk_traffic
 from zeroshard.planner.machine.calibration import calibrated, load_calibration
 from zeroshard.planner.machine.hardware import GIB, Cluster, find_gpu, parse_cluster
+from zeroshard.planner.predict.cost import kernels_seconds
 from zeroshard.planner.predict.memory import step_memory
+from zeroshard.planner.predict.rows import device_nbytes
 from zeroshard.planner.predict.timeline import step_time
 from zeroshard.planner.trace.checkpointing import Checkpointing
 from zeroshard.planner.trace.compiled import compiled
+from zeroshard.planner.trace.model_trace import Trace, total_kernels
 
 ASSUMED = "H100-80GB"
 
@@ -53,12 +58,22 @@ def planned(
     cluster = machine(world, calibration)
     if disk_rate is not None:
         cluster = replace(cluster, efficiency=replace(cluster.efficiency, disk_rate=disk_rate))
-    memory = step_memory(plan, traced)
-    time = step_time(plan, traced, cluster, micro_batches=setting.accumulation)
-    bounds = {"compute": sum(time.compute.values()), "link": time.busy["copies"], "host": time.busy["cpu"]}
-    bounds["disk"] = disk_traffic(plan, micro_batches=setting.accumulation).total / cluster.efficiency.disk_rate
-    bound = max(bounds, key=lambda name: bounds[name])
     tokens = setting.batch * setting.accumulation * setting.length
+    return figures(plan, traced, cluster, setting.accumulation, tokens)
+
+
+def figures(plan: Plan, traced: Trace, cluster: Cluster, micro_batches: int, tokens: float) -> dict[str, Any]:
+    """The planner's figures of a step of `plan` with a trace of its model.
+
+    Args:
+        micro_batches: of a step.
+        tokens: of a step and rank.
+    """
+    memory = step_memory(plan, traced)
+    time = step_time(plan, traced, cluster, micro_batches=micro_batches)
+    bounds = {"compute": sum(time.compute.values()), "link": time.busy["copies"], "host": time.busy["cpu"]}
+    bounds["disk"] = disk_traffic(plan, micro_batches=micro_batches).total / cluster.efficiency.disk_rate
+    bound = max(bounds, key=lambda name: bounds[name])
     return {
         "stage": _stage(plan),
         "update": "+".join(sorted(update.value for update in plan.updates)) or None,
@@ -67,14 +82,23 @@ def planned(
         "step_s": round(time.seconds, 4),
         "tokens_s": round(tokens / time.seconds),
         "allocated_gib": round(memory.peak.total / GIB, 3),
+        "total_gib": round(device_nbytes(memory) / GIB, 3),
         "host_gib": round(sum(memory.tiers.host.values()) / GIB, 3),
         "disk_gib": round(sum(memory.tiers.nvme.values()) / GIB, 3),
         "moment": memory.peak.label,
+        "parts_gib": {name: round(nbytes / GIB, 3) for name, nbytes in memory.peak.nbytes.items()},
         "bound_s": round(bounds[bound], 4),
         "bound": bound,
         "bounds": {name: round(seconds, 4) for name, seconds in bounds.items()},
+        "floor_s": round(_floor_seconds(traced, cluster) * micro_batches, 4),
         "card": cluster.gpu.name,
     }
+
+
+def _floor_seconds(traced: Trace, cluster: Cluster) -> float:
+    """Forward and backward of a micro-batch alone."""
+    kernels = total_kernels(traced.segments)
+    return max(kernels_seconds(cluster, kernels), kernels.total() * cluster.efficiency.host_launch)
 
 
 def _stage(plan: Plan) -> int:

@@ -93,7 +93,7 @@ def main() -> int:
         exact=args.text,
         rate=TEXT_RATE if args.text else Setting.rate,
     )
-    limit_memory(setting)
+    limit_memory(setting.cap_gib, device)
     try:
         result, failed = measure(setting, args)
     except NotInstalled as error:
@@ -123,11 +123,11 @@ def start() -> torch.device:
     return device
 
 
-def limit_memory(setting: Setting) -> None:
+def limit_memory(cap_gib: float | None, device: torch.device) -> None:
     """Let torch's allocator take no more of the card than `cap_gib`."""
-    if setting.cap_gib is not None and setting.device.type == "cuda":
-        total = torch.cuda.mem_get_info(setting.device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, setting.cap_gib * GIB / total), setting.device)
+    if cap_gib is not None and device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * GIB / total), device)
 
 
 def measure(setting: Setting, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:

@@ -28,6 +28,7 @@ from tests.support.parallel_model import (
     LENGTH,
     State,
     Step,
+    Transformer,
     assert_close,
     assert_same,
     in_one_process,
@@ -267,7 +268,18 @@ def _checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"frozen": _frozen, "checkpointed": _checkpointed}
+def _compiled(model: nn.Module) -> nn.Module:
+    assert isinstance(model, Transformer)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "frozen": _frozen,
+    "checkpointed": _checkpointed,
+    "compiled": _compiled,
+}
 
 
 def _made(way: Callable[[nn.Module], nn.Module] | None) -> nn.Module:
@@ -294,7 +306,7 @@ def _in_other_ways(rank: int, world: int) -> None:
         zeroshard.close(model)
 
 
-def test_experts_are_frozen_checkpointed_or_autocast_as_other_parameters_are() -> None:
+def test_experts_are_frozen_checkpointed_compiled_or_autocast_as_other_parameters_are() -> None:
     run_ranks(2, _in_other_ways)
 
 

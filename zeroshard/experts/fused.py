@@ -32,6 +32,7 @@ _CALLS = (
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),
 )
+_UNTRACED = "tokens are sent to the ranks of their experts outside of compiled code. Compile it without fullgraph=True"
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name)
 
 
@@ -90,7 +91,8 @@ def send_by(module: nn.Module, local: int, dispatch_of: Callable[[torch.Tensor],
             return _summed_by_expert(weighted, chosen, hidden_states.dtype)
         return weighted.sum(dim=0 if one_by_one else 1).to(hidden_states.dtype)
 
-    vars(module)["forward"] = forward
+    # The sizes of what is sent come to the host, and weights rest without storage until their unit is gathered.
+    vars(module)["forward"] = torch.compiler.disable(forward, reason=_UNTRACED)
 
 
 def _goes_one_by_one(module: nn.Module) -> bool:
