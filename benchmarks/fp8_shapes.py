@@ -1,11 +1,12 @@
 """Twelve shapes of models, compiled, at stage 3: a step with products in fp8 beside one in bf16.
 
-    python -m benchmarks fp8-shapes [--windows 4] [--steps 6] [--recipe tensorwise] [--json]
+    python -m benchmarks fp8-shapes [--windows 4] [--steps 6] [--recipe tensorwise] [--graph] [--json]
 
 Layers are chosen as zeroshard chooses them by itself, so a shape that can't gain by fp8 stays in bf16 and its ratio is
 1 but for noise. Both engines of a shape are in memory at once and take turns, so that what slows the card down slows
 both. Models have few blocks and a small vocabulary: embedding and head are not what is compared. With four blocks
-(`--layers 4`) the host's time for the root, the optimizer and the loop, which no layer has a part in, counts much.
+(`--layers 4`) the host's time for the root, the optimizer and the loop, which no layer has a part in, counts much. With
+`--graph` steps are replayed as a CUDA graph and the host has no part in them at all.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12, help="blocks; half as many of the two widest models")
     parser.add_argument("--recipe", choices=[one.value for one in zeroshard.Scaling], default="tensorwise")
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones")
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     device = start()
@@ -88,7 +90,7 @@ def main() -> int:
     if options.json:
         print(json.dumps([vars(row) for row in rows]))
     else:
-        Console(width=120).print(_table(rows))
+        Console(width=120).print(_table(rows, graph=options.graph))
     dist.destroy_process_group()
     return 0
 
@@ -101,7 +103,7 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace) -> Ro
     steps, closes, taken = [], [], 0
     for products in (None, fp8):
         depth = options.layers if case.dim * case.ffn < WIDE else max(1, options.layers // 2)
-        step, close, layers = _engine(case.shape(depth), case, device, products)
+        step, close, layers = _engine(case.shape(depth), case, device, products, graph=options.graph)
         steps.append(step)
         closes.append(close)
         taken = layers
@@ -117,7 +119,7 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace) -> Ro
 
 
 def _engine(
-    shape: Shape, case: Case, device: torch.device, products: zeroshard.Fp8 | None
+    shape: Shape, case: Case, device: torch.device, products: zeroshard.Fp8 | None, *, graph: bool
 ) -> tuple[Callable[[], None], Callable[[], None], int]:
     """A step, what ends the engine, and how many layers multiply in fp8."""
     torch.manual_seed(0)
@@ -138,7 +140,8 @@ def _engine(
         optimizer.zero_grad()
 
     found = zeroshard.plan_of(sharded).policy.products
-    return step, lambda: zeroshard.close(sharded), 0 if found is None else len(found.layers)
+    taken = zeroshard.GraphedStep(sharded, step, required=True) if graph else step
+    return taken, lambda: zeroshard.close(sharded), 0 if found is None else len(found.layers)
 
 
 def _adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -160,8 +163,8 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(title="step in ms, compiled, stage 3")
+def _table(rows: list[Row], *, graph: bool) -> Table:
+    table = Table(title=f"step in ms, compiled, stage 3{', as a CUDA graph' if graph else ''}")
     for name in ("shape", "bf16", "fp8", "speed-up", "layers in fp8"):
         table.add_column(name, justify="left" if name == "shape" else "right")
     for row in rows:

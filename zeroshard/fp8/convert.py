@@ -21,7 +21,7 @@ from torch import nn
 from zeroshard.errors import PlanError
 from zeroshard.fp8.linear import Fp8Linear, LastInput
 from zeroshard.fp8.recipe import AUTO, Fp8, Products, Scaling
-from zeroshard.fp8.speedup import HOST_SECONDS, STEP_SECONDS, seconds_in_bf16, speedup
+from zeroshard.fp8.speedup import AROUND_SECONDS, HOST_SECONDS, STEP_SECONDS, seconds_in_bf16, speedup
 from zeroshard.sharding.dtensors import as_dtensor
 from zeroshard.sharding.opaque import is_opaque
 
@@ -79,9 +79,10 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
             found.append(Choice(path, sizes, named, why))
         else:
             found.append(_by_speedup(path, sizes, wanted, inside=not repeated or path in repeated))
-    if sum(seconds_in_bf16(*choice.sizes, wanted.tokens) for choice in found if choice.taken) < STEP_SECONDS:
+    if why := _bound_by_host(found, sum(not repeated or path in repeated for path in linears), wanted.tokens):
         found = [
-            choice if any(_part(choice.name, name) for name in names) else _of_small_model(choice) for choice in found
+            choice if any(_part(choice.name, name) for name in names) else _without_gain(choice, why)
+            for choice in found
         ]
     for name in names:
         _check_name(name, [choice for choice in found if _part(choice.name, name)])
@@ -168,12 +169,27 @@ def _by_speedup(path: str, sizes: tuple[int, int], wanted: Fp8, *, inside: bool)
     return Choice(path, sizes, times >= LEAST_SPEEDUP, why)
 
 
-def _of_small_model(choice: Choice) -> Choice:
-    """The choice for a layer that was not named, where all that were chosen are too small together."""
-    least = (
-        f"all such layers together take less than {STEP_SECONDS * 1e3:.0f} ms of a step, which the host takes anyway"
-    )
-    return replace(choice, taken=False, why=f"{choice.why}, but {least}") if choice.taken else choice
+def _bound_by_host(choices: Sequence[Choice], layers: int, tokens: int) -> str | None:
+    """Why a model waits for its host, and not for the layers that were chosen; None if it waits for these.
+
+    Args:
+        layers: linear layers of all blocks, chosen or not: each of them takes host time.
+    """
+    seconds = sum(seconds_in_bf16(*choice.sizes, tokens) for choice in choices if choice.taken)
+    if seconds < STEP_SECONDS:
+        least = f"{STEP_SECONDS * 1e3:.0f} ms of a step"
+        return f"all such layers together take less than {least}, which the host takes anyway"
+    if seconds < layers * AROUND_SECONDS:
+        return (
+            f"all such layers together take {seconds * 1e3:.1f} ms of a step, and the host takes about "
+            f"{layers * AROUND_SECONDS * 1e3:.1f} ms for the {layers} layers of the blocks and what lies around them"
+        )
+    return None
+
+
+def _without_gain(choice: Choice, why: str) -> Choice:
+    """The choice for a layer that was not named, where the model waits for its host."""
+    return replace(choice, taken=False, why=f"{choice.why}, but {why}") if choice.taken else choice
 
 
 def _part(path: str, name: str) -> bool:
