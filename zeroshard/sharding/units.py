@@ -110,9 +110,9 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     """
     refuse_uninitialized(model)
     names = _check_selected(model, selected) if selected is not None else _find_names(model)
-    owner: dict[int, set[str]] = {}
+    known, owner = frozenset(names), dict[int, set[str]]()
     for path, module in model.named_modules(remove_duplicate=False):
-        unit = _unit_of(path, names)
+        unit = unit_of(path, known)
         for parameter in (*module.parameters(recurse=False), *external_parameters(module)):
             owner.setdefault(id(parameter), set()).add(unit)
     _check_externals(model, owner)
@@ -133,7 +133,7 @@ def find_units(model: nn.Module, selected: Sequence[str] | None = None) -> list[
     for path, module in model.named_modules():
         for name, tensor in _no_parameters_yet(module):
             spec = ParameterSpec(f"{path}.{name}".lstrip("."), tuple(tensor.shape), tensor.dtype, False, packed=True)
-            members[_unit_of(path, names)].append(spec)
+            members[unit_of(path, known)].append(spec)
     return [
         UnitSpec(name, tuple(members[name]), tuple(aliases[name])) for name in members if name == "" or members[name]
     ]
@@ -178,8 +178,10 @@ def _converts_itself(kind: type[torch.Tensor]) -> bool:
 
 def _check_externals(model: nn.Module, owner: dict[int, set[str]]) -> None:
     own = {id(parameter) for parameter in model.parameters()}
+    if owner.keys() <= own:
+        return
     for path, module in model.named_modules():
-        if owner.keys() - own and any(id(parameter) not in own for parameter in external_parameters(module)):
+        if any(id(parameter) not in own for parameter in external_parameters(module)):
             raise PlanError(
                 f"module {path or type(module).__name__!r} registered an external parameter that the model does not "
                 "have; shard the model that holds both, or unregister it"
@@ -228,11 +230,11 @@ def _is_large(module: nn.Module) -> bool:
     return numel >= OWN_UNIT_NUMEL or bool(buffers_of_codes(module))
 
 
-def _unit_of(path: str, names: Sequence[str]) -> str:
-    for name in names:
-        if path == name or path.startswith(name + "."):
-            return name
-    return ""
+def unit_of(path: str, names: Set[str]) -> str:
+    """The unit, of those with these names, that a module lies in or is; "" for the root."""
+    while path and path not in names:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _check_selected(model: nn.Module, selected: Sequence[str]) -> tuple[str, ...]:

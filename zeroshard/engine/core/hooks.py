@@ -20,6 +20,7 @@ from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.plan.dtypes import is_packed, torch_dtype
 from zeroshard.sharding.marks import external_parameters
 from zeroshard.sharding.opaque import reachable_parameters, takes_hooks
+from zeroshard.sharding.units import unit_of
 
 _UNTRACED = (
     "zeroshard gathers and releases the parameters of a sharded model between its units, outside of compiled code. "
@@ -180,10 +181,10 @@ def _parts(model: nn.Module, runtime: Runtime) -> list[nn.Module]:
     For example, `generate` calls an encoder, and a custom loss calls the backbone, the head or the embedding.
     """
     needed, faces = _root_members(runtime), {id(entry) for entry in _entries(model, runtime)}
-    names = [unit.plan.name for unit in runtime.units if unit.plan.name]
+    names = {unit.plan.name for unit in runtime.units if unit.plan.name}
     found: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if any(path.startswith(f"{name}.") for name in names):
+        if unit_of(path, names) not in ("", path):
             faces.add(id(module))
         elif any(id(parameter) in needed for parameter in (*module.parameters(), *external_parameters(module))):
             found[id(module)] = module
