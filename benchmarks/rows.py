@@ -7,9 +7,11 @@ ran; with `--predict CARD` nothing runs, and it is that of the plan that would. 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,14 +73,20 @@ def measure(name: str, requests: Sequence[str], args: argparse.Namespace, descri
 def measured(
     requests: Sequence[str], args: argparse.Namespace, module: str, say: Console | None = None
 ) -> list[Outcome]:
-    """Measure each row in processes of its own, with its ratio; `say` is told as they come."""
-    say = Console(quiet=True) if say is None else say
+    """Measure each row in processes of its own, with its ratio to the floor before it.
+
+    `say` is told all of a row when it comes, so that a run that is broken off leaves what it has found.
+    """
     more = {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
-    outcomes = run(requests, args, say, module=module, environment=lambda _: more)
-    add_ratios(outcomes)
-    for outcome in outcomes:
-        if outcome.row is not None:
-            say.print(f"{outcome.request}: {laps(outcome.row)}", highlight=False, markup=False)
+    quiet, deadline = Console(quiet=True), time.monotonic() + args.budget
+    outcomes: list[Outcome] = []
+    for request in requests:
+        left = argparse.Namespace(**{**vars(args), "budget": deadline - time.monotonic()})
+        outcomes += run([request], left, say or quiet, module=module, environment=lambda _: more)
+        add_ratios(outcomes)
+        row = outcomes[-1].row
+        if row is not None and say is not None:
+            print(f"{json.dumps(row)}\n{laps(row)}", flush=True)
     return outcomes
 
 
