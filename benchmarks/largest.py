@@ -2,12 +2,13 @@
 
     python -m benchmarks largest [--cluster 1xH100-80GB] [--host-gib 128] [--width 13b] [--batch 4] [--json FILE]
     python -m benchmarks largest --cluster 1xH200 --disk-gib 60 --disk-gbps 2          with a disk, the way `nvme`
+    python -m benchmarks largest --cluster 1xH200 --disk-gib 60 --bits 8               and Adam's moments in 8 bits
 
 For each way of updating offloaded state: the most layers of `--width` for which some share of the optimizer's state off
 the device lets all memories suffice, activations checkpointed, and the least such share; with `nvme` host memory takes
 of it what fits there, and the disk the rest. `--keep-host` GiB are left to the process, its libraries and the system,
-and `--keep-device` of the card to fragmentation. The sizes `14b` and `20b` of the other benchmarks come from this, for
-one H100 and for one H200 with a disk of 60 GiB.
+and `--keep-device` of the card to fragmentation. The sizes `14b`, `20b` and `30b` of the other benchmarks come from
+this, for one H100 and for one H200 with a disk of 60 GiB, the last with moments in 8 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch import nn
 from benchmarks.llama import SIZES, Llama, Shape
 from benchmarks.planner_cases import RECIPE
 from zeroshard.nvme.places import Spill
+from zeroshard.optim.adam.low_bit import BLOCK_SIZES
 from zeroshard.plan.offload import Offload as HostState
+from zeroshard.plan.placement import Blocks
 from zeroshard.plan.policy import HostUpdate
 from zeroshard.planner.machine.hardware import GIB, Cluster, parse_cluster
 from zeroshard.planner.predict.rows import Row, Setting, make_row
@@ -39,7 +42,7 @@ DISK_SHARES = 200
 """The same with a disk, on which each percent of the state costs seconds of a step."""
 FOLDER = Spill((".",))
 """Plans with a disk name a folder; nothing is opened there."""
-LEAST_NBYTES = 8
+LEAST_NBYTES = 6
 """Bytes a parameter that no way of training stays below: where the search begins."""
 WAYS = {
     "streamed": (Offload.CPU, HostUpdate.STREAMED),
@@ -58,6 +61,15 @@ class Limits:
     device: int
     host: int
     disk: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sequences and tokens of each in a step, and the bits of Adam's moments."""
+
+    samples: int
+    length: int
+    bits: int = 32
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ def row(
     way: str,
     share: float,
     cluster: Cluster,
-    batch: tuple[int, int],
+    step: Step,
     works: dict[int, Workload],
     on_host: float = 0.0,
 ) -> Row:
@@ -108,24 +120,22 @@ def row(
 
     if shape.layers not in works:
         source = ModelSource(f"{shape.layers} layers", lambda: Llama(shape, checkpointing=True), inputs)
-        works[shape.layers] = Workload(source, *batch)
-    state = HostState(update=update)
+        works[shape.layers] = Workload(source, step.samples, step.length)
+    state = HostState(update=update if step.bits == 32 else HostUpdate.STREAMED)
     if offload is Offload.NVME:
         state = replace(state, tier=offload.states, spill=FOLDER, host_ratio=on_host)
-    recipe = replace(RECIPE, offload=state)
+    recipe = replace(RECIPE, offload=state, blocks=None if step.bits == 32 else Blocks(8, BLOCK_SIZES[8]))
     return make_row(works[shape.layers], recipe, Setting(3, offload, Checkpointing.OFF, share), cluster)
 
 
-def fit(
-    shape: Shape, way: str, cluster: Cluster, batch: tuple[int, int], limits: Limits, works: dict[int, Workload]
-) -> Fit | None:
+def fit(shape: Shape, way: str, cluster: Cluster, step: Step, limits: Limits, works: dict[int, Workload]) -> Fit | None:
     """The least share off the device for which a model fits, and of a disk as little as possible; None if none does."""
     on_disk, only = WAYS[way][0] is Offload.NVME, WAYS[way][0] is Offload.CPU_PARAM
     steps = DISK_SHARES if on_disk else SHARES
     shares = [1.0] if only else [step / steps for step in range(1, steps + 1)]
 
     def made(share: float, on_host: float = 0.0) -> Row:
-        return row(shape, way, share, cluster, batch, works, on_host)
+        return row(shape, way, share, cluster, step, works, on_host)
 
     low, high = 0, len(shares) - 1  # the device needs less and the host more with a growing share
     while low < high:
@@ -149,12 +159,12 @@ def fit(
     return Fit(share, on_host, found) if fits else None
 
 
-def largest(width: Shape, way: str, cluster: Cluster, batch: tuple[int, int], limits: Limits) -> Found | None:
+def largest(width: Shape, way: str, cluster: Cluster, step: Step, limits: Limits) -> Found | None:
     """The most layers, and the least share of the state on the host for which they fit; None where not one does."""
     works: dict[int, Workload] = {}
 
     def fitting(layers: int) -> Fit | None:
-        return fit(replace(width, layers=layers), way, cluster, batch, limits, works)
+        return fit(replace(width, layers=layers), way, cluster, step, limits, works)
 
     a_layer = replace(width, layers=1).numel - replace(width, layers=0).numel
     most, too_many = 0, (limits.device + limits.host + limits.disk) // (LEAST_NBYTES * a_layer) + 1
@@ -187,6 +197,12 @@ def largest(width: Shape, way: str, cluster: Cluster, batch: tuple[int, int], li
 HEAD = "| offload | layers | parameters | on host, disk | card GiB | allocated | host GiB | disk | s/step | tokens/s |"
 
 
+def _ways(args: argparse.Namespace) -> list[str]:
+    """Those that there can be: with a disk, or without; moments in 8 bits pass the device."""
+    ways = [way for way in WAYS if args.disk_gib or WAYS[way][0] is not Offload.NVME]
+    return ways if args.bits == 32 else [way for way in ways if "processor" not in way]
+
+
 def _places(found: Found) -> str:
     """Shares of the state in host memory and on disk."""
     on_disk = WAYS[found.offload][0] is Offload.NVME
@@ -200,6 +216,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-gib", type=float, default=128.0, help="memory of the host")
     parser.add_argument("--disk-gib", type=float, default=0.0, help="room on its disk; 0 is none")
     parser.add_argument("--disk-gbps", type=float, default=2.0, help="GB/s that this reads and writes")
+    parser.add_argument("--bits", type=int, choices=(32, 8), default=32, help="of Adam's moments")
     parser.add_argument("--keep-host", type=float, default=8.0, help="GiB of it that are left alone")
     parser.add_argument("--keep-device", type=float, default=4.0, help="GiB of the card that are left alone")
     parser.add_argument("--width", choices=SIZES, default="13b", help="whose shape, in all but the layers")
@@ -225,8 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEAD)
     print("| --- |" + " ---: |" * (HEAD.count("|") - 2))
     rows: list[Found] = []
-    for way in args.offload or [way for way in WAYS if args.disk_gib or WAYS[way][0] is not Offload.NVME]:
-        found = largest(SIZES[args.width], way, cluster, (args.batch, args.length), allowed)
+    for way in args.offload or _ways(args):
+        step = Step(args.batch, args.length, args.bits)
+        found = largest(SIZES[args.width], way, cluster, step, allowed)
         if found is None:
             print(f"| {way} | not one layer fits |" + " |" * (HEAD.count("|") - 3))
             continue

@@ -63,9 +63,10 @@ SIZES = {
     "13b": Shape(5120, 40, 40, 40, 13824, 32000),
     "14b": Shape(5120, 43, 40, 40, 13824, 32000),
     "20b": Shape(5120, 63, 40, 40, 13824, 32000),
+    "30b": Shape(5120, 94, 40, 40, 13824, 32000),
 }
-"""The largest of their width by benchmarks.largest: `14b` on one GPU of 80 GB with 128 GiB of host memory, `20b` on one
-of 141 GB with as much host memory and 60 GiB of disk."""
+"""Of their width the largest by benchmarks.largest: `14b` on one GPU of 80 GB with 128 GiB of host memory, `20b` on one
+of 141 GB with as much host memory and 60 GiB of disk. `30b` fits there with moments in 8 bits."""
 
 
 class Linear(nn.Linear):

@@ -44,6 +44,7 @@ class Setting:
         host_share: the share of the state off the device, for zeroshard.
         folders: with offload "nvme", on disks; what is off the device rests there, but for `kept_share` of all state.
         kept_share: the share of the state in host memory beside the disk.
+        bits: of Adam's moments, 32 or 8 (zeroshard.AdamW8bit, which takes codes from torchao).
         clip: largest global norm; 0 is no clipping.
         graph: replay steps as a CUDA graph (zeroshard, and the floor).
         spare: GiB in which units may stay gathered, for zeroshard.
@@ -67,6 +68,7 @@ class Setting:
     host_share: float = 1.0
     folders: tuple[str, ...] = ()
     kept_share: float = 0.0
+    bits: int = 32
     clip: float = CLIP
     graph: bool = False
     spare: float = 0.0
@@ -111,6 +113,10 @@ def model_of(setting: Setting) -> Llama:
 
 
 def adamw(parameters: Iterable[nn.Parameter], setting: Setting, *, fused: bool) -> torch.optim.Optimizer:
+    if setting.bits == 8:
+        import zeroshard
+
+        return zeroshard.AdamW8bit(parameters, lr=setting.rate, betas=BETAS, weight_decay=DECAY)
     return torch.optim.AdamW(parameters, lr=setting.rate, betas=BETAS, weight_decay=DECAY, fused=fused)
 
 

@@ -1,6 +1,7 @@
 """The largest models on one GPU: AdamW's state on the GPU, in host memory and on disk, in one step, beside its floors.
 
     python -m benchmarks tiers --path FOLDER [--size 20b] [--host-gib 128] [--disk-gib 60] [--budget 360] [--json FILE]
+    python -m benchmarks tiers --path FOLDER --size 30b --bits 8                    moments in 8 bits, by torchao
     python -m benchmarks tiers --size tiny --length 64 --batch 1 --share 0.75 --kept-share 0.25     to try it on a CPU
 
 In one run, on one machine, with a line for each phase and the seconds since the start:
@@ -112,6 +113,7 @@ def split(args: argparse.Namespace, device: torch.device, clock: Clock) -> Setti
         checkpointing=True,
         offload="nvme",
         folders=tuple(args.path),
+        bits=args.bits,
     )
     if args.share is not None:
         return replace(setting, host_share=args.share, kept_share=args.kept_share)
@@ -121,7 +123,8 @@ def split(args: argparse.Namespace, device: torch.device, clock: Clock) -> Setti
         int((args.host_gib - args.keep_host) * GIB),
         int(args.disk_gib * GIB),
     )
-    found = largest.fit(SIZES[args.size], "nvme", cluster, (args.batch, args.length), limits, {})
+    step = largest.Step(args.batch, args.length, args.bits)
+    found = largest.fit(SIZES[args.size], "nvme", cluster, step, limits, {})
     if found is None:
         raise PlanError(
             f"{args.size}, {args.batch} x {args.length} tokens: not in {limits.device / GIB:.1f} GiB of the GPU, "
@@ -215,7 +218,8 @@ def train(
     floor = max(compute, disk := disk_traffic(plan).total / rate)
     step = statistics.median(steps.timed)
     return {
-        "setting": f"{args.size}, {args.batch} x {args.length} tokens, clipped, {_card(setting.device)}",
+        "setting": f"{args.size}, {args.batch} x {args.length} tokens, clipped, moments in {args.bits} bits, "
+        f"{_card(setting.device)}",
         "parameters": trainer.numel,
         "shares": {"off_device": setting.host_share, "in_host_memory": setting.kept_share},
         "step_s": step,
@@ -309,10 +313,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="20b")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--bits", type=int, choices=(32, 8), default=32, help="of Adam's moments; 8 needs torchao")
     parser.add_argument("--host-gib", type=float, default=128.0, help="host memory that may be used in all")
     parser.add_argument("--disk-gib", type=float, default=60.0, help="disk that may be used for state")
     parser.add_argument("--keep-host", type=float, default=6.0, help="GiB of host memory for the process itself")
-    parser.add_argument("--keep-device", type=float, default=2.0, help="GiB of the GPU that are left alone")
+    parser.add_argument("--keep-device", type=float, help="GiB of the GPU that are left alone: 2, with --bits 8 4")
     parser.add_argument("--share", type=float, help="of the state, off the GPU; chosen by the plan if not given")
     parser.add_argument("--kept-share", type=float, default=0.0, help="of the state, in host memory, beside --share")
     parser.add_argument("--probe-gib", type=float, default=6.0, help="size of the files by which the disk is measured")
@@ -322,6 +327,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     args.path = args.path or ["."]
+    if args.keep_device is None:
+        args.keep_device = 2.0 if args.bits == 32 else 4.0  # codes are made in temporaries that the plan does not count
     return args
 
 

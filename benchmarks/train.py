@@ -83,6 +83,7 @@ def main() -> int:
         host_share=args.host_share,
         folders=tuple(args.folder or (".",)),
         kept_share=args.kept_share,
+        bits=args.bits,
         clip=args.clip,
         graph=args.graph,
         spare=args.spare,
@@ -374,6 +375,7 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-share", type=float, default=1.0, help="the share of it, for zeroshard")
     parser.add_argument("--folder", action="append", help="of --offload nvme, on a disk; several are striped over")
     parser.add_argument("--kept-share", type=float, default=0.0, help="of it, in host memory beside the disk")
+    parser.add_argument("--bits", type=int, choices=(32, 8), default=32, help="of Adam's moments, for zeroshard")
     parser.add_argument("--clip", type=float, default=CLIP, help="largest global norm; 0 is no clipping")
     parser.add_argument("--graph", action="store_true", help="replay steps as a CUDA graph: zeroshard and the floor")
     parser.add_argument("--spare", type=float, default=0.0, help="GiB for units that stay gathered, for zeroshard")

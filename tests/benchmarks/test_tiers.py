@@ -17,11 +17,17 @@ from benchmarks.grow import grow
 from benchmarks.llama import SIZES
 from benchmarks.ranks import ROOT
 from benchmarks.setting import Setting, Trainer
+from tests.support.beside import needs_torchao
 from tests.support.cases import only_with_all_cases
 from tests.support.disk import disk_folder
 from tests.support.distributed import run_ranks
 from zeroshard.planner.machine.hardware import GIB, parse_cluster
 
+WITH_TORCHAO = (
+    "import sys; from tests.support.beside import use_beside; use_beside(); "
+    "from benchmarks.tiers import main; raise SystemExit(main())"
+)
+STEP = largest.Step(1, 128)
 SMALL = ["--size", "tiny", "--length", "16", "--batch", "1", "--share", "0.75", "--kept-share", "0.25"]
 
 
@@ -48,6 +54,31 @@ def test_state_in_three_places_is_measured_beside_the_plan(tmp_path: Path) -> No
     assert f"| s/step | {plan['step_s']:.2f} | {row['step_s']:.2f} |" in done.stdout
 
 
+@needs_torchao
+def test_moments_in_8_bits_are_measured_too(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        out = tmp_path / "row.json"
+        command = [
+            "--path",
+            str(folder),
+            *SMALL,
+            "--probe-gib",
+            "0.15",
+            "--steps",
+            "1",
+            "--bits",
+            "8",
+            "--json",
+            str(out),
+        ]
+        done = subprocess.run([sys.executable, "-c", WITH_TORCHAO, *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    row = json.loads(out.read_text())
+    assert row["planned"]["update"] == "streamed"
+    assert row["planned"]["disk_gib"] == pytest.approx(row["state_disk_gib"], abs=2e-3)
+    assert 0.5 <= row["planned"]["share_on_disk"] < 1
+
+
 def _budgets(rank: int, world: int) -> None:
     args = tiers.parse(SMALL)
     setting = Setting("zeroshard3", torch.device("cpu"), size="tiny", batch=1, length=8)
@@ -70,9 +101,9 @@ def test_a_disk_takes_what_the_device_and_the_host_have_no_room_for() -> None:
     cluster, works, shape = parse_cluster("1xH200"), {}, replace(SIZES["1b"], layers=8)
 
     def fit(device: int, host: int, disk: int) -> largest.Fit | None:
-        return largest.fit(shape, "nvme", cluster, (1, 128), largest.Limits(device, host, disk), works)
+        return largest.fit(shape, "nvme", cluster, STEP, largest.Limits(device, host, disk), works)
 
-    device = largest.row(shape, "nvme", 0.6, cluster, (1, 128), works).total
+    device = largest.row(shape, "nvme", 0.6, cluster, STEP, works).total
     less, more = fit(device, GIB, 100 * GIB), fit(device, 3 * GIB, 100 * GIB)
     assert less is not None
     assert more is not None
@@ -90,14 +121,25 @@ def test_the_size_for_a_gpu_with_a_disk_is_what_the_plan_says_and_one_layer_more
     keep = ["--keep-host", "6", "--keep-device", "2"]
     args = largest.parse(["--cluster", "1xH200", "--disk-gib", "60", *keep])
     cluster = parse_cluster(args.cluster)
-    found = largest.largest(SIZES["13b"], "nvme", cluster, (args.batch, args.length), largest.limits(args, cluster))
+    found = largest.largest(
+        SIZES["13b"], "nvme", cluster, largest.Step(args.batch, args.length), largest.limits(args, cluster)
+    )
     assert found is not None
     assert found.layers == SIZES["20b"].layers
+    found = largest.fit(
+        SIZES["30b"],
+        "nvme",
+        cluster,
+        largest.Step(args.batch, args.length, 8),
+        largest.limits(args, cluster),
+        {},
+    )
+    assert found is not None
 
 
 def test_the_disk_works_beside_the_processor_in_a_predicted_step() -> None:
     cluster, works = parse_cluster("1xH200", disk_gbs=4.0), {}
-    time = largest.row(SIZES["1b"], "nvme", 0.9, cluster, (1, 128), works, on_host=0.5).time
+    time = largest.row(SIZES["1b"], "nvme", 0.9, cluster, STEP, works, on_host=0.5).time
     by_processor, on_disk = (
         [span for span in time.spans if span.stream == stream and span.label.startswith("update")]
         for stream in ("cpu", "windows")
@@ -105,5 +147,5 @@ def test_the_disk_works_beside_the_processor_in_a_predicted_step() -> None:
     assert by_processor
     assert on_disk
     assert min(span.start for span in on_disk) == min(span.start for span in by_processor)
-    alone = largest.row(SIZES["1b"], "nvme", 0.4, cluster, (1, 128), works).time
+    alone = largest.row(SIZES["1b"], "nvme", 0.4, cluster, STEP, works).time
     assert time.seconds < alone.seconds + time.busy["cpu"] / 2

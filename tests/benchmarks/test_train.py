@@ -89,7 +89,9 @@ def test_every_row_of_every_preset_is_a_measurement() -> None:
 def test_the_largest_size_is_what_the_plan_says_and_one_layer_more_does_not_fit() -> None:
     args = largest.parse(["--offload", "streamed"])
     cluster = parse_cluster(args.cluster)
-    found = largest.largest(SIZES["13b"], "streamed", cluster, (args.batch, args.length), largest.limits(args, cluster))
+    found = largest.largest(
+        SIZES["13b"], "streamed", cluster, largest.Step(args.batch, args.length), largest.limits(args, cluster)
+    )
     assert found is not None
     assert (found.layers, found.share) == (SIZES["14b"].layers, compare.LARGEST_SHARE)
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import zeroshard
 from benchmarks.llama import Llama, Shape
+from tests.support.beside import needs_torchao, use_beside
+from tests.support.disk import disk_folder
 from tests.support.distributed import run_ranks
+from zeroshard.nvme.places import Spill
 from zeroshard.plan.builder import Precision, Recipe
 from zeroshard.plan.offload import Offload
-from zeroshard.plan.placement import STAGES
+from zeroshard.plan.placement import STAGES, Tier
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -42,6 +46,8 @@ class Case:
     """Finish each step before the next forward."""
     watched: bool = True
     """Steps in which the host waits for the device are errors."""
+    bits: int = 32
+    """Of the moments."""
 
     def recipe(self) -> Recipe:
         policy = ExecutionPolicy(clip_norm=self.clip, accumulate=self.micro > 1, overlap_step=self.overlap)
@@ -69,7 +75,8 @@ def train(case: Case, rank: int, steps: int = STEPS) -> Result:
     torch.manual_seed(0)
     with zeroshard.Init(device=device):
         model = Llama(SHAPE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    adamw = torch.optim.AdamW if case.bits == 32 else zeroshard.AdamW8bit
+    optimizer = adamw(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     model, optimizer = zeroshard.shard(model, optimizer, plan=case.recipe(), device=device)
     generator = torch.Generator().manual_seed(rank)
     # The processor can only begin when it knows the norm; all else must never wait for the device.
@@ -138,6 +145,28 @@ def _streamed(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", sorted({1, GPUS}))
 def test_state_that_passes_through_the_gpu_gives_the_bits_of_state_that_stays(world: int) -> None:
     run_ranks(world, _streamed, backend=BACKEND, timeout=240)
+
+
+def _in_codes(rank: int, world: int, folder: Path) -> None:
+    use_beside()
+    on_gpu(rank)
+    away = Offload(1.0, stream_numel=1 << 18)
+    disk = replace(away, tier=Tier.NVME, spill=Spill((str(folder),)), window_numel=1 << 17)
+    places = (away, replace(away, ratio=0.5), replace(away, pin_memory=False), disk)
+    for stage, micro in ((3, 1), (1, 2)):
+        case = Case(stage, micro, watched=False, bits=8)
+        expected = train(case, rank)
+        for offload in (*places, replace(disk, ratio=0.8, host_ratio=0.4)):
+            same(train(replace(case, offload=offload), rank), expected, f"{case}, {offload}")
+    case = Case(3, watched=False, bits=8, peer_copies=False)
+    same(train(replace(case, offload=replace(away, param=True)), rank), train(case, rank), "parameters too")
+
+
+@needs_torchao
+@pytest.mark.parametrize("world", sorted({1, GPUS}))
+def test_moments_in_8_bits_give_the_same_bits_wherever_they_rest(world: int, tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        run_ranks(world, _in_codes, folder, backend=BACKEND, timeout=240)
 
 
 def _by_processor(rank: int, world: int) -> None:

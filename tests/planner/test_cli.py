@@ -118,13 +118,14 @@ def test_a_config_of_autos_is_planned_and_written_with_them(tmp_path: Path) -> N
     assert kept["zero_optimization"]["stage"] == found["choice"]["stage"]
 
 
-def test_moments_in_few_bits_are_planned_without_offload_and_said_so(tmp_path: Path) -> None:
+def test_moments_in_few_bits_are_planned_wherever_they_can_rest_and_what_can_not_be_is_said(tmp_path: Path) -> None:
     path = tmp_path / "bits.json"
     optimizer = {"type": "AdamW8bit", "params": {"lr": 1e-4}}
     path.write_text(json.dumps({"bf16": {"enabled": True}, "train_batch_size": 2, "optimizer": optimizer}))
     found = _json("--cluster", "2xH100", "--config", str(path), "--checkpointing", "off")
-    assert {row["offload"] for row in found["rows"]} == {"none"}
-    assert any("No rows with offload: moments in 8 or 4 bits" in note for note in found["notes"])
+    assert {row["offload"] for row in found["rows"]} == {"none", "cpu", "cpu+param", "nvme"}
+    assert {row["updated_by"] for row in found["rows"] if row["offload"] != "none"} == {"streamed"}
+    assert any("No rows with offload nvme+param: parameters on disk are updated by" in note for note in found["notes"])
 
 
 def test_who_updates_offloaded_state_follows_from_the_cores_of_a_gpu() -> None:

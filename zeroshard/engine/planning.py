@@ -190,17 +190,21 @@ def check_update(plan: Plan, source: Source | None) -> None:
     """Raises PlanError where the optimizer can't update state that the plan keeps in host memory."""
     if HostUpdate.PROCESSOR in plan.updates and (source is None or source.on_host is None):
         raise PlanError("offload: this optimizer can't update state in host memory")
-    if HostUpdate.STREAMED in plan.updates and (source is None or source.streamed is None):
+    streams = source is not None and (source.streamed is not None or source.passing is not None)
+    if HostUpdate.STREAMED in plan.updates and not streams:
         raise PlanError("offload: this optimizer has no kernel that streamed state could pass through")
 
 
 def _with_update(recipe: Recipe, source: Source | None, device: torch.device) -> Recipe:
     """The recipe with the choice of what updates state in host memory, if it is open.
 
-    The GPU does if it has a kernel for this optimizer and the processor is too slow; see `processor_keeps_up`.
+    The GPU does if it has a kernel for this optimizer and the processor is too slow; see `processor_keeps_up`. Moments
+    in few bits always pass the device: the processor has no kernel for them.
     """
     if recipe.offload is None or recipe.offload.update is not None:
         return recipe
+    if source is not None and source.passing is not None:
+        return replace(recipe, offload=replace(recipe.offload, update=HostUpdate.STREAMED))
     on_disk = recipe.offload.on_disk  # state on disk passes through host memory anyway
     streamed = not on_disk and device.type == "cuda" and source is not None and source.on_device is not None
     streamed = streamed and not (source is not None and source.on_host is not None and processor_keeps_up())

@@ -11,7 +11,7 @@ import torch
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import SavedState, Scalar, StatePart
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.optim.updates import DeviceUpdate, StatefulUpdate, UpdateMethod
+from zeroshard.optim.updates import DeviceUpdate, PiecewiseUpdate, StatefulUpdate, UpdateMethod
 from zeroshard.tiers import RowPart
 
 Update = TypeVar("Update", bound=StatefulUpdate)
@@ -97,6 +97,37 @@ class HostParts(_Parts[UpdateMethod]):
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         for part in self._parts:
             part.update.apply(coefficient, [active[flag] for flag in part.flags], hyper)
+
+
+class PiecewiseParts(_Parts[PiecewiseUpdate]):
+    """A combination of updates that update each region by itself."""
+
+    def __init__(self, parts: Sequence[Part[PiecewiseUpdate]], regions: Sequence[Region]) -> None:
+        super().__init__(parts)
+        self.regions = regions
+        self._where = {number: (part, place) for part in parts for place, number in enumerate(part.members)}
+
+    def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
+        """See PiecewiseUpdate."""
+        for part in self._parts:
+            part.update.check(hyper)
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """See PiecewiseUpdate."""
+        for part in self._parts:
+            part.update.begin([place for number in numbers for one, place in [self._where[number]] if one is part])
+
+    def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
+        """See UpdateMethod."""
+        for part in self._parts:
+            part.update.apply(coefficient, [active[flag] for flag in part.flags], hyper)
+
+    def apply_region(
+        self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See PiecewiseUpdate."""
+        part, place = self._where[number]
+        part.update.apply_region(place, coefficient, [active[flag] for flag in part.flags], hyper)
 
 
 class DeviceParts(_Parts[DeviceUpdate]):

@@ -24,9 +24,9 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class StoredValues:
-    """A saved flat tensor with one value for each `per` elements of the parameter."""
+    """The values of a saved flat tensor with one value for each `per` elements of the parameter."""
 
-    values: torch.Tensor
+    values: RowPart
     per: int
 
 

@@ -39,6 +39,8 @@ class Source:
         on_host: makes an update of state in host memory by the processor; None if there is none.
         streamed: makes an update as `on_device` for state that is copied through device buffers; its arguments are
             (context, buffers, elements per piece).
+        passing: makes an update that the host controls of state that is copied through device buffers; its arguments
+            are those of `streamed`.
         split_master: whether `on_device` supports master weights as the remainder beside bfloat16 parameters.
         blocks: the blocks in which it keeps moments in few bits, for suitable parameters; None if it does not.
         matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
@@ -57,6 +59,7 @@ class Source:
     on_device: Callable[[UpdateContext], DeviceUpdate] | None = None
     on_host: Callable[[UpdateContext], PiecewiseUpdate] | None = None
     streamed: Callable[[UpdateContext, Sequence[torch.Tensor], int], StreamedAdam] | None = None
+    passing: Callable[[UpdateContext, Sequence[torch.Tensor], int], PiecewiseUpdate] | None = None
     split_master: bool = False
     blocks: Blocks | None = None
     matrices: frozenset[int] = frozenset()

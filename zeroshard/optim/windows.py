@@ -44,11 +44,13 @@ class _Place:
     """The elements of a piece in one row.
 
     Attributes:
+        at: where they begin in the row.
         values: these elements in memory: those of the row itself, or of the window.
         read: whether the update needs their old values.
     """
 
     row: Row
+    at: int
     values: torch.Tensor
     read: bool = True
 
@@ -64,14 +66,22 @@ class Windows:
 
     Args:
         states: the rows of each region's state.
+        per: for how many elements of a region each row of its state has one; None for one each. Regions with blocks
+            are divided into pieces of whole blocks.
     """
 
-    def __init__(self, regions: Sequence[Region], states: Sequence[Sequence[Row]]) -> None:
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        states: Sequence[Sequence[Row]],
+        per: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self._regions, self._rows = regions, states
+        self._per = [[1] * len(rows) for rows in states] if per is None else per
         self._tensors = {
             number: (region, [values_of(row) for row in states[number]])
             for number, region in enumerate(regions)
-            if region.window is None
+            if region.window is None and all(row.values is not None for row in states[number])
         }
         self._pieces: list[_Piece] = []
         self._started, self._finished = 0, 0
@@ -123,6 +133,7 @@ class Windows:
         if region.window is None:
             return []
         numel, step = region.master.numel(), region.window_numel
+        step = step if region.blocks is None else region.blocks.whole(step)
         return [_Piece(number, low, min(low + step, numel)) for low in range(0, numel, step)]
 
     def _wait_for_piece(self, piece: _Piece) -> RegionTensors:
@@ -144,8 +155,8 @@ class Windows:
         return opened, places
 
     def _write_back(self) -> None:
-        low, places = self._pieces[self._finished].low, self._places(self._finished)
-        self._writes[self._finished % WINDOWS] = [one.row.write(low, one.values) for one in places if one.moved]
+        places = self._places(self._finished)
+        self._writes[self._finished % WINDOWS] = [one.row.write(one.at, one.values) for one in places if one.moved]
         self._finished += 1
         if self._finished == len(self._pieces):
             self._wait_for_all_writes()
@@ -154,9 +165,8 @@ class Windows:
         """Start to read the pieces up to number `last`, each when its window is free."""
         while self._started < min(last + 1, len(self._pieces)):
             self._wait_for_writes(self._started % WINDOWS)
-            low = self._pieces[self._started].low
             places = [one for one in self._places(self._started) if one.moved and one.read]
-            self._reads[self._started] = [one.row.read(low, one.values) for one in places]
+            self._reads[self._started] = [one.row.read(one.at, one.values) for one in places]
             self._started += 1
 
     def _wait_for_all_writes(self) -> None:
@@ -174,14 +184,15 @@ class Windows:
         assert region.window is not None
         size = region.window.numel() // WINDOWS
         used, found = number % WINDOWS * size, list[_Place]()
-        for row in (*rows, region.row, region.param_row):
+        for row, per in zip((*rows, region.row, region.param_row), (*self._per[piece.region], 1, 1), strict=True):
             if row is None:
                 continue
+            low, high = piece.low // per, piece.high // per
             if row.values is not None:
-                found.append(_Place(row, row.values[piece.low : piece.high]))
+                found.append(_Place(row, low, row.values[low:high]))
                 continue
-            nbytes = (piece.high - piece.low) * row.dtype.itemsize
+            nbytes = (high - low) * row.dtype.itemsize
             values = region.window[used : used + nbytes].view(row.dtype)
-            found.append(_Place(row, values, read=row is not region.param_row))
+            found.append(_Place(row, low, values, read=row is not region.param_row))
             used += in_blocks(nbytes)
         return found

@@ -10,7 +10,7 @@ from zeroshard.mesh import DATA, MODEL_AXES, NESTED, SEQUENCE, SHARD, Mesh
 from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, state_dtype
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import block_problem
-from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind, Tier
+from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.plan.sums import spread_units, sum_nbytes
 from zeroshard.sharding.layout import FlatLayout
@@ -128,7 +128,7 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
                 raise PlanError(f"{where}.{kind.value}.axes must be [] or the group's axes {list(axes)}")
             if placement.copies < 1:
                 raise PlanError(f"{where}.{kind.value}.copies must be 1 or more, is {placement.copies}")
-            _check_blocks(group.layout, kind, placement, f"{where}.{kind.value}")
+            _check_blocks(group, kind, placement, f"{where}.{kind.value}")
         _check_state(plan.policy, unit, group, where)
         _check_tiers(plan.policy, group, where)
         if group.trainable:
@@ -276,13 +276,13 @@ def _is_split(group: GroupPlan) -> bool:
     return group.master is not None and group.master.dtype == "int16" and group.param.dtype == "bfloat16"
 
 
-def _check_blocks(layout: FlatLayout, kind: StateKind, placement: Placement, path: str) -> None:
-    """Blocks are for moments, and no block may straddle parameters or ranks."""
+def _check_blocks(group: GroupPlan, kind: StateKind, placement: Placement, path: str) -> None:
+    """Blocks are for moments that the device updates, and no block may straddle parameters or ranks."""
     if placement.blocks is None:
         return
-    size = placement.blocks.size
-    if kind is not StateKind.MOMENTS or placement.tier is not Tier.DEVICE:
-        raise PlanError(f"{path}.blocks: only moments on the device are kept in blocks")
+    size, layout = placement.blocks.size, group.layout
+    if kind is not StateKind.MOMENTS or group.update is HostUpdate.PROCESSOR:
+        raise PlanError(f"{path}.blocks: only moments are kept in blocks, and the processor can't update them")
     borders = [layout.shard_numel, *(border for segment in layout.segments for border in (segment.offset, segment.end))]
     if any(border % size for border in borders):
         raise PlanError(f"{path}.blocks.size {size} does not divide where parameters and shards begin and end")

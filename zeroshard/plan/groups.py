@@ -150,10 +150,21 @@ class GroupPlan:
 
     @property
     def passes_windows(self) -> bool:
-        """Whether the processor updates state or parameters on disk, through windows in host memory."""
+        """Whether state or parameters on disk are updated in windows in host memory: by the processor, or as codes."""
         held = (self.param, self.master, self.moments)
         below = any(one is not None and one.tier is Tier.NVME for one in held)
-        return self.update is HostUpdate.PROCESSOR and below
+        return below and (self.update is HostUpdate.PROCESSOR or self.in_codes)
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether moments are kept in few bits."""
+        return self.moments is not None and self.moments.blocks is not None
+
+    def piece_numel(self, numel: int) -> int:
+        """Elements of a piece of about `numel` elements of this rank's part: whole blocks where there are codes."""
+        if self.moments is not None and self.moments.blocks is not None:
+            numel = self.moments.blocks.whole(numel)
+        return min(numel, self.layout.shard_numel)
 
     @property
     def updated_off_device(self) -> bool:

@@ -9,6 +9,7 @@ separately; so the units that the forward uses first stay on the device.
 
     processor   host: master 4, moments 8, gradient 2, in whose place the parameter comes back     bytes with bf16
     streamed    host: master 4 or 2, moments 8, gradient 2; device: three buffers for pieces of them
+    in codes    the same with moments of 2.03 bytes, always streamed; on disk it passes the windows below, too
     param       host: the shard of the parameters, 2; a gather copies it into its place in the slot first
     on disk     disk: master 4, moments 8; host: gradient 2 and three windows, whatever the size of the model
     and param   disk: parameter 2; host: three windows of the largest unit's shard, through which gathers read it
@@ -64,7 +65,8 @@ class Offload:
         param_tier: the tier of offloaded parameters.
         host_ratio: with Tier.NVME, the largest share of the optimizer state (by elements, in whole units) that rests in
             host memory instead of on disk: the first of the offloaded units.
-        update: how offloaded state is updated; None lets the caller choose, and is PROCESSOR here.
+        update: how offloaded state is updated; None lets the caller choose, and is PROCESSOR here, for moments in few
+            bits STREAMED.
         stream_numel: see ExecutionPolicy.
         pin_memory: see ExecutionPolicy.
         window_numel: see ExecutionPolicy.
@@ -135,7 +137,7 @@ def with_host_state(
     below = _last_units(units, offload.ratio - offload.host_ratio)
     if not chosen and not offload.param:
         return list(units), policy
-    update = offload.update or HostUpdate.PROCESSOR
+    update = offload.update or default_update(units)
     units = [_with_param(unit, offload.param_tier) for unit in units] if offload.param else units
     tiers = {index: offload.tier if index in below else Tier.HOST for index in chosen}
     moved = [_to_tier(unit, update, tiers[index]) if index in chosen else unit for index, unit in enumerate(units)]
@@ -148,6 +150,12 @@ def with_host_state(
         window_numel=windowed,
         spill=offload.spill if chosen or offload.param else None,
     )
+
+
+def default_update(units: Sequence[UnitPlan]) -> HostUpdate:
+    """Who updates offloaded state where that is open: the processor, but codes can only pass the device."""
+    coded = any(group.in_codes for unit in units for group in unit.groups)
+    return HostUpdate.STREAMED if coded else HostUpdate.PROCESSOR
 
 
 def _last_units(units: Sequence[UnitPlan], ratio: float) -> set[int]:
@@ -186,8 +194,16 @@ def _group_to_tier(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: T
     if group.owners or group.compressed:
         what = "whole matrices" if group.owners else "compressed momentum"
         raise PlanError(f"offload: the state of optimizers that work on {what} stays on the device; use Adam or AdamW")
-    if group.moments is not None and group.moments.blocks is not None:
-        raise PlanError("offload: moments in 8 or 4 bits stay on the device; use Adam or AdamW for state on the host")
+    if group.in_codes and update is HostUpdate.PROCESSOR:
+        raise PlanError(
+            "offload: the processor has no kernel for moments in 8 or 4 bits, which are updated while they pass the "
+            "device: leave Offload.update open, or set it to HostUpdate.STREAMED, or use Adam or AdamW"
+        )
+    if group.in_codes and group.param.tier is Tier.NVME:
+        raise PlanError(
+            "offload: parameters on disk are updated by the processor, which has no kernel for moments in 8 or 4 bits; "
+            "let parameters rest in host memory or on the device, or use Adam or AdamW"
+        )
     grad = group.grad
     lands = grad.divided and grad.dtype == group.wire and not group.staged
     if lands:
@@ -230,8 +246,9 @@ def buffer_host_nbytes(group: GroupPlan) -> int:
 def group_host_nbytes(group: GroupPlan) -> int:
     """Bytes of host memory that one rank takes for a group."""
     held = (group.param, group.grad, group.master, group.moments)
-    resting = sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.tier is Tier.HOST)
-    return group.layout.shard_numel * resting + buffer_host_nbytes(group)
+    numel = group.layout.shard_numel
+    resting = sum(one.nbytes(numel) for one in held if one is not None and one.tier is Tier.HOST)
+    return resting + buffer_host_nbytes(group)
 
 
 def aligned(nbytes: int) -> int:
@@ -248,9 +265,8 @@ def window_nbytes(plan: Plan) -> int:
 def _window_nbytes(group: GroupPlan, numel: int) -> int:
     """Bytes of a window for a piece of a group's state; each row takes whole disk blocks, for direct I/O."""
     held = (one for one in (group.param, group.master, group.moments) if one is not None)
-    numel = min(numel, group.layout.shard_numel)
-    rows = (numel * itemsize(one.dtype) for one in held if one.tier is Tier.NVME for _ in range(one.copies))
-    return sum(map(in_blocks, rows))
+    numel = group.piece_numel(numel)
+    return sum(in_blocks(nbytes) for one in held if one.tier is Tier.NVME for nbytes in one.rows(numel))
 
 
 def read_window_nbytes(plan: Plan) -> int:
@@ -274,10 +290,11 @@ def windows_nbytes(plan: Plan) -> int:
 def disk_nbytes(plan: Plan) -> int:
     """Bytes of disk that one rank takes under `plan`."""
     return sum(
-        in_blocks(group.layout.shard_numel * itemsize(one.dtype)) * one.copies
+        in_blocks(nbytes)
         for _, group in plan.groups()
         for one in (group.param, group.master, group.moments)
         if one is not None and one.tier is Tier.NVME
+        for nbytes in one.rows(group.layout.shard_numel)
     )
 
 
@@ -295,16 +312,16 @@ def host_nbytes(plan: Plan) -> int:
     return sum(group_host_nbytes(group) for _, group in plan.groups()) + windows_nbytes(plan)
 
 
-def stream_element_nbytes(group: GroupPlan) -> int:
-    """Bytes per element in a streaming buffer."""
+def stream_nbytes(group: GroupPlan, numel: int) -> int:
+    """Bytes of a piece of `numel` elements in a streaming buffer."""
     held = (group.master, group.moments, group.grad, group.param)
-    return sum(itemsize(one.dtype) * one.copies for one in held if one is not None and one.off_device)
+    return sum(one.nbytes(numel) for one in held if one is not None and one.off_device)
 
 
 def stream_buffer_nbytes(plan: Plan) -> tuple[int, ...]:
     """Bytes of each device buffer for streamed state; () if no state is streamed."""
     pieces = (
-        min(plan.policy.stream_numel, group.layout.shard_numel) * stream_element_nbytes(group)
+        stream_nbytes(group, group.piece_numel(plan.policy.stream_numel))
         for _, group in plan.groups()
         if group.update is HostUpdate.STREAMED
     )
@@ -331,7 +348,7 @@ def link_traffic(plan: Plan) -> LinkTraffic:
             down += numel * grad
             up += numel * itemsize(group.param.dtype)
         else:
-            passing = stream_element_nbytes(group)
-            down += numel * passing  # the state goes down after the update, the gradient before it
-            up += numel * passing
+            passing = stream_nbytes(group, numel)
+            down += passing  # the state goes down after the update, the gradient before it
+            up += passing
     return LinkTraffic(down, up)

@@ -82,6 +82,10 @@ class Blocks:
     def scale_nbytes(self, numel: int) -> int:
         return numel // self.size * 4
 
+    def whole(self, numel: int) -> int:
+        """The most elements up to `numel` that are whole blocks, at least one block."""
+        return max(1, numel // self.size) * self.size
+
 
 GATHER_CODES = Blocks(bits=8, size=256)
 """Codes for gathers of parameters, if a config asks for them: 1.6 % of scales, and an error of at most 1/254 of the
@@ -125,9 +129,13 @@ class Placement:
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the state of `numel` elements, all copies."""
+        return sum(self.rows(numel))
+
+    def rows(self, numel: int) -> list[int]:
+        """Bytes of each tensor in which the state of `numel` elements is kept: codes and scales apart, if there are."""
         if self.blocks is None:
-            return numel * itemsize(self.dtype) * self.copies
-        return (self.blocks.code_nbytes(numel) + self.blocks.scale_nbytes(numel)) * self.copies
+            return [numel * itemsize(self.dtype)] * self.copies
+        return [self.blocks.code_nbytes(numel), self.blocks.scale_nbytes(numel)] * self.copies
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ def open_disk_memory(plan: Plan, rank: int) -> NvmeMemory:
         PlanError: a folder can't be used, or the plan has the device update what is there.
     """
     assert plan.policy.spill is not None
-    if HostUpdate.STREAMED in plan.updates:
+    # Codes are streamed through the same windows of host memory; groups beside them that are too small for codes too.
+    if HostUpdate.STREAMED in plan.updates and not any(group.in_codes for _, group in plan.groups()):
         raise PlanError(
             "offload: parameters and state on disk are updated by the processor, in windows of host memory; "
             "leave Offload.update open, or set it to HostUpdate.PROCESSOR"

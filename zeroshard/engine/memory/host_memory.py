@@ -25,8 +25,8 @@ from zeroshard.tiers import RowInPlace
 
 _KEPT_FREE = 1 << 30
 """Bytes that are left for everything else on the machine."""
-_LARGEST_PIECES = 6
-"""Tensors of a group at most: master, two moments, gradients, and two buffers beside."""
+_LARGEST_PIECES = 8
+"""Tensors of a group at most: master, two moments (of codes and scales each), gradients, and two buffers beside."""
 
 
 class HostMemory:

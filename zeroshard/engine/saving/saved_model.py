@@ -206,7 +206,7 @@ def _packed_pieces(
             of=segment.name,
             key=of,
         )
-        yield Piece(info, start // per, end // per, partial(_state_values, stored.values, begin // per))
+        yield Piece(info, start // per, end // per, partial(_part_values, stored.values, begin // per))
 
 
 def _saved_shape(segment: Segment, per: int) -> tuple[int, ...]:
@@ -232,10 +232,6 @@ def _as_tensor(number: bool | int | float, parameter: str, key: str) -> torch.Te
 
 def _part_values(part: RowPart, begin: int, low: int, high: int) -> torch.Tensor:
     return part.values(low - begin, high - begin)
-
-
-def _state_values(values: torch.Tensor, begin: int, low: int, high: int) -> torch.Tensor:
-    return values[low - begin : high - begin]
 
 
 def _regions(handle: Handle) -> list[Group]:

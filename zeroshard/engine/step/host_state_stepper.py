@@ -6,7 +6,8 @@
 
 The result is exact: updates use the gradients, norm and hyper-parameters of the whole step, and the forward waits for
 each unit, so that it never uses old values. There is one worker for host memory, since an update uses all cores of the
-rank, and one for the disk, which would rest otherwise until the other is through. Rejected: updating a unit as soon as
+rank, and one for the disk, which would rest otherwise until the other is through. Moments in few bits pass the device,
+which updates them (optim/adam/passing.py); the workers wait for its streams then. Rejected: updating a unit as soon as
 its gradients are complete; that can't clip by the norm, and can't be undone when a later gradient is not finite.
 """
 
@@ -38,18 +39,30 @@ _Arrival = Callable[[], object]
 class HostStateStepper(HostStepper):
     """Updates units whose state is on the device in the step, and hands the others to a worker thread."""
 
-    def __init__(self, handle: Handle, update: PiecewiseUpdate, scaler: LossScaler | None) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        update: PiecewiseUpdate,
+        scaler: LossScaler | None,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__(handle, update, scaler)
-        self._piecewise = update
+        self._piecewise, self._buffers = update, buffers
         names = {False: "zeroshard-update", True: "zeroshard-disk-update"}
         self._workers = {on_disk: ThreadPoolExecutor(1, thread_name_prefix=name) for on_disk, name in names.items()}
         self._regions = regions_of_units(handle.runtime)
 
+    @property
+    def state_buffers(self) -> Sequence[torch.Tensor]:
+        """See StepperBase."""
+        return self._buffers
+
     def _apply(self, active: Sequence[bool], coefficient: float, groups: Sequence[Mapping[str, Any]]) -> None:
         runtime = self.handle.runtime
         runtime.parameters.before_write()
-        if any(group.plan.param.off_device for unit in runtime.units for group in unit.groups):
-            # Write after read: shards in host memory must have been copied to the device.
+        if self._buffers or any(group.plan.param.off_device for unit in runtime.units for group in unit.groups):
+            # Write after read: shards in host memory must have been copied to the device, and gathers have read those
+            # there: the workers issue work on streams of their own, which wait for nothing else.
             runtime.streams.wait_on_host()
         hyper = [dict(group_options(group)) for group in groups]  # a copy: schedules change them during the update
         self._piecewise.check(hyper)

@@ -39,6 +39,10 @@ def make_stepper(handle: Handle, source: Source, scaler: LossScaler | None) -> S
             )
         return HostStateStepper(handle, source.on_host(context), scaler)
     if HostUpdate.STREAMED in updates:
+        if source.passing is not None:
+            buffers = _stream_buffers(handle)
+            update = source.passing(context, buffers, handle.plan.policy.stream_numel)
+            return HostStateStepper(handle, update, scaler, buffers)
         return _streamed_stepper(handle, source, context, scaler)
     # The kernels of the device compute in float32.
     other = any(region.without_master or region.master.dtype == torch.float64 for region in context.regions)
@@ -101,6 +105,11 @@ def _streamed_stepper(
         raise PlanError(
             f"offload: {source.name} has no kernel that streamed state could pass through; use Adam or AdamW{other}"
         )
-    buffers = [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]
+    buffers = _stream_buffers(handle)
     update = source.streamed(context, buffers, handle.plan.policy.stream_numel)
     return StreamedStepper(handle, update, scaler)
+
+
+def _stream_buffers(handle: Handle) -> list[torch.Tensor]:
+    """Device memory of the plan's sizes, through which state passes."""
+    return [torch.empty(n, dtype=torch.uint8, device=handle.device) for n in stream_buffer_nbytes(handle.plan)]

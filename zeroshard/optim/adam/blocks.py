@@ -12,6 +12,7 @@ does not depend on the number of ranks. Rejected: a quantizer of our own, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from zeroshard.errors import PlanError
 from zeroshard.optim.saved_state import PackedState, StoredValues
 from zeroshard.plan.placement import Blocks
+from zeroshard.tiers import Row, RowInPlace, RowPart, clear, loaded, store
 
 _CLASSES = {8: ("torchao.optim.subclass_8bit", "OptimState8bit"), 4: ("torchao.optim.subclass_4bit", "OptimState4bit")}
 
@@ -45,55 +47,81 @@ class BlockedState:
 
     Args:
         signed: whether values may be negative.
+        device: where codes are made and read; where they rest, too, without `allocate`.
         what: the optimizer, for messages.
+        allocate: allocates the rows of codes and of scales, where these rest off the device.
     """
 
-    def __init__(self, numel: int, blocks: Blocks, *, signed: bool, device: torch.device, what: str) -> None:
+    def __init__(
+        self,
+        numel: int,
+        blocks: Blocks,
+        *,
+        signed: bool,
+        device: torch.device,
+        what: str,
+        allocate: Callable[[int, torch.dtype], Row] | None = None,
+    ) -> None:
         self._kind = require_torchao(blocks.bits, what)
-        self._blocks = blocks
-        zeros = self._kind.zeros((numel,), signed, blocks.size, device)
-        self._signed = signed
-        self.codes: torch.Tensor = zeros.codes
-        self.scale: torch.Tensor = zeros.scale
-        self._table: torch.Tensor = zeros.qmap
+        self._blocks, self._signed = blocks, signed
+        self._table: torch.Tensor = self._kind.zeros((blocks.size,), signed, blocks.size, device).qmap
+        new = allocate or (lambda count, dtype: RowInPlace(torch.zeros(count, dtype=dtype, device=device)))
+        self.codes = new(blocks.code_nbytes(numel), torch.uint8)
+        self.scale = new(numel // blocks.size, torch.float32)
 
-    def read(self, low: int, high: int) -> torch.Tensor:
-        """Elements [low, high) as new float32 values (high - low,); both ends are borders of blocks."""
-        found: torch.Tensor = self._view(low, high).dequantize()
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The float32 values of whole blocks of codes on the device."""
+        found: torch.Tensor = self._view(codes, scale).dequantize()
         return found
 
-    def write(self, low: int, values: torch.Tensor) -> None:
-        """Overwrite the elements from `low` on with float32 `values`, a multiple of whole blocks."""
-        self._view(low, low + values.numel()).copy_(values)
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Write codes and scales of float32 `values`, whole blocks, all on the device."""
+        self._view(codes, scale).copy_(values)
 
     def packed(self, low: int, high: int) -> PackedState:
-        """Elements [low, high) for checkpoints and for access by name."""
+        """Elements [low, high) for checkpoints and for access by name; both ends are borders of blocks."""
         return PackedState(
-            read=lambda: self.read(low, high),
-            write=lambda values: self.write(low, values),
+            read=lambda: self._read(low, high),
+            write=lambda values: self._write(low, values),
             stored={
-                "codes": StoredValues(self._codes(low, high), self.elements_per_code),
-                "scale": StoredValues(self._scale(low, high), self._blocks.size),
+                "codes": StoredValues(RowPart(self.codes, *self._range(low, high, "codes")), self.per_code),
+                "scale": StoredValues(RowPart(self.scale, *self._range(low, high, "scale")), self._blocks.size),
             },
         )
 
     @property
-    def elements_per_code(self) -> int:
+    def per_code(self) -> int:
         """Elements in a byte of codes."""
         return 8 // self._blocks.bits
 
     def zero(self) -> None:
         """Set all elements to 0."""
-        self.codes.zero_()
-        self.scale.zero_()
+        clear(self.codes)
+        clear(self.scale)
 
-    def _codes(self, low: int, high: int) -> torch.Tensor:
-        return self.codes[low // self.elements_per_code : high // self.elements_per_code]
+    def _read(self, low: int, high: int) -> torch.Tensor:
+        """Elements [low, high) as new float32 values (high - low,)."""
+        codes, scale = (loaded(row, slice(*self._range(low, high, name))) for name, row in self._rows())
+        return self.decode(codes.to(self._table.device), scale.to(self._table.device))
 
-    def _scale(self, low: int, high: int) -> torch.Tensor:
-        return self.scale[low // self._blocks.size : high // self._blocks.size]
+    def _write(self, low: int, values: torch.Tensor) -> None:
+        """Overwrite the elements from `low` on with float32 `values`, whole blocks."""
+        device, high = self._table.device, low + values.numel()
+        codes = torch.empty(self._blocks.code_nbytes(values.numel()), dtype=torch.uint8, device=device)
+        scale = torch.empty(values.numel() // self._blocks.size, dtype=torch.float32, device=device)
+        self.encode(values.to(device), codes, scale)
+        for (name, row), new in zip(self._rows(), (codes, scale), strict=True):
+            store(row, slice(*self._range(low, high, name)), new)
 
-    def _view(self, low: int, high: int) -> Any:
-        """torchao's tensor over a part of this one's memory."""
-        shape = ((high - low,),) if self._blocks.bits == 4 else ()
-        return self._kind(self._codes(low, high), self._scale(low, high), self._table, self._signed, *shape)
+    def _rows(self) -> tuple[tuple[str, Row], tuple[str, Row]]:
+        return ("codes", self.codes), ("scale", self.scale)
+
+    def _range(self, low: int, high: int, name: str) -> tuple[int, int]:
+        """The elements [low, high) in one of the rows."""
+        per = self.per_code if name == "codes" else self._blocks.size
+        return low // per, high // per
+
+    def _view(self, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        """torchao's tensor over this memory."""
+        shape = ((codes.numel() * 2,),) if self._blocks.bits == 4 else ()
+        return self._kind(codes, scale, self._table, self._signed, *shape)

@@ -6,7 +6,8 @@
 The update uses the moments before they are rounded, as torchao's optimizers do. Parameters with fewer than 4096
 elements, or a number of elements that is no multiple of the block size, keep moments in float32; the plan puts the two
 kinds into separate flat groups. How a parameter's moments are kept depends on the parameter alone, so results are
-equal, bit for bit, at any number of ranks and at every stage.
+equal, bit for bit, at any number of ranks and at every stage. Off the device codes and scales pass it in pieces
+(`passing`), from disk through windows of host memory.
 
 Rejected: to quantize the blocks that lie within one rank's shard and keep the rest in float32. Values would then depend
 on the number of ranks, and a checkpoint could not be loaded exactly at another number.
@@ -22,15 +23,17 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.optim.adam.blocks import BlockedState, require_torchao
-from zeroshard.optim.parts import HostParts, part_of
+from zeroshard.optim.adam.passing import Passage, StateRow
+from zeroshard.optim.parts import HostParts, PiecewiseParts, part_of
 from zeroshard.optim.regions import Region
 from zeroshard.optim.rules import ADAM, ADAMW, Rule
 from zeroshard.optim.saved_state import STEP, SavedState, Scalar, StatePart, piece_of
 from zeroshard.optim.sources import ParamGroups, Source, fill_group
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.optim.updates import FlatUpdate, UpdateMethod, refuse_unsupported, scaled
+from zeroshard.optim.updates import FlatUpdate, PiecewiseUpdate, UpdateMethod, refuse_unsupported, scaled
+from zeroshard.optim.windows import Windows
 from zeroshard.plan.placement import Blocks
-from zeroshard.tiers import RowPart
+from zeroshard.tiers import RowInPlace, RowPart, values_of
 
 BLOCK_SIZES: Mapping[int, int] = {8: 256, 4: 128}
 """Elements of a block by the number of bits, as torchao has them."""
@@ -89,24 +92,49 @@ def low_bit_source(
         defaults,
         len(rule.state),
         lambda context: _update(context, name, rule, blocks, groups),
+        passing=lambda context, buffers, numel: _passing(
+            context, Passage(context.device, buffers, numel), name, rule, blocks, groups
+        ),
         blocks=blocks,
         client=client,
     )
 
 
+def _passing(
+    context: UpdateContext, passage: Passage, name: str, rule: Rule, blocks: Blocks, groups: ParamGroups
+) -> PiecewiseUpdate:
+    """The same updates for regions of which some have their state off the device."""
+    blocked, plain = _divided(context, name, blocks)
+    return PiecewiseParts(
+        [
+            part_of(
+                "blocked", context, blocked, lambda part: BlockedUpdate(name, rule, part.regions, part.device, passage)
+            ),
+            part_of("plain", context, plain, lambda part: PassingFlatUpdate(rule, part.regions, groups, passage)),
+        ],
+        context.regions,
+    )
+
+
 def _update(context: UpdateContext, name: str, rule: Rule, blocks: Blocks, groups: ParamGroups) -> UpdateMethod:
     """One update for regions with moments in blocks, and one for regions with moments in float32."""
+    blocked, plain = _divided(context, name, blocks)
+    return HostParts(
+        [
+            part_of("blocked", context, blocked, lambda part: BlockedUpdate(name, rule, part.regions, part.device)),
+            part_of("plain", context, plain, lambda part: FlatUpdate(rule, part.regions, groups)),
+        ]
+    )
+
+
+def _divided(context: UpdateContext, name: str, blocks: Blocks) -> tuple[list[int], list[int]]:
+    """The numbers of regions with moments in blocks, and of those with moments in float32."""
     blocked: list[int] = []
     plain: list[int] = []
     for number, region in enumerate(context.regions):
         _check_region(region, name, blocks)
         (blocked if region.blocks is not None else plain).append(number)
-    return HostParts(
-        [
-            part_of("blocked", context, blocked, lambda part: BlockedUpdate(name, rule, part.regions)),
-            part_of("plain", context, plain, lambda part: FlatUpdate(rule, part.regions, groups)),
-        ]
-    )
+    return blocked, plain
 
 
 def _check_region(region: Region, name: str, blocks: Blocks) -> None:
@@ -123,54 +151,129 @@ def _check_region(region: Region, name: str, blocks: Blocks) -> None:
         )
 
 
+class PassingFlatUpdate(FlatUpdate):
+    """A FlatUpdate whose regions with state off the device pass it."""
+
+    def __init__(self, rule: Rule, regions: Sequence[Region], groups: ParamGroups, passage: Passage) -> None:
+        super().__init__(rule, regions, groups)
+        self._passage = passage
+
+    def apply_region(
+        self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See PiecewiseUpdate."""
+        region, steps = self.regions[number], self._steps[number]
+        if region.allocate is None:
+            super().apply_region(number, coefficient, active, hyper)
+            return
+        on = active[region.first_flag : region.first_flag + len(steps)]
+
+        def update(piece: Region, state: Sequence[torch.Tensor]) -> None:
+            for run in piece.runs(on, steps):
+                self._update_run(piece, state, run, hyper[run.group], coefficient)
+
+        self._passage.in_memory.through(region, [StateRow(row) for row in self._state[number]], update)
+        _count(steps, region, on)
+
+
 class BlockedUpdate(SavedState):
     """A rule with two moments on regions whose moments are kept in blocks.
 
     Args:
         name: the optimizer, for messages.
+        device: where updates run.
+        passage: for regions whose state rests off the device; None if there are none.
     """
 
-    def __init__(self, name: str, rule: Rule, regions: Sequence[Region]) -> None:
-        self._name, self._rule, self._regions = name, rule, regions
-        self._state = [[_new_state(region, signed, name) for signed in _SIGNED] for region in regions]
+    def __init__(
+        self,
+        name: str,
+        rule: Rule,
+        regions: Sequence[Region],
+        device: torch.device,
+        passage: Passage | None = None,
+    ) -> None:
+        self._name, self._rule, self.regions, self._passage = name, rule, regions, passage
+        self._state = [[_new_state(region, signed, name, device) for signed in _SIGNED] for region in regions]
+        self._rows = [
+            [
+                one
+                for kind in state
+                for one in (StateRow(kind.codes, kind.per_code), StateRow(kind.scale, _size(region)))
+            ]
+            for region, state in zip(regions, self._state, strict=True)
+        ]
+        per = [[one.per for one in rows] for rows in self._rows]
+        self._windows = Windows(regions, [[one.row for one in rows] for rows in self._rows], per)
         self._steps = [[0] * len(region.layout.segments) for region in regions]
 
     def apply(self, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]) -> None:
         """See UpdateMethod."""
+        self.check(hyper)
+        self.begin(range(len(self.regions)))
+        for number in range(len(self.regions)):
+            self.apply_region(number, coefficient, active, hyper)
+
+    def check(self, hyper: Sequence[Mapping[str, Any]]) -> None:
+        """See PiecewiseUpdate."""
         refuse_unsupported(self._name, hyper)
-        for region, state, steps in zip(self._regions, self._state, self._steps, strict=True):
-            on = active[region.first_flag : region.first_flag + len(steps)]
-            for run in region.runs(on, steps):
-                for low, high in _block_ranges(region, run.start, run.end):
-                    self._update_part(region, state, slice(low, high), hyper[run.group], run.step, coefficient)
-            for index, was_active in enumerate(on):
-                steps[index] += was_active and region.groups[index] >= 0
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """See PiecewiseUpdate."""
+        self._windows.begin(numbers)
+
+    def apply_region(
+        self, number: int, coefficient: float, active: Sequence[bool], hyper: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See PiecewiseUpdate."""
+        region, rows, steps = self.regions[number], self._rows[number], self._steps[number]
+        on = active[region.first_flag : region.first_flag + len(steps)]
+
+        def update(piece: Region, state: Sequence[torch.Tensor]) -> None:
+            for run in piece.runs(on, steps):
+                for low, high in _block_ranges(piece, run.start, run.end):
+                    self._update_part(number, piece, state, slice(low, high), hyper[run.group], run.step, coefficient)
+
+        if region.allocate is None:
+            update(region, [values_of(one.row) for one in rows])
+        elif self._passage is not None and region.window is None:
+            self._passage.in_memory.through(region, rows, update)
+        elif self._passage is not None:
+            for opened, state in self._windows.open(number):
+                held = [StateRow(RowInPlace(values), one.per) for values, one in zip(state, rows, strict=True)]
+                self._passage.in_windows.through(opened, held, update)
+        _count(steps, region, on)
 
     def _update_part(
         self,
-        region: Region,
-        state: Sequence[BlockedState],
+        number: int,
+        piece: Region,
+        state: Sequence[torch.Tensor],
         cut: slice,
         hyper: Mapping[str, Any],
         step: int,
         coefficient: float,
     ) -> None:
-        """Update whole blocks of elements that have the same hyper-parameters and step."""
-        grad = scaled(region.grad()[cut], coefficient)
-        moments = [kind.read(cut.start, cut.stop) for kind in state]
-        self._rule.update(region.master[cut], grad, moments, hyper, step)
-        for kind, values in zip(state, moments, strict=True):
-            kind.write(cut.start, values)
-        if region.param is not None:
-            region.param[cut].copy_(region.master[cut])
+        """Update whole blocks of elements that have the same hyper-parameters and step, all of it on the device."""
+        grad = scaled(piece.grad()[cut], coefficient)
+        kinds, rows = self._state[number], self._rows[number]
+        parts = [values[cut.start // one.per : cut.stop // one.per] for values, one in zip(state, rows, strict=True)]
+        pairs = list(zip(parts[::2], parts[1::2], strict=True))
+        moments = [kind.decode(codes, scale) for kind, (codes, scale) in zip(kinds, pairs, strict=True)]
+        self._rule.update(piece.master[cut], grad, moments, hyper, step)
+        for kind, values, (codes, scale) in zip(kinds, moments, pairs, strict=True):
+            kind.encode(values, codes, scale)
+        if piece.param is not None:
+            piece.param[cut].copy_(piece.master[cut])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Codes and scales by region."""
+        """Codes and scales that are in memory, by region."""
         return {
-            f"{number}.{name}_{part}": tensor
+            f"{number}.{name}_{part}": row.values
             for number, state in enumerate(self._state)
             for name, kind in zip(self._rule.state, state, strict=True)
-            for part, tensor in (("codes", kind.codes), ("scale", kind.scale))
+            for part, row in (("codes", kind.codes), ("scale", kind.scale))
+            if row.values is not None
         }
 
     def state_keys(self, region: int) -> tuple[str, ...]:
@@ -183,13 +286,11 @@ class BlockedUpdate(SavedState):
 
     def elements_per_value(self, region: int, key: str) -> int:
         """See SavedState."""
-        blocks = self._regions[region].blocks
-        assert blocks is not None
-        return 8 // blocks.bits if key.endswith("_codes") else blocks.size
+        return next(one.per for one in self._rows[region][0 if key.endswith("_codes") else 1 :])
 
     def state_parts(self) -> Iterator[StatePart]:
         """See SavedState."""
-        for number, (region, state) in enumerate(zip(self._regions, self._state, strict=True)):
+        for number, (region, state) in enumerate(zip(self.regions, self._state, strict=True)):
             for index, low, high in region.pieces:
                 if region.groups[index] >= 0:
                     packed = {name: kind.packed(low, high) for name, kind in zip(self._rule.state, state, strict=True)}
@@ -208,17 +309,29 @@ class BlockedUpdate(SavedState):
     ) -> dict[str, RowPart]:
         """See SavedState."""
         self._steps[region][index] = int(scalars[STEP]) if STEP in scalars else 0
-        cut = piece_of(self._regions[region], index)
+        cut = piece_of(self.regions[region], index)
         return {
-            f"{name}_{part}": RowPart.of(stored.values)
+            f"{name}_{part}": stored.values
             for name, kind in zip(self._rule.state, self._state[region], strict=True)
             for part, stored in kind.packed(cut.start, cut.stop).stored.items()
         }
 
 
-def _new_state(region: Region, signed: bool, name: str) -> BlockedState:
+def _new_state(region: Region, signed: bool, name: str, device: torch.device) -> BlockedState:
     assert region.blocks is not None
-    return BlockedState(region.master.numel(), region.blocks, signed=signed, device=region.master.device, what=name)
+    numel = region.master.numel()
+    return BlockedState(numel, region.blocks, signed=signed, device=device, what=name, allocate=region.allocate)
+
+
+def _size(region: Region) -> int:
+    assert region.blocks is not None
+    return region.blocks.size
+
+
+def _count(steps: list[int], region: Region, on: Sequence[bool]) -> None:
+    """A region was updated: count it for each of its parameters that were."""
+    for index, was_active in enumerate(on):
+        steps[index] += was_active and region.groups[index] >= 0
 
 
 def _block_ranges(region: Region, start: int, end: int) -> Iterator[tuple[int, int]]:

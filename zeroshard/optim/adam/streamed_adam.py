@@ -62,7 +62,7 @@ class StreamedAdam(DeviceAdam):
         region, (first, second) = self.regions[number], self._state[number]
         cut = slice(low, min(low + numel, region.master.numel()))
         turn = low // numel % len(self.buffers)
-        copies = _BufferCopies(self.buffers[turn])
+        copies = BufferCopies(self.buffers[turn])
         moments = [copies.add(state, cut) for state in (first, second)]
         master = copies.add(region.master_row, cut) if "master" in region.off_device else region.master[cut]
         param = None if region.param is None else region.param[cut]
@@ -86,7 +86,7 @@ class StreamedAdam(DeviceAdam):
         return StatePiece(turn, upload, update, copies.download)
 
 
-class _BufferCopies:
+class BufferCopies:
     """The copies of one piece: which rows, from which element on, and where their elements are in the buffer."""
 
     def __init__(self, buffer: torch.Tensor) -> None:

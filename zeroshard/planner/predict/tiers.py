@@ -9,7 +9,8 @@
     nvme, param cpu and cpu, param nvme: only where a config asks for it
 
 The plan is the one that the engine executes. State in host memory is streamed through the GPU or updated by the
-processor; state on disk is updated by the processor, in windows of host memory. Gradients are offloaded with the
+processor; state on disk is updated by the processor, in windows of host memory. Moments in few bits always pass the
+GPU, from disk through such windows. Gradients are offloaded with the
 optimizer's state, always to host memory.
 (ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857.)
 """
@@ -86,7 +87,7 @@ def gpu_recipe(recipe: Recipe, offload: Offload, ratio: float = 1.0) -> Recipe:
         return for_gpu(replace(recipe, offload=None), split_master=kernel)
     asked = recipe.offload or HostState()
     on_disk = Tier.NVME in (offload.states, offload.parameters)
-    streams = kernel and not on_disk  # the processor updates what is on disk, in windows
+    streams = (kernel and not on_disk) or recipe.blocks is not None  # else the processor updates what is on disk
     update = asked.update or (HostUpdate.STREAMED if streams else HostUpdate.PROCESSOR)
     away = offload.parameters is not Tier.DEVICE
     host = replace(

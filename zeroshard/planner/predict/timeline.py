@@ -210,7 +210,8 @@ class _Simulation:
             return self._occupy("copies", f"parameters of {unit.label}", end, param / pcie)[1]
         grads = sum(group.nbytes(StateKind.GRAD) for group in unit.groups if group.grad_off_device)
         streamed = (2 * kept + grads) / (pcie * BOTH_WAYS)
-        return self._occupy("copies", f"stream state of {unit.label}", ready, max(streamed, disk))[1]
+        worker = "windows" if any(group.passes_windows for group in unit.groups) else "copies"
+        return self._occupy(worker, f"stream state of {unit.label}", ready, max(streamed, disk))[1]
 
     # Operations.
 

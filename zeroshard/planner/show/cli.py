@@ -249,7 +249,7 @@ def _rows(request: Request, kinds: tuple[Checkpointing, ...]) -> tuple[list[Row]
         except PlanError as error:
             if setting.offload is Offload.NONE:
                 raise
-            impossible.append(f"No rows with offload: {str(error).removeprefix('offload: ')}.")
+            impossible.append(f"No rows with offload {setting.offload.value}: {str(error).removeprefix('offload: ')}.")
     return rows, list(dict.fromkeys(impossible))
 
 
