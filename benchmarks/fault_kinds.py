@@ -81,7 +81,10 @@ def _rare(chance: random.Random) -> Numbers:
 KINDS: dict[str, Kind] = {
     "healthy": Kind("nothing is wrong"),
     "tokens": Kind(
-        "one rank has 1.5 to 3 times the tokens", Cause.TOKENS, draws=lambda c: {"times": c.choice((1.5, 2.0, 3.0))}
+        "one rank has 1.5 to 3 times the tokens",
+        Cause.TOKENS,
+        draws=lambda c: {"times": c.choice((1.5, 2.0, 3.0))},
+        width=512,
     ),
     "loader": Kind("the data loader stalls, always or at times", Cause.DATA, draws=_rare, at_all=0.4),
     "script": Kind("the script sleeps between two steps", Cause.SCRIPT, draws=_milliseconds(20, 80)),
@@ -94,7 +97,7 @@ KINDS: dict[str, Kind] = {
     "processor": Kind(
         "other processes on the rank's core", Cause.PROCESSOR, draws=lambda c: {"processes": c.randint(2, 3)}
     ),
-    "work": Kind("the model computes more on one rank", Cause.SLOWER, draws=lambda c: {"times": c.choice((1.0, 2.0))}),
+    "work": Kind("the model computes 15 to 40 ms more on one rank", Cause.SLOWER, draws=_milliseconds(15, 40)),
     "disk": Kind(
         "a disk with state of the optimizer answers late",
         Cause.DISK,
@@ -111,7 +114,7 @@ KINDS: dict[str, Kind] = {
         needs="tc",
     ),
     "saving": Kind(
-        "a checkpoint every 2 to 4 steps",
+        "a checkpoint of 96 MiB and more every 2 to 4 steps",
         Cause.SAVING,
         draws=lambda c: {"every": c.randint(2, 4)},
         at_all=1.0,

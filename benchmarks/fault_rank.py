@@ -33,6 +33,8 @@ VOCABULARY = 256
 RATE = 3e-3
 NOISE = 0.3
 """Share of tokens that can't be known, so that loss and norm don't fall to nothing."""
+BALLAST = 24 << 20
+"""Elements in float32 that are saved and not trained."""
 _BUSY = "while True: pass"
 
 
@@ -40,7 +42,7 @@ class Model(nn.Module):
     """Predicts the next token by some wide layers.
 
     Args:
-        work: how often the layers are computed once more, for nothing.
+        work: seconds on a processor that each forward computes for nothing.
         sleep: seconds in the middle of each forward.
     """
 
@@ -52,26 +54,27 @@ class Model(nn.Module):
             for _ in range(fault.layers)
         )
         self.head = nn.Linear(fault.width, VOCABULARY)
-        self.work, self.sleep = 0, 0.0
+        self.work, self.sleep = 0.0, 0.0
+        saved_alone = BALLAST if fault.kind == "saving" else 0
+        self.ballast = nn.Parameter(torch.zeros(saved_alone), requires_grad=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean loss of the next tokens."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = x + layer(x)
-        with torch.no_grad():
-            for _ in range(self.work):
-                _waste(x)
+        if self.work:
+            _waste(x.detach(), self.work)
         if self.sleep:
             time.sleep(self.sleep)
         logits = self.head(x)[:, :-1].float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _waste(x: torch.Tensor) -> None:
-    """About as much as forward and backward of the model compute."""
-    flat = x.flatten(0, 1)
-    for _ in range(12):
+def _waste(x: torch.Tensor, seconds: float) -> None:
+    """Compute for so long, whatever the processor is."""
+    flat, begin = x.flatten(0, 1), time.thread_time()
+    while time.thread_time() - begin < seconds:
         flat.T.mm(flat)
 
 
@@ -200,7 +203,7 @@ def _between(engine: Engine, fault: Fault, step: int, kept: list[Any]) -> None:
     elif fault.kind == "blocked":
         model.sleep = numbers["seconds"]
     elif fault.kind == "work":
-        model.work = int(numbers["times"])
+        model.work = numbers["seconds"]
     elif fault.kind == "garbage" and step % int(numbers["every"]) == 0:
         gc.collect()
     elif fault.kind == "leak":

@@ -200,6 +200,14 @@ def test_what_slows_down_all_ranks_names_none_of_them(cause: Cause, runs: dict[i
     assert (found.cause, found.rank) == (cause, None)
 
 
+def test_a_few_steps_and_single_late_ones_say_nothing_of_the_link() -> None:
+    few = of_all({("backward", "all-gather"): 0.2})
+    assert findings({rank: replace(run, steps=run.steps[:12]) for rank, run in few.items()}) == []
+    late = record(9, {**USUAL, ("backward", "all-gather"): 3.0}, busy=0.034)
+    steps = [late if number % 10 == 9 else record(number, USUAL, busy=0.034) for number in range(1, 61)]
+    assert findings({rank: log([replace(s, step=n) for n, s in enumerate(steps, 1)]) for rank in (0, 1)}) == []
+
+
 def test_small_messages_say_nothing_of_the_link() -> None:
     assert findings(of_all({("backward", "all-gather"): 0.2}, sent={"all-gather over dp_shard": 10**4})) == []
 
@@ -264,12 +272,22 @@ def test_a_loss_that_rises_at_a_load_is_named_with_what_was_left_out() -> None:
 def test_a_load_amid_a_run_without_the_optimizer_is_named_though_the_loss_does_not_rise() -> None:
     (found,) = findings({0: loaded(("optimizer",), 2.01)})
     assert found.cause is Cause.RESUME
-    assert "went on in step 30 from a checkpoint whose optimizer state was not loaded" in found.text
+    assert "went on in step 30 from a checkpoint, and its optimizer state was not loaded" in found.text
     assert findings({0: loaded(("scheduler",), 2.01)}) == []
+
+
+def test_a_load_amid_a_run_after_which_the_rate_is_ten_times_another_is_named() -> None:
+    for rate in (3.0, 0.01):
+        (found,) = findings({0: loaded((), 2.01, rate=rate)})
+        assert found.cause is Cause.RESUME
+        assert f"from a checkpoint, and the learning rate is {rate:g} where it was 0.1" in found.text
+    assert findings({0: loaded((), 2.01, rate=0.5)}) == []
 
 
 def test_memory_that_grows_is_named_with_its_rank() -> None:
     growing = {number: {"host": {"resident": 5e8 + 4e6 * number}} for number in range(1, 61)}
     (found,) = findings({0: odd({}), 1: odd(growing)})
     assert (found.cause, found.rank) == (Cause.LEAK, 1)
+    settling = {number: {"host": {"resident": 5e8 + 2e8 * (1 - 0.9**number)}} for number in range(1, 61)}
+    assert findings({0: odd({}), 1: odd(settling)}) == []
     assert "by 3.8" in found.text

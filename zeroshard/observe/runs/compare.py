@@ -105,13 +105,12 @@ class Comparison:
                 found[component] = found.get(component, 0.0) + min(one[component] for one in of_ranks)
         return {component: seconds / len(self.numbers) for component, seconds in found.items()}
 
-    def exposed(self) -> float:
-        """Mean seconds of a step that even the rank that comes last waits for collectives."""
-        least = [
+    def exposed(self) -> list[float]:
+        """Seconds by step that even the rank that comes last waits for collectives."""
+        return [
             min(collective_seconds(side.components[place]) for side in self.sides.values())
             for place in range(len(self.numbers))
         ]
-        return fmean(least)
 
     def figure(self, rank: int, name: str, steps: Sequence[int]) -> float:
         """Mean of a figure of the host over steps by their places; 0.0 where it is not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from zeroshard.observe.host import BETWEEN, DATA, GARBAGE, LINK, UPDATE
 from zeroshard.observe.record import StepRecord
@@ -77,7 +77,7 @@ def _waiting(ranks: Mapping[int, Run]) -> Iterator[str]:
     compared = Comparison(ranks)
     if compared.numbers and any(map(collective_seconds, compared.sides[min(ranks)].components)):
         late = mean_imbalance(compared)
-        waited = ms(compared.exposed() + late)
+        waited = ms(fmean(compared.exposed()) + late)
         yield f"a rank waits {waited} of a step in collectives (mean), {ms(late)} of it for the slowest rank"
 
 

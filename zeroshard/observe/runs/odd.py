@@ -18,7 +18,7 @@ _LOOP = 8
 _AROUND = 16
 """Norms before and after a step with which it is compared; they fall by themselves as a model learns."""
 _JUMP, _JUMP_SHARE, _FEWEST, _JUMP_STEPS = 4.0, 0.1, 4, 6
-_LEAK_SHARE, _LEAK_BYTES, _TENTHS, _RISING = 0.1, 32 << 20, 10, 8
+_LEAK_SHARE, _LEAK_BYTES, _TENTHS, _RISING, _LATELY = 0.1, 32 << 20, 10, 8, 0.2
 MIB = 2**20
 
 
@@ -112,18 +112,10 @@ def _jump(load: Load) -> Iterator[Finding]:
         return
     rise = fmean(after) - fmean(before)
     if rise < max(_JUMP * pstdev(before), _JUMP_SHARE * abs(fmean(before))):
-        if "optimizer" in load.left_out and load.after[0].step == load.before[-1].step + 1:
-            yield Finding(
-                Cause.RESUME,
-                f"the run went on in step {load.after[0].step} from a checkpoint whose optimizer state was not loaded "
-                f"(load_optimizer_states=False): its moments begin anew. The loss is {fmean(after):.4g} in the steps "
-                f"after it, where it was {fmean(before):.4g} before",
-            )
+        yield from _went_on(load, fmean(before), fmean(after))
         return
     reasons = [f"the {part} was not loaded" for part in load.left_out]
-    rates = load.before[-1].rates, load.after[0].rates
-    if rates[0] and rates[1] and not 0.5 < rates[1][0] / (rates[0][0] or math.nan) < 2:
-        reasons.append(f"the learning rate is {rates[1][0]:g} where it was {rates[0][0]:g}")
+    reasons += _other_rate(load, 2)
     why = " and ".join(reasons) or (
         "everything was loaded; look at the data's order, at what the script sets anew after the load, and whether the "
         "model is the same"
@@ -133,6 +125,29 @@ def _jump(load: Load) -> Iterator[Finding]:
         f"the loss is {fmean(after):.4g} in the steps after the load of a checkpoint, from step {load.after[0].step} "
         f"on, where it was {fmean(before):.4g} before: {why}",
     )
+
+
+def _went_on(load: Load, before: float, after: float) -> Iterator[Finding]:
+    """A load amid a run that changed what trains it, though the loss did not rise."""
+    if load.after[0].step != load.before[-1].step + 1:
+        return
+    reasons = _other_rate(load, 10)
+    if "optimizer" in load.left_out:
+        reasons.append("its optimizer state was not loaded (load_optimizer_states=False): its moments begin anew")
+    if reasons:
+        yield Finding(
+            Cause.RESUME,
+            f"the run went on in step {load.after[0].step} from a checkpoint, and {' and '.join(reasons)}. The loss is "
+            f"{after:.4g} in the steps after it, where it was {before:.4g} before",
+        )
+
+
+def _other_rate(load: Load, times: float) -> list[str]:
+    """In words that the learning rate is another one after a load, so many times as high or as low."""
+    (before, *_), (after, *_) = (step.rates or (0.0,) for step in (load.before[-1], load.after[0]))
+    if not before or not after or 1 / times < after / before < times:
+        return []
+    return [f"the learning rate is {after:g} where it was {before:g}"]
 
 
 def _losses(steps: Sequence[StepRecord]) -> list[float]:
@@ -146,7 +161,8 @@ def _leak(rank: int, steps: Sequence[StepRecord]) -> Iterator[Finding]:
     tenths = [median(sizes[len(sizes) * i // _TENTHS : len(sizes) * (i + 1) // _TENTHS]) for i in range(_TENTHS)]
     grown = tenths[-1] - tenths[0]
     rising = sum(b > a for a, b in itertools.pairwise(tenths))
-    if rising >= _RISING and grown > max(_LEAK_BYTES, _LEAK_SHARE * tenths[0]):
+    lately = tenths[-1] - tenths[-1 - _TENTHS // 3]  # an allocator's pools grow at the beginning, a leak all the time
+    if rising >= _RISING and grown > max(_LEAK_BYTES, _LEAK_SHARE * tenths[0]) and lately > _LATELY * grown:
         yield Finding(
             Cause.LEAK,
             f"the memory of rank {rank}'s process grows, by {grown / len(sizes) / MIB * 10 / 9:.2f} MiB a step, from "

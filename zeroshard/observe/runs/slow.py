@@ -26,8 +26,9 @@ CLEAR, CLEAR_LEAST, CLEAR_COUNT = 0.2, 3e-3, 10
 _MORE_TOKENS = 1.15
 _QUEUED, _BLOCKED, _FAULTS = 0.4, 0.5, 8.0
 _DATA, _GARBAGE, _DISK, _SCRIPT, _SAVING, _EXPOSED = 0.15, 0.05, 0.25, 0.3, 0.15, 0.4
-_SLOW_LINK, _LEAST_PAYLOAD = 100e6, 32 << 10
-"""Bytes per second below which a link is called slow, of collectives whose payload is at least so many bytes."""
+_SLOW_LINK, _LEAST_PAYLOAD, _LINK_COUNT = 100e6, 32 << 10, 10
+"""Bytes per second below which a link is called slow, of collectives whose payload is at least so many bytes, in so
+many steps."""
 _CURES = {
     Cause.TOKENS: "Give all ranks as many, by packing or by sorting sequences by length",
     Cause.GARBAGE: "Call gc.freeze() after the start, collect between steps on all ranks at once, or raise "
@@ -161,8 +162,10 @@ def _disk(compared: Comparison, common: Mapping[Component, float]) -> Iterator[F
 
 
 def _link(compared: Comparison, run: Run) -> Iterator[Finding]:
-    exposed, nbytes, calls = compared.exposed(), sum(run.sent.values()), sum(run.calls.values())
-    if len(compared.sides) < run.ranks or exposed < _EXPOSED * compared.usual or not calls:
+    if len(compared.sides) < run.ranks or len(compared.numbers) < _LINK_COUNT:
+        return  # the first steps of a run wait for ranks that still load and compile
+    exposed, nbytes, calls = median(compared.exposed()), sum(run.sent.values()), sum(run.calls.values())
+    if exposed < _EXPOSED * compared.usual or not calls:
         return
     if nbytes / calls >= _LEAST_PAYLOAD and nbytes / exposed < _SLOW_LINK:
         text = (
@@ -179,4 +182,4 @@ def mean_imbalance(compared: Comparison) -> float:
     if not compared.numbers:
         return 0.0
     waits = [fmean(map(collective_seconds, side.components)) for side in compared.sides.values()]
-    return max(fmean(waits) - compared.exposed(), 0.0)
+    return max(fmean(waits) - fmean(compared.exposed()), 0.0)
