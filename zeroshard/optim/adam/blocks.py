@@ -4,10 +4,12 @@
     codes      [ one or half a byte for each        ]
     scale      [ sa            | sb            | ... ]     the block's largest absolute value
 
-The codes are those of torchao's optimizers, made and read by its own functions: a code is an index into a table of
-values between -1 and 1, which are multiplied by the block's scale (Dettmers et al. 2021, arXiv:2110.02861, section 2;
-4 bits: Li et al. 2023, arXiv:2309.01507). In the plan no block crosses a border of parameters or of shards, so a value
-does not depend on the number of ranks. Rejected: a quantizer of our own, which would define the same numbers again.
+The codes are those of torchao's optimizers: a code is an index into its table of values between -1 and 1, which are
+multiplied by the block's scale (Dettmers et al. 2021, arXiv:2110.02861, section 2; 4 bits: Li et al. 2023,
+arXiv:2309.01507). In the plan no block crosses a border of parameters or of shards, so a value does not depend on the
+number of ranks. torchao's own functions make and read codes of 4 bits, and read those of 8. Those of 8 bits are found
+in its table by one search per element, to the same codes: torchao's takes some 50 operations on 8-byte integers, which
+is what an update would spend its time on. Rejected: a table of our own, which would define the same numbers again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from zeroshard.optim.saved_state import PackedState, StoredValues
 from zeroshard.plan.placement import Blocks
 from zeroshard.tiers import Row, RowInPlace, RowPart, clear, loaded, store
 
+_LEAST_SCALE = 1e-12
+"""torchao's, for blocks of zeros."""
+_BELOW_ALL = -2.0
 _CLASSES = {8: ("torchao.optim.subclass_8bit", "OptimState8bit"), 4: ("torchao.optim.subclass_4bit", "OptimState4bit")}
 
 
@@ -40,6 +45,26 @@ def require_torchao(bits: int, what: str) -> Any:
             f"{what} keeps its moments in {bits} bits with torchao, which can't be used here ({error}): "
             "pip install torchao, or use AdamW, or Lion for less state"
         ) from None
+
+
+def half_gaps(table: torch.Tensor) -> torch.Tensor:
+    """How far above each value of a sorted table the next code begins; 0 for the last."""
+    return (torch.cat((table[1:], table[-1:])) - table) * 0.5
+
+
+def encode_8_bits(
+    values: torch.Tensor, table: torch.Tensor, halves: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Write the codes and scales that torchao makes of float32 `values` (n,), whole blocks; `halves` is `half_gaps`."""
+    blocks = values.view(len(scale), -1)
+    torch.amax(blocks.abs(), -1, out=scale)
+    scale.clamp_(min=_LEAST_SCALE)
+    shares = (blocks / scale.view(-1, 1)).view(-1)
+    # The last code whose value is not above the share; that of NaN is the first, as in torchao.
+    below = torch.bucketize(shares.nan_to_num(nan=_BELOW_ALL), table, right=True, out_int32=True)
+    below.sub_(1).clamp_(min=0)
+    above = shares.sub_(table[below]) >= halves[below]
+    codes.copy_(below.add_(above).clamp_(max=len(table) - 1))
 
 
 class BlockedState:
@@ -65,6 +90,7 @@ class BlockedState:
         self._kind = require_torchao(blocks.bits, what)
         self._blocks, self._signed = blocks, signed
         self._table: torch.Tensor = self._kind.zeros((blocks.size,), signed, blocks.size, device).qmap
+        self._halves = half_gaps(self._table)
         new = allocate or (lambda count, dtype: RowInPlace(torch.zeros(count, dtype=dtype, device=device)))
         self.codes = new(blocks.code_nbytes(numel), torch.uint8)
         self.scale = new(numel // blocks.size, torch.float32)
@@ -76,7 +102,10 @@ class BlockedState:
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Write codes and scales of float32 `values`, whole blocks, all on the device."""
-        self._view(codes, scale).copy_(values)
+        if self._blocks.bits == 8:
+            encode_8_bits(values, self._table, self._halves, codes, scale)
+        else:
+            self._view(codes, scale).copy_(values)
 
     def packed(self, low: int, high: int) -> PackedState:
         """Elements [low, high) for checkpoints and for access by name; both ends are borders of blocks."""

@@ -55,7 +55,7 @@ KINDS: Mapping[str, Kind] = {
     "AdamW4bit": Kind(ADAMW, 4, 1e-2),
 }
 """The names are torchao's, and Adam's decay is coupled, as there."""
-_PART_NUMEL = 1 << 21
+_PART_NUMEL = 1 << 22
 _SIGNED = (True, False)
 
 
