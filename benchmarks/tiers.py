@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     compute = compute_floor(setting, clock)
     make_room(args, clock)
     row = train(setting, args, rates, compute, clock)
-    dist.destroy_process_group()
-    print(table(row))
+    print(table(row), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
     return 0
 
 
@@ -212,7 +212,7 @@ def train(
     trainer.abandon()  # closing would copy the master weights on disk to host memory
     try:
         rates.append(disk_rate(args.path, args.probe_gib, clock))
-    except PlanError as error:
+    except (PlanError, OSError) as error:
         clock.say(f"disk: not measured again: {error}")
     rate = statistics.mean(rates)
     floor = max(compute, disk := disk_traffic(plan).total / rate)
