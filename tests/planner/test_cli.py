@@ -122,7 +122,8 @@ def test_moments_in_few_bits_are_planned_wherever_they_can_rest_and_what_can_not
     path = tmp_path / "bits.json"
     optimizer = {"type": "AdamW8bit", "params": {"lr": 1e-4}}
     path.write_text(json.dumps({"bf16": {"enabled": True}, "train_batch_size": 2, "optimizer": optimizer}))
-    found = _json("--cluster", "2xH100", "--config", str(path), "--checkpointing", "off")
+    many = ("--host-cores", "64")  # with which the processor would update float32 moments
+    found = _json("--cluster", "2xH100", "--config", str(path), "--checkpointing", "off", *many)
     assert {row["offload"] for row in found["rows"]} == {"none", "cpu", "cpu+param", "nvme"}
     assert {row["updated_by"] for row in found["rows"] if row["offload"] != "none"} == {"streamed"}
     assert any("No rows with offload nvme+param: parameters on disk are updated by" in note for note in found["notes"])

@@ -103,7 +103,8 @@ class Request:
         work = self.work if samples in (None, self.micro) else replace(self.work, samples=samples or 1)
         count = self.accumulation * self.micro // work.samples
         recipe = read.recipe
-        if self.update is not None and setting.offload is not Offload.NONE:
+        # The processor has no kernel for moments in few bits, as the engine knows too.
+        if self.update is not None and setting.offload is not Offload.NONE and recipe.blocks is None:
             recipe = replace(recipe, offload=replace(recipe.offload or HostState(), update=self.update))
         return make_row(
             work,
