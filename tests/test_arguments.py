@@ -71,6 +71,7 @@ OTHERS: dict[str, tuple[Callable[[], object], str]] = {
     "a dtype": (lambda: z.OnDevice("bf16"), "OnDevice: a floating-point dtype .* got 'bf16'"),  # type: ignore[arg-type]
     "a device": (lambda: z.OnDevice(torch.float32, device="moon"), "no device 'moon'"),
     "matrices": (lambda: z.MuonAdamW(3), "MuonAdamW: .* got 3"),  # type: ignore[arg-type]
+    "factors": (lambda: z.Dion(3), "Dion: .* got 3"),  # type: ignore[arg-type]
 }
 
 

@@ -102,8 +102,8 @@ def test_sgd_takes_its_own_parameters() -> None:
         (optimizer("xyz"), 'unknown type "xyz"; use one of Adam, AdamW, SGD, Adagrad'),
         (
             {"optimizer": {"type": 3}},
-            "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, "
-            "Adam8bit, AdamW8bit, Adam4bit, AdamW4bit, not 3",
+            "must be one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, Lamb, Muon, Dion, OneBitAdam, OneBitLamb, "
+            "ZeroOneAdam, Adam8bit, AdamW8bit, Adam4bit, AdamW4bit, not 3",
         ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing, but optimizer.params.lr"),
         ({"optimizer": {"params": {}}}, "optimizer.type (config): is missing, but params is there; name the type"),
@@ -115,6 +115,8 @@ def test_sgd_takes_its_own_parameters() -> None:
             "min_coeff (config): must be at most max_coeff, which is 1, not 2",
         ),
         (optimizer("Muon", ns_method="svd"), '"gram" or "standard", not "svd"'),
+        (optimizer("Dion", rank_fraction=0), "must be a number above 0, and at most 1, not 0"),
+        (optimizer("Dion", mu=-0.1), "must be a number of at least 0"),
         (
             {**optimizer("OneBitAdam"), "gradient_clipping": 1.0},
             "gradient_clipping (config): must be 0 with OneBitAdam: after its warm-up",

@@ -1,4 +1,6 @@
-"""Optimizers that torch lacks, or that see whole parameters: sharded they equal plain unsharded ones, bit for bit.
+"""Optimizers that torch lacks, or that see whole parameters: sharded they equal plain unsharded ones.
+
+All are equal bit for bit, but those whose updates depend on sums over ranks (`FAR`).
 
 Only two batches have a gradient that is not zero. A sum of two numbers and zeros does not depend on the order, so
 nothing may differ at any world size, although Muon would blow the slightest difference up.
@@ -19,11 +21,11 @@ from torch import nn
 import zeroshard
 from tests.support.cases import sample
 from tests.support.distributed import run_ranks
+from tests.support.matrix_models import CASES, MatrixModel, matrix_groups, matrix_loss, two_ranks
 from tests.support.measure import forget_sent, held_bytes, sent
-from tests.support.models import WIDTH, Batch, Task
-from tests.support.references import PlainLamb, PlainLion, PlainMuon
+from tests.support.models import Batch
+from tests.support.references import PlainDion, PlainLamb, PlainLion, PlainMuon
 from tests.support.training import (
-    Setting,
     assert_close,
     assert_same,
     build,
@@ -44,10 +46,12 @@ from zeroshard.engine.step.stepper import HostStepper
 from zeroshard.errors import PlanError
 from zeroshard.optim.clients import client_source
 from zeroshard.optim.configured import configured_source
+from zeroshard.optim.dion.source import DION
 from zeroshard.optim.lamb import LambUpdate
 from zeroshard.optim.loss_scale import LossScaler
+from zeroshard.optim.matrix_groups import device_update
 from zeroshard.optim.muon.newton_schulz import orthogonalize
-from zeroshard.optim.muon.source import device_update
+from zeroshard.optim.muon.source import MUON
 from zeroshard.optim.muon.update import MatrixUpdate
 from zeroshard.optim.optimizer import ShardedOptimizer
 from zeroshard.optim.parts import part_of
@@ -62,59 +66,6 @@ from zeroshard.plan.traffic import step_traffic
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class _Block(nn.Module):
-    """A wide and a tall matrix, a stack of matrices, a convolution's weight, a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 37), nn.Linear(37, WIDTH)
-        self.experts = nn.Parameter(torch.randn(3, WIDTH, 5) * 0.1)
-        self.conv = nn.Conv1d(1, 1, 3, padding=1)
-        self.kernel = nn.Parameter(torch.randn(4, 2, 2, 2) * 0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
-        x = x + (x @ self.experts).sum(0).sum(-1, keepdim=True) + self.kernel.sum() * self.kernel.std()
-        return self.conv(x[:, None])[:, 0]
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(_Block() for _ in range(3))
-        self.lm_head = nn.Linear(WIDTH, 7)
-        self.blocks[1].up.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, used: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
-        x = self.inp(x)
-        for index in used:
-            x = self.blocks[index](x)
-        return self.lm_head(x)
-
-
-def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Block 2 has no gradient in step 1."""
-    return model(batch.normal(3, WIDTH), (0, 1) if batch.step == 1 else (0, 1, 2)).float().square().mean()
-
-
-def _two_ranks(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Ranks from 2 on have gradients that are zero."""
-    return _loss(model, batch) * (1.0 if batch.rank < 2 else 0.0)
-
-
-def _two_batches(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Of all micro-batches of all ranks only two have gradients that are not zero."""
-    return _loss(model, batch) * (1.0 if batch.rank == batch.micro else 0.0)
-
-
-CASES = (
-    (Task(_Model, _two_ranks), Setting(steps=4)),
-    (Task(_Model, _two_batches), Setting(steps=3, micro=2, clip=0.5)),
-)
-
-
 def _two_groups(model: nn.Module, **second: Any) -> list[dict[str, Any]]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
@@ -124,18 +75,12 @@ def _two_groups(model: nn.Module, **second: Any) -> list[dict[str, Any]]:
 
 
 def _muon_groups(model: nn.Module, **matrix: Any) -> list[dict[str, Any]]:
-    """Two groups of matrices with other rates, and the rest."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = [(name, p) for name, p in named if p.dim() > 1 and "lm_head" not in name]
-    chosen = {id(p) for _, p in hidden}
     common = {"momentum": 0.9, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "adjust_lr_fn": None, **matrix}
-    first = [p for name, p in hidden if "down" in name]
-    second = [p for name, p in hidden if "down" not in name]
-    return [
-        {"params": first, "use_muon": True, "lr": 0.02, **common},
-        {"params": [p for _, p in named if id(p) not in chosen], "use_muon": False, **ADAM},
-        {"params": second, "use_muon": True, "lr": 0.01, **common},
-    ]
+    return matrix_groups(model, "use_muon", common, ADAM)
+
+
+def _dion_groups(model: nn.Module, rank_fraction: float = 0.5) -> list[dict[str, Any]]:
+    return matrix_groups(model, "use_dion", {"mu": 0.9, "weight_decay": 0.1, "rank_fraction": rank_fraction}, ADAM)
 
 
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.01}
@@ -158,6 +103,11 @@ PAIRS: dict[str, tuple[Make, Make]] = {
         lambda m: PlainLamb(_two_groups(m, lr=0.02), **LAMB, **OTHER_BOUNDS),
     ),
     "Muon": (lambda m: zeroshard.MuonAdamW(_muon_groups(m)), lambda m: PlainMuon(_muon_groups(m))),
+    "Dion": (lambda m: zeroshard.Dion(_dion_groups(m)), lambda m: PlainDion(_dion_groups(m))),
+    "Dion of full rank": (
+        lambda m: zeroshard.Dion(_dion_groups(m, rank_fraction=1.0)),
+        lambda m: PlainDion(_dion_groups(m, rank_fraction=1.0)),
+    ),
     "Muon as AdamW": (
         lambda m: zeroshard.MuonAdamW(_muon_groups(m, adjust_lr_fn="match_rms_adamw", nesterov=False)),
         lambda m: PlainMuon(_muon_groups(m, adjust_lr_fn="match_rms_adamw", nesterov=False)),
@@ -165,7 +115,13 @@ PAIRS: dict[str, tuple[Make, Make]] = {
 }
 
 
-MAIN = ("Lion", "Lamb", "Muon")
+MAIN = ("Lion", "Lamb", "Muon", "Dion")
+FAR = {"Lamb": 5e-7, "Lamb bounded": 5e-7, "Dion": 5e-6, "Dion of full rank": 5e-4}
+"""How far a parameter may be from the reference: norms and factors are sums, whose order depends on the sharding.
+
+Dion's are float64, and its state is that of the reference but for a last digit here and there, which changes the next
+gradient. A direction along which the momentum is a hundredth of its largest turns a hundred times as far.
+"""
 
 
 def _equal(rank: int, world: int, stages: tuple[int, ...], names: tuple[str, ...]) -> int:
@@ -178,8 +134,8 @@ def _equal(rank: int, world: int, stages: tuple[int, ...], names: tuple[str, ...
             for stage in stages if name in MAIN else stages[-1:]:
                 outcome = train_sharded(task, replace(setting, optimizer=ours, plan=stage), rank)
                 what = f"{name}, stage {stage}, micro {setting.micro}"
-                if "Lamb" in name:  # its norms are sums, whose order depends on the sharding
-                    assert_close(outcome.parameters, reference.parameters, 5e-7, what)
+                if name in FAR:
+                    assert_close(outcome.parameters, reference.parameters, FAR[name], what)
                 else:
                     assert_same(outcome.parameters, reference.parameters, what)
                 checked += 1
@@ -187,31 +143,31 @@ def _equal(rank: int, world: int, stages: tuple[int, ...], names: tuple[str, ...
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_each_equals_its_unsharded_reference_bit_for_bit(world: int) -> None:
+def test_each_equals_its_unsharded_reference(world: int) -> None:
     stages = {1: (3,), 2: (0, 1, 2, 3), 3: (1,), 4: (2,)}[world]
     checked = run_ranks(world, _equal, stages, tuple(PAIRS) if world == 2 else MAIN)
-    assert checked == [{1: 3, 2: 28, 3: 3, 4: 3}[world]] * world
+    assert checked == [{1: 4, 2: 38, 3: 4, 4: 4}[world]] * world
 
 
 def _in_subgroups(rank: int, world: int) -> None:
     """State divided within pairs of ranks, each pair holding all of it."""
     task, setting = CASES[0]
     recipe = Recipe(Sharding(param=True, grad=True, state=True, axes=("dp_shard",)))
-    for name in ("Lamb", "Muon"):
+    for name in ("Lamb", "Muon", "Dion"):
         ours, plain = PAIRS[name]
         reference = shared_reference(task, replace(setting, optimizer=plain, steps=3), world)
         model = build(task)
         _, optimizer = zeroshard.shard(model, ours(model), plan=recipe, shard_size=2)
         for step in range(3):
             forget_sent(model)
-            _two_ranks(model, Batch(step, 0, rank)).backward()
+            two_ranks(model, Batch(step, 0, rank)).backward()
             optimizer.step()
         assert sent(model) == step_traffic(zeroshard.plan_of(model)), name
-        assert_close(full_parameters(model), reference.parameters, 5e-7, name)
+        assert_close(full_parameters(model), reference.parameters, FAR.get(name, 5e-7), name)
         zeroshard.close(model)
 
 
-def test_lamb_and_muon_over_state_that_is_divided_within_subgroups() -> None:
+def test_lamb_muon_and_dion_over_state_that_is_divided_within_subgroups() -> None:
     run_ranks(4, _in_subgroups)
 
 
@@ -226,7 +182,7 @@ def _planned(rank: int, world: int) -> list[int]:
             assert Plan.from_json(first.to_json()) == first
             for _ in range(3):
                 forget_sent(model)
-                _loss(model, Batch(0, 0, rank)).backward()
+                matrix_loss(model, Batch(0, 0, rank)).backward()
                 optimizer.step()
             plan = zeroshard.plan_of(model)
             assert sent(model) == step_traffic(plan), (name, stage)
@@ -264,7 +220,8 @@ def test_what_lamb_and_muon_send_and_hold_is_in_the_plan(world: int) -> None:
 
 def _on_device(rank: int, world: int) -> None:
     """The step whose host knows nothing gives what the host's step gives; here on the CPU."""
-    for name in ("Lamb", "Muon"):
+    kinds = {"Muon": MUON, "Dion": DION}
+    for name in ("Lamb", "Muon", "Dion"):
         for stage in (0, 3):
             ends: list[dict[str, torch.Tensor]] = []
             for on_device in (False, True):
@@ -275,17 +232,18 @@ def _on_device(rank: int, world: int) -> None:
                 mark_parameters(handle)
                 context = make_update_context(handle, source.groups)
                 if on_device:
-                    update = LambUpdate(context) if name == "Lamb" else device_update(context, source.groups)
+                    kind = kinds.get(name)
+                    update = LambUpdate(context) if kind is None else device_update(kind, context, source.groups)
                     stepper: StepperBase = DeviceStepper(handle, update, None)
                 else:
                     stepper = HostStepper(handle, source.update(context), None)
                 optimizer = ShardedOptimizer(source.groups, source.defaults, stepper, name)
                 for step in range(3):
-                    _two_ranks(model, Batch(step, 0, rank)).backward()
+                    two_ranks(model, Batch(step, 0, rank)).backward()
                     optimizer.step()
                 ends.append(full_parameters(model))
                 zeroshard.close(model)
-            assert_close(ends[1], ends[0], 1e-6, f"{name} at stage {stage}")
+            assert_close(ends[1], ends[0], max(1e-6, FAR.get(name, 0.0)), f"{name} at stage {stage}")
 
 
 def test_the_step_without_a_host_gives_the_same() -> None:
@@ -304,7 +262,7 @@ def _skips(rank: int, world: int) -> None:
                 scaler = LossScaler("cpu", dynamic=False, initial=64.0)
                 _, optimizer = zeroshard.shard(model, PAIRS[name][0](model), plan=recipe, scaler=scaler)
                 for step in steps:
-                    loss = _loss(model, Batch(abs(step), 0, rank)) * float(scaler.scale)
+                    loss = matrix_loss(model, Batch(abs(step), 0, rank)) * float(scaler.scale)
                     (loss * math.inf if step < 0 and rank == 0 else loss).backward()
                     optimizer.step()
                 ends.append(full_parameters(model))
@@ -328,7 +286,7 @@ def _resume(rank: int, world: int, folder: str) -> None:
                     engine.destroy()
                     engine = _engine(name, params)
                     engine.load_checkpoint(folder, tag=name)
-                engine.backward(_two_ranks(engine, Batch(2 * step, 0, rank)))
+                engine.backward(two_ranks(engine, Batch(2 * step, 0, rank)))
                 engine.step()
             ends.append(full_parameters(engine.module))
             engine.destroy()
@@ -341,6 +299,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "RMSprop": {"momentum": 0.9, "centered": True},
     "Lamb": {"weight_decay": 0.01, "max_coeff": 0.5},
     "Muon": {"lr": 1e-3, "muon_lr": 0.02, "weight_decay": 0.1},
+    "Dion": {"lr": 0.02, "adam_lr": 1e-3, "rank_fraction": 0.5},
 }
 
 
@@ -359,7 +318,7 @@ def test_each_is_named_by_a_config_and_resumes_from_a_checkpoint(tmp_path: Path)
 
 
 def test_the_config_of_muon_gives_each_kind_its_rate_and_leaves_the_head_to_adam() -> None:
-    model = _Model()
+    model = MatrixModel()
     vars(model.inp.weight)["use_muon"] = False
     names = {id(p): name for name, p in model.named_parameters()}
     config = load_config(
@@ -388,7 +347,7 @@ def test_the_gram_method_is_the_standard_method_with_less_rounding(shape: tuple[
 
 
 def test_groups_that_make_no_sense_are_refused() -> None:
-    model = _Model()
+    model = MatrixModel()
     vectors = [p for p in model.parameters() if p.dim() == 1]
     with pytest.raises(PlanError, match="'use_muon': True and a parameter of shape"):
         zeroshard.shard(model, zeroshard.MuonAdamW([{"params": vectors, "use_muon": True}]))

@@ -212,8 +212,9 @@ def test_subgroups_that_mean_nothing_are_refused_by_name(zero: dict[str, Any], s
 
 def _with_muon(rank: int, world: int) -> None:
     model, mesh = build(TASK), Mesh.data_parallel(world, 2)
-    with pytest.raises(PlanError, match="Muon"):
-        zeroshard.shard(model, zeroshard.MuonAdamW(model.named_parameters()), plan=_recipe(mesh), mesh=mesh)
+    for optimizer in (zeroshard.MuonAdamW, zeroshard.Dion):
+        with pytest.raises(PlanError, match=optimizer.__name__.removesuffix("AdamW")):
+            zeroshard.shard(model, optimizer(model.named_parameters()), plan=_recipe(mesh), mesh=mesh)
 
 
 def test_optimizers_of_whole_matrices_are_refused() -> None:

@@ -155,6 +155,7 @@ CASES: dict[str, Case] = {
     },
     "Lion": Case(_optimizer("Lion", lr=1e-4), far=1e-3),  # signs of gradients that are nothing but roundings
     "Muon": Case(_optimizer("Muon", lr=1e-3), far=1e-2),  # orthogonalized in bf16
+    "Dion": Case(_optimizer("Dion", lr=1e-3), far=1e-2),  # small directions of the momentum turn with its last digits
     "AdamW at stage 1": Case({**_optimizer("AdamW", 1, lr=1e-3, eps=1e-6), "bf16": {"enabled": True}}, far=2e-2),
     **{
         kind: Case({**_optimizer(kind, stage, lr=1e-4, eps=1e-3, **params), "gradient_clipping": 0.0}, far=1e-2)

@@ -29,6 +29,7 @@ CASES: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "communication_data_type": "fp32"},
     {"zero_optimization": {"stage": 3, **WHOLE, "zero_quantized_weights": True}},
     {"zero_optimization": {"stage": 3, **WHOLE}, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
+    {"zero_optimization": {"stage": 3, **WHOLE}, "optimizer": {"type": "Dion", "params": {"lr": 1e-3}}},
 ]
 
 

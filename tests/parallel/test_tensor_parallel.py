@@ -164,8 +164,10 @@ def _refused(rank: int, world: int) -> None:
     with pytest.raises(PlanError, match=r"divided over 2 ranks of an axis 'tp', which is not in the mesh \(.*\)"):
         zeroshard.shard(divide(build(), tp), mesh=zeroshard.Mesh.data_parallel(2))
     model = divide(build(), tp)
-    with pytest.raises(PlanError, match=r"divided over 2 ranks of 'tp', but the optimizer \(Muon\) works on whole"):
+    with pytest.raises(PlanError, match=r"divided over 2 ranks of 'tp', but the optimizer \(Muon, Dion\) works"):
         zeroshard.shard(model, zeroshard.MuonAdamW(model.named_parameters()), mesh=mesh)
+    with pytest.raises(PlanError, match=r"divided over 2 ranks of 'tp', but the optimizer \(Muon, Dion\) works"):
+        zeroshard.shard(model, zeroshard.Dion(model.named_parameters()), mesh=mesh)
     data = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     sharded = parallelize_module(nn.Sequential(nn.Linear(4, 4)), data, {"0": ColwiseParallel()})
     with pytest.raises(PlanError, match=r"parameter '0.weight' is divided over 'dp_shard' already"):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.optim.dion.orthonormal import first_factor
+
 
 class _Plain(torch.optim.Optimizer):
     """Calls `update` for each parameter that has a gradient, with its own state and step number."""
@@ -86,6 +88,38 @@ class PlainMuon(_Plain):
         done = torch.stack([newton_schulz(matrix, hyper["ns_steps"]) for matrix in stack]).view(p.shape)
         p.mul_(1 - hyper["lr"] * hyper["weight_decay"])
         p.add_(done, alpha=-(hyper["lr"] * scale))
+
+
+class PlainDion(_Plain):
+    """arXiv:2504.05295, algorithm 1, for groups with `use_dion`, also for stacks of matrices; AdamW for others.
+
+    Left factors are made orthonormal by Householder reflections. Directions along which the momentum is 1e-5 of its
+    largest are left out: an orthonormal factor would make them, which are rounding, as large as the rest.
+    """
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:
+        if not hyper["use_dion"]:
+            _adamw(p, g, state, hyper)
+            return
+        stack = p.shape if p.dim() == 3 else (1, len(p), p.numel() // len(p))
+        batch, rows, columns = stack
+        rank = min(rows, columns, math.ceil(hyper["rank_fraction"] * min(rows, columns)))
+        if "m" not in state:
+            state["m"] = torch.zeros(stack)
+            state["q"] = list(first_factor(rank, batch, columns, p.device).transpose(0, 1))
+        state["m"].add_(g.view(stack))
+        p.mul_(1 - hyper["lr"] * hyper["weight_decay"])
+        for index in range(batch):
+            m, q = state["m"][index].double(), state["q"][index].double().T
+            left = torch.linalg.qr(m @ q).Q
+            right = m.T @ left
+            norms = right.norm(dim=0)
+            live = norms > 1e-5 * norms.max()
+            left = left * live
+            state["m"][index] = m - (1 - hyper["mu"]) * left @ right.T
+            following = torch.where(live, right / norms, q)
+            state["q"][index] = following.T.float()
+            p.view(stack)[index].sub_(hyper["lr"] * math.sqrt(rows / columns) * (left @ following.T).float())
 
 
 def _adamw(p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], hyper: dict[str, Any]) -> None:

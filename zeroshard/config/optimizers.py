@@ -197,6 +197,28 @@ class MuonParams(Section):
     ns_method: Annotated[Literal["gram", "standard"], one_of("gram", "standard")] = "gram"
 
 
+def _fraction(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise refuse("a number above 0, and at most 1", value)
+    return float(value)
+
+
+class DionParams(Section):
+    """Dion for hidden matrices (as Muon's), Adam for the rest, which has `adam_lr`. Decay is decoupled.
+
+    `rank_fraction` is the rank of the factors of an update, as a fraction of the lesser of rows and columns. A key of
+    zeroshard.
+    """
+
+    lr: NonNegative = 0.01
+    mu: Annotated[float, real(0)] = 0.95
+    rank_fraction: Annotated[float, BeforeValidator(_fraction)] = 0.25
+    weight_decay: NonNegative = 0.01
+    adam_lr: NonNegative = 3e-4
+    betas: Betas = (0.9, 0.95)
+    eps: NonNegative = 1e-10
+
+
 class _OneBitParams(_RootOfMomentParams):
     """What 1-bit optimizers share. `cuda_aware` and `comm_backend_name` have no effect: the process group is used."""
 
@@ -248,6 +270,7 @@ OPTIMIZERS: Mapping[str, type[Section]] = {
     "RMSprop": RmspropParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
+    "Dion": DionParams,
     "OneBitAdam": OneBitAdamParams,
     "OneBitLamb": OneBitLambParams,
     "ZeroOneAdam": ZeroOneAdamParams,

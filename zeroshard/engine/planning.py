@@ -8,7 +8,7 @@ This module adds to the recipe what depends on the machine and the optimizer; `p
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +95,8 @@ def _check_state_of(plan: Plan, source: Source | None) -> None:
                 f"unit {unit.label!r}: compressed is {group.compressed} in the plan, but {source.name} {what}; make "
                 f"the plan with Recipe(compressed={not group.compressed})"
             )
+        if group.factor_ranks and not source.factor_ranks:
+            raise PlanError(f"unit {unit.label!r}: factor_ranks of the plan are for Dion, not for {source.name}")
         copies = 0 if group.moments is None else group.moments.copies
         if copies != source.moments and not source.matrices:
             raise PlanError(
@@ -138,6 +140,7 @@ def _for_optimizer(recipe: Recipe, model: nn.Module, source: Source | None) -> R
         policy=sums,
         moments=source.moments,
         matrices=_names(model, source.matrices),
+        factor_ranks={name: source.factor_ranks[id(p)] for name, p in _named(model, source.factor_ranks)},
         compressed=source.compressed is not None,
         blocks=source.blocks,
     )
@@ -234,4 +237,9 @@ def _has_wide(model: nn.Module) -> bool:
 
 def _names(model: nn.Module, members: Collection[int]) -> tuple[str, ...]:
     """Names of the parameters whose id is in `members`."""
-    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in members)
+    return tuple(name for name, _ in _named(model, members))
+
+
+def _named(model: nn.Module, members: Collection[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters whose id is in `members`, with their names."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in members)

@@ -191,6 +191,6 @@ def check_elementwise(
             f"optimizer {kind.__name__} was allowed as untested, but a trial on a few numbers gave other values for a "
             "matrix than for the same numbers in two slices: its update of an element depends on other elements, and "
             "on sharded state it would compute something else than unsharded. Use plain torch without zeroshard, or an "
-            "optimizer of zeroshard that works on whole parameters (Lamb, MuonAdamW)"
+            "optimizer of zeroshard that works on whole parameters (Lamb, MuonAdamW, Dion)"
         )
     return 2

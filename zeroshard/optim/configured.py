@@ -7,8 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
+from zeroshard.optim.dion.source import DION, dion_source
 from zeroshard.optim.lamb import lamb_source
-from zeroshard.optim.muon.source import muon_source, split_groups
+from zeroshard.optim.matrix_groups import split_groups
+from zeroshard.optim.muon.source import MUON, muon_source
 from zeroshard.optim.onebit.source import onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import ADAGRAD, ADAM, ADAMW, LION, PLAIN_SGD, SGD, Rule, rmsprop_rule
@@ -46,6 +48,10 @@ def configured_source(
         )
     if kind == "Muon":
         return _muon(params, parameters, names)
+    if kind == "Dion":
+        matrix = {key: params[key] for key in DION.defaults}
+        other = {key: params[key] for key in ("betas", "eps", "weight_decay")} | {"lr": params["adam_lr"]}
+        return dion_source(split_groups(DION, as_groups(parameters), names, matrix, other))
     return rule_source(_rule(kind, params), parameters, _without(params, "adam_w_mode", "torch_adam", "amsgrad"))
 
 
@@ -68,7 +74,7 @@ def _muon(params: Mapping[str, Any], parameters: Sequence[Any], names: Mapping[i
         rate = params[own] if params[own] is not None else params["lr"]
         if rate is not None:
             options["lr"] = rate
-    return muon_source(split_groups(as_groups(parameters), names, matrix, other), "Muon")
+    return muon_source(split_groups(MUON, as_groups(parameters), names, matrix, other), "Muon")
 
 
 def _without(params: Mapping[str, Any], *names: str) -> dict[str, Any]:

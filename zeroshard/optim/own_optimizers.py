@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.arguments import need_kind
 from zeroshard.errors import UsageError
 from zeroshard.optim.adam.low_bit import KINDS, low_bit_source
+from zeroshard.optim.dion.source import DION, dion_source
 from zeroshard.optim.lamb import lamb_source
-from zeroshard.optim.muon.source import ADAM_DEFAULTS, MATRIX_DEFAULTS, muon_source, split_groups
+from zeroshard.optim.matrix_groups import ADAM_DEFAULTS, given_groups
+from zeroshard.optim.muon.source import MUON, muon_source
 from zeroshard.optim.onebit.source import FREEZE_STEP, onebit_source, zero_one_source
 from zeroshard.optim.onebit.zero_one import Policy
 from zeroshard.optim.rules import LION, Rule
@@ -189,24 +190,50 @@ class MuonAdamW(UnshardedOptimizer):
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         matrix = {
-            **MATRIX_DEFAULTS,
+            **MUON.defaults,
             **given,
             "ns_method": ns_method,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
         other = {**ADAM_DEFAULTS, "lr": adam_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        need_kind(params, Iterable, "MuonAdamW", "an iterable of parameters, of groups, or of names with parameters,")
-        items = list(params)
-        if items and isinstance(items[0], tuple):
-            names = {id(parameter): name for name, parameter in items}
-            items = split_groups([{"params": [parameter for _, parameter in items]}], names, matrix, other)
-        elif items and isinstance(items[0], dict):
-            items = [{**(matrix if group.get("use_muon") else other), **group} for group in items]
-        super().__init__(items, {})
+        super().__init__(given_groups(MUON, params, "MuonAdamW", matrix, other), {})
 
     def source(self) -> Source:
         return muon_source(self.param_groups, "MuonAdamW", self)
+
+
+class Dion(UnshardedOptimizer):
+    """Dion (Ahn et al. 2025, arXiv:2504.05295) for hidden matrices, AdamW for other parameters.
+
+    A matrix' update is a product of two orthonormal factors, of which the ranks sum up what each has.
+
+    Args:
+        params: `model.named_parameters()`, whose hidden matrices are found by shape and name; or groups that each have
+            'use_dion': True or False.
+        lr: rate of the matrices, which is multiplied by sqrt(rows/columns); `adam_lr` is that of other parameters. A
+            group may have its own.
+        mu: what an update leaves of the part of the momentum that it has used.
+        rank_fraction: rank of the factors, as a fraction of the lesser of rows and columns. A group may have its own.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.01,
+        mu: float = 0.95,
+        rank_fraction: float = 0.25,
+        weight_decay: float = 0.01,
+        adam_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+    ) -> None:
+        matrix = {"lr": lr, "mu": mu, "rank_fraction": rank_fraction, "weight_decay": weight_decay}
+        other = {**ADAM_DEFAULTS, "lr": adam_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(given_groups(DION, params, "Dion", matrix, other), {})
+
+    def source(self) -> Source:
+        return dion_source(self.param_groups, self)
 
 
 class OneBitAdam(UnshardedOptimizer):

@@ -60,6 +60,7 @@ class Region:
         blocks: the blocks in which the moments are kept in few bits; None if they are not.
         owners: per segment, the rank along the axis that computes the update of that matrix; () if updates are
             element-wise.
+        factor_ranks: per segment, the rank of the factors from which it is updated; () if it is not.
     """
 
     label: str
@@ -75,6 +76,7 @@ class Region:
     divided: bool = False
     blocks: Blocks | None = None
     owners: Sequence[int] = ()
+    factor_ranks: Sequence[int] = ()
     state_dtype: torch.dtype = torch.float32
     whole_grad: Callable[[], torch.Tensor] | None = None
     allocate: Callable[[int, torch.dtype], Row] | None = None

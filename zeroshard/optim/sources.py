@@ -7,7 +7,7 @@ it is one of zeroshard's own (`own_optimizers`). The update itself is made later
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,6 +44,7 @@ class Source:
         split_master: whether `on_device` supports master weights as the remainder beside bfloat16 parameters.
         blocks: the blocks in which it keeps moments in few bits, for suitable parameters; None if it does not.
         matrices: ids of the parameters that are updated as whole matrices, with one state tensor each.
+        factor_ranks: ids of the parameters that are updated from low-rank factors, and the ranks of these.
         compressed: makes the update that averages momentum in compressed form; `update` is not used then.
         parameter_sums: number of float64 values per parameter that a step sums over the ranks.
         parameter_maxima: number of float64 values per parameter whose maximum over the ranks a compressed step takes.
@@ -63,6 +64,7 @@ class Source:
     split_master: bool = False
     blocks: Blocks | None = None
     matrices: frozenset[int] = frozenset()
+    factor_ranks: Mapping[int, int] = field(default_factory=dict)
     parameter_sums: int = 0
     parameter_maxima: int = 0
     compressed: Callable[[UpdateContext], CompressedUpdate] | None = None

@@ -46,6 +46,7 @@ def _group_text(group: GroupPlan) -> str:
         found.append("updated in parts" if group.update_axes else "updated whole")
         found.append(f"{0 if moments is None else moments.copies} moments")
     codes = (group.codes, group.differences, group.hops, group.owners, group.compressed, group.scale_block)
+    codes = (*codes, group.factor_ranks) if group.factor_ranks else codes
     if any(codes):
         found.append(_short(codes))
     return ", ".join(found)

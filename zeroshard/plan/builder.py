@@ -17,6 +17,7 @@ from zeroshard.fp8.recipe import Fp8
 from zeroshard.mesh import DATA, NESTED, SHARD, Mesh
 from zeroshard.plan.check import peer_problem
 from zeroshard.plan.dtypes import LOW_PRECISION, dtype_name, is_packed, itemsize, name_of, packed_name, state_dtype
+from zeroshard.plan.factors import with_factor_ranks
 from zeroshard.plan.groups import GroupPlan, SecondCopy, UnitPlan
 from zeroshard.plan.hops import GradientCodes, Hop, hops_of
 from zeroshard.plan.matrices import with_owners
@@ -81,6 +82,8 @@ class Recipe:
             separate flat groups, in which no block spans two ranks. None keeps all moments in float32.
         matrices: parameters that the optimizer updates as whole matrices, with one state tensor each (Muon). They form
             separate flat groups, since they have other moments.
+        factor_ranks: the ranks of the factors of parameters that are updated from these (Dion); as `matrices` they form
+            separate flat groups.
         compressed: the optimizer averages momentum in compressed form; see GroupPlan.
         persistence_threshold: a sharded unit whose parameters all have at most this many elements stays gathered.
         persistence_budget: elements that may stay gathered for that reason.
@@ -101,6 +104,7 @@ class Recipe:
     moments: int = 2
     blocks: Blocks | None = None
     matrices: tuple[str, ...] = ()
+    factor_ranks: Mapping[str, int] = field(default_factory=dict)
     compressed: bool = False
     persistence_threshold: int = 0
     persistence_budget: int = 2**63 - 1
@@ -174,7 +178,7 @@ def build_plan(units: Sequence[UnitSpec], recipe: Recipe, mesh: Mesh | int) -> P
         second = SecondCopy((SHARD,), mesh.size((SHARD,))) if row.axes == NESTED else None
         hops = _hops(row, mesh, recipe)
         planned.append(_unit_plan(unit, row, mesh, recipe, second, hops))
-    planned = with_owners(planned, recipe.matrices)
+    planned = with_factor_ranks(with_owners(planned, recipe.matrices), recipe.factor_ranks)
     policy = recipe_policy(planned, recipe)
     if recipe.offload is not None:
         planned, policy = with_host_state(planned, policy, recipe.offload)
@@ -333,11 +337,12 @@ def _unit_plan(
     members: dict[tuple[str, bool, bool, bool, Blocks | None, str, bool], list[ParameterSpec]] = {}
     tied = {name for _, name in unit.aliases}
     for parameter in unit.parameters:
-        matrix = parameter.trainable and parameter.name in recipe.matrices
+        matrix = parameter.name in recipe.matrices or parameter.name in recipe.factor_ranks
+        matrix = matrix and parameter.trainable
         if matrix and parameter.cut is not None:
             raise PlanError(
                 f"parameter {parameter.name!r} is divided over {parameter.cut.ranks} ranks of {parameter.cut.axis!r}, "
-                "but the optimizer (Muon) works on whole matrices: give it to AdamW, or don't divide it"
+                "but the optimizer (Muon, Dion) works on whole matrices: give it to AdamW, or don't divide it"
             )
         suits = recipe.blocks is not None and parameter.trainable and recipe.blocks.suit(_numel(parameter))
         key = (
@@ -358,7 +363,7 @@ def _unit_plan(
             _without_axis(row, axis),
             mesh,
             recipe,
-            1 if matrix else recipe.moments,
+            1 if parameters[0].name in recipe.matrices else recipe.moments,
             blocks,
             scaled=scaled,
         )

@@ -13,7 +13,7 @@ from zeroshard.plan.hops import block_problem
 from zeroshard.plan.placement import Blocks, Placement, Residency, StateKind
 from zeroshard.plan.policy import ExecutionPolicy, HostUpdate
 from zeroshard.plan.sums import spread_units, sum_nbytes
-from zeroshard.sharding.layout import FlatLayout
+from zeroshard.sharding.layout import FlatLayout, matrix_shape
 from zeroshard.sharding.slots import SlotPlan
 
 if TYPE_CHECKING:
@@ -137,8 +137,25 @@ def _check_unit(plan: Plan, unit: UnitPlan, path: str) -> None:
             raise PlanError(f"{where}.owners has {len(group.owners)} entries for {len(group.layout.segments)} segments")
         if any(not 0 <= owner < group.layout.shards for owner in group.owners):
             raise PlanError(f"{where}.owners names a rank that the axes {list(axes)} do not have")
+        _check_factors(group, where)
         if group.trainable != (group.grad is not None):
             raise PlanError(f"{where}.grad must be there for a trainable group, and only for one")
+
+
+def _check_factors(group: GroupPlan, path: str) -> None:
+    """The factors of parameters that are updated from these are no larger than the parameters."""
+    ranks, segments = group.factor_ranks, group.layout.segments
+    if ranks and len(ranks) != len(segments):
+        raise PlanError(f"{path}.factor_ranks has {len(ranks)} entries for {len(segments)} segments")
+    for index, (rank, segment) in enumerate(zip(ranks, segments, strict=False)):
+        most = min(matrix_shape(segment.shape)[1:]) if len(segment.shape) > 1 else 0
+        if not min(1, most) <= rank <= most:
+            raise PlanError(f"{path}.factor_ranks[{index}] is {rank}, of a parameter of shape {list(segment.shape)}")
+    if ranks and group.second is not None:
+        raise PlanError(
+            f"{path}.factor_ranks: Dion does not sum factors where parameters have a second copy in each subgroup "
+            "(zero_hpz_partition_size)"
+        )
 
 
 def _check_state(policy: ExecutionPolicy, unit: UnitPlan, group: GroupPlan, path: str) -> None:
@@ -210,7 +227,7 @@ def _check_scaled(group: GroupPlan, path: str) -> None:
     _check_dtype(group.shown, f"{path}.shown")
     if group.master is None or group.master.dtype != "float32" or group.master.off_device or group.param.off_device:
         raise PlanError(f"{path}: parameters in fp8 need float32 master weights on the device")
-    if group.compressed or group.owners or group.model_axes or group.codes or group.differences:
+    if group.compressed or group.owners or group.factor_ranks or group.model_axes or group.codes or group.differences:
         raise PlanError(
             f"{path}: parameters in fp8 are updated element by element, gathered as they are, and not divided by the "
             "model"

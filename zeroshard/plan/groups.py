@@ -50,6 +50,8 @@ class GroupPlan:
         update: how optimizer state that rests off the device is updated; None if it rests on the device.
         owners: for divided parameters that are updated as whole matrices (Muon): the rank along the axis that computes
             each one's update; () for all others.
+        factor_ranks: for parameters that are updated from low-rank factors (Dion): the rank of each one's factors; ()
+            for all others.
         second: the copy of the parameters in each subgroup; None if there is none.
         codes: blocks of the codes in which sharded parameters are gathered from different shards; None for their own
             dtype.
@@ -73,6 +75,7 @@ class GroupPlan:
     moments: Placement | None = None
     update: HostUpdate | None = None
     owners: tuple[int, ...] = ()
+    factor_ranks: tuple[int, ...] = ()
     compressed: bool = False
     second: SecondCopy | None = None
     codes: Blocks | None = None

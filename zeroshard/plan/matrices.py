@@ -20,14 +20,13 @@ exchange for each unit, whose few matrices leave most of the ranks without any.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroshard.mesh import Axes
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.plan import Plan
-from zeroshard.sharding.layout import FlatLayout, Segment
+from zeroshard.sharding.layout import FlatLayout, Segment, matrix_shape
 
 WIRE_ITEMSIZE = 2
 """Matrices travel in bfloat16, in which they are worked on."""
@@ -37,16 +36,6 @@ PARTS = 4
 """Parts of an exchange: what can't hide is the first way of the first one and the last way of the last one."""
 _OF_EACH_RANK = 2
 """Matrices that a part has at least for each rank."""
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
-    """(batch, rows, columns) of a parameter that is updated as a matrix.
-
-    Three dims are a batch of matrices (experts); from four dims on (convolutions) all but the first are columns.
-    """
-    if len(shape) == 3:
-        return shape[0], shape[1], shape[2]
-    return 1, shape[0], math.prod(shape[1:])
 
 
 def exchange_parts(layouts: Sequence[FlatLayout]) -> list[range]:

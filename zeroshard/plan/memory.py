@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroshard.plan.dtypes import itemsize
+from zeroshard.plan.factors import factor_buffers
 from zeroshard.plan.groups import GroupPlan
 from zeroshard.plan.matrices import exchange_buffers
 from zeroshard.plan.offload import disk_nbytes, host_nbytes, stream_buffer_nbytes
@@ -39,7 +40,7 @@ class StateBytes:
     sum_slots: int = 0
     """Sums of gradients over the micro-batches that pass a unit in turn."""
     step: int = 0
-    """Buffers that exist only during a step: the exchange of whole matrices (Muon), on the rank with the most."""
+    """Buffers that exist only in a step: of whole matrices (Muon), on the rank with the most, and of factors (Dion)."""
 
     @property
     def state(self) -> int:
@@ -74,7 +75,7 @@ def state_bytes(plan: Plan) -> StateBytes:
         host=host_nbytes(plan),
         disk=disk_nbytes(plan),
         at_rest=sum(itemsize(dtype) for dtype in {group.shown_dtype for _, group in plan.groups()}),
-        step=exchange_buffers(plan),
+        step=exchange_buffers(plan) + factor_buffers(plan),
     )
 
 

@@ -191,8 +191,8 @@ def _group_to_tier(unit: UnitPlan, group: GroupPlan, update: HostUpdate, tier: T
             f"offload: at stage 0 every rank updates all of unit {unit.label!r}, so all of its state would be on every "
             "rank's host; use stage 1, 2 or 3"
         )
-    if group.owners or group.compressed:
-        what = "whole matrices" if group.owners else "compressed momentum"
+    if group.owners or group.factor_ranks or group.compressed:
+        what = "compressed momentum" if group.compressed else "whole matrices (Muon, Dion)"
         raise PlanError(f"offload: the state of optimizers that work on {what} stays on the device; use Adam or AdamW")
     if group.in_codes and update is HostUpdate.PROCESSOR:
         raise PlanError(

@@ -8,11 +8,13 @@ gradients counts like one reduce-scatter plus one all-gather here.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
 from zeroshard.mesh import Axes
 from zeroshard.plan.compression import compressed_nbytes
+from zeroshard.plan.factors import FACTORS, factor_nbytes
 from zeroshard.plan.legs import LegKind, Legs
 from zeroshard.plan.matrices import MATRICES, exchange_nbytes
 from zeroshard.plan.offload import update_disk_nbytes
@@ -96,6 +98,8 @@ def axes_of_operations(plan: Plan) -> dict[tuple[str, str, int], Axes]:
         for axes, parts in exchange_nbytes(plan).items()
         for nbytes in parts
     }
+    for axes, sums in factor_nbytes(plan).items():
+        found.update({("all-reduce", FACTORS, nbytes): several(plan, axes) for part in sums for nbytes in part})
     for unit, legs_of_unit in zip(plan.units, plan.legs, strict=True):
         for legs in legs_of_unit:
             for leg in (*legs.gather, *legs.refresh, *legs.by_differences, *legs.pending, *legs.reduce, *legs.late):
@@ -130,6 +134,9 @@ def _counted(
         for axes, parts in exchange_nbytes(plan).items():
             for nbytes in (*parts, *parts):  # the pieces to the owners, and the results back
                 count.add("all-to-all", nbytes, axes)
+        for axes, sums in factor_nbytes(plan).items():
+            for nbytes in itertools.chain.from_iterable(sums):
+                count.add("all-reduce", nbytes, axes)
         if compressed:
             count.add("all-reduce", maxima_numel(plan) * 8, everyone)
             count.add("all-to-all", compressed_nbytes(plan), everyone)

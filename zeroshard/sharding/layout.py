@@ -106,6 +106,16 @@ class FlatLayout:
         return tuple(index for index, segment in enumerate(self.segments) if inside[index] and segment.numel)
 
 
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    """(batch, rows, columns) of a parameter that is updated as a matrix.
+
+    Three dims are a batch of matrices (experts); from four dims on (convolutions) all but the first are columns.
+    """
+    if len(shape) == 3:
+        return shape[0], shape[1], shape[2]
+    return 1, shape[0], math.prod(shape[1:])
+
+
 def flat_layout(
     parameters: Iterable[tuple[str, Sequence[int]]],
     *,

@@ -266,6 +266,7 @@ def _refusal(rank: int, world: int) -> list[str]:
         (Setting(plan=offloaded(recipe(0))), PlanError),
         (Setting(plan=offloaded(recipe(3)), optimizer=lambda model: zeroshard.Lamb(model.parameters())), PlanError),
         (Setting(plan=offloaded(recipe(3)), optimizer=_muon), PlanError),
+        (Setting(plan=offloaded(recipe(3)), optimizer=_dion), PlanError),
         (Setting(plan=offloaded(recipe(3)), optimizer=_amsgrad), PlanError),
         (Setting(plan=offloaded(recipe(3, "bf16", "int16"))), PlanError),
         (Setting(plan=offloaded(recipe(3), HostUpdate.STREAMED), optimizer=_lion), PlanError),
@@ -283,6 +284,10 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
     return zeroshard.MuonAdamW([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
 
 
+def _dion(model: nn.Module) -> torch.optim.Optimizer:
+    return zeroshard.Dion(model.named_parameters())
+
+
 def _amsgrad(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), amsgrad=True)
 
@@ -292,10 +297,11 @@ def _lion(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_what_can_not_be_offloaded_is_refused_by_name() -> None:
-    stage, lamb, muon, amsgrad, split, lion = run_ranks(1, _refusal)[0]
+    stage, lamb, muon, dion, amsgrad, split, lion = run_ranks(1, _refusal)[0]
     assert "use stage 1, 2 or 3" in stage
     assert "Lamb can't update state in host memory" in lamb
     assert "MuonAdamW can't update state in host memory" in muon
+    assert "whole matrices (Muon, Dion) stays on the device" in dion
     assert "AdamW with amsgrad can't update state in host memory" in amsgrad
     assert "float32 master weights" in split
     assert "Lion has no kernel" in lion

@@ -48,6 +48,7 @@ def make_regions(handle: Handle, groups: Sequence[Mapping[str, Any]]) -> list[Re
                     divided=group.plan.updated_in_parts,
                     blocks=None if group.plan.moments is None else group.plan.moments.blocks,
                     owners=group.plan.owners,
+                    factor_ranks=group.plan.factor_ranks,
                     state_dtype=_state_dtype(group),
                     whole_grad=partial(_whole_grad, group) if _has_whole_grad(group) else None,
                     allocate=_allocate(group, tiers),

@@ -26,7 +26,7 @@ from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.plan.matrices import matrix_shape
+from zeroshard.sharding.layout import matrix_shape
 from zeroshard.tiers import Row, RowInPlace
 
 

@@ -249,7 +249,10 @@ def _blocks(config: Config) -> Blocks | None:
 
 
 def _moments(config: Config) -> int:
-    """Optimizer states per parameter. Muon is counted as Adam, since the names of its matrices are not known here."""
+    """Optimizer states per parameter.
+
+    Muon and Dion are counted as Adam, since the names of their matrices are not known here.
+    """
     kind = _optimizer_type(config)
     params = {} if config.optimizer is None else config.optimizer.params
     if kind == "SGD":

@@ -1,0 +1,1 @@
+"""Dion: matrices updated from low-rank factors, which are summed over the ranks."""

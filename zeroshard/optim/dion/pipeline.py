@@ -1,0 +1,183 @@
+"""Sums factors over the ranks that divide matrices, part by part, while other parts are computed.
+
+    turn       0          1          2          3          4
+    start      part 0     part 1     part 2     part 3     part 4
+    project               part 0     part 1     part 2     part 3
+    correct                          part 0     part 1     part 2
+    finish                                      part 0     part 1
+
+`start`, `project` and `correct` each write a buffer, whose sum over the ranks is issued at once and waited for when the
+part's next one begins, a turn later. The plan divides the matrices into parts (`plan.factors`), so every rank knows all
+sizes. There are four buffers: after `finish` of a part its buffer is that of the part four later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm.collectives import Collectives, Pending
+from zeroshard.plan.factors import FACTORS, IN_FLIGHT, Factors, buffer_nbytes, factor_parts, part_nbytes
+
+Place = tuple[int, int]
+"""A region, and a segment of its layout."""
+
+
+@dataclass(frozen=True)
+class FactorBuffers:
+    """The buffers of one parameter.
+
+    Attributes:
+        right: float32 (rank, batch, columns), the right factor.
+        left: float64 (batch, rows, rank), the left factor.
+        following: float64 (rank, batch, columns), the next right factor, before its columns are scaled.
+    """
+
+    right: torch.Tensor
+    left: torch.Tensor
+    following: torch.Tensor
+
+
+class FactorWork(Protocol):
+    """What a rank computes; each buffer is zeros before it is written, and summed over the ranks afterwards."""
+
+    def start(self, place: Place, factors: FactorBuffers) -> None:
+        """Add gradients to the momentum, and write this rank's elements of `right`."""
+        ...
+
+    def project(self, place: Place, factors: FactorBuffers) -> None:
+        """Write the products of this rank's rows and `right` to `left`."""
+        ...
+
+    def correct(self, place: Place, factors: FactorBuffers) -> None:
+        """Make `left` orthonormal, and write the products of this rank's rows and it to `following`."""
+        ...
+
+    def finish(self, place: Place, factors: FactorBuffers) -> None:
+        """Update the parameter and its state."""
+        ...
+
+
+@dataclass
+class _Part:
+    """Some parameters, and what of them is on its way.
+
+    Attributes:
+        places: the parameters.
+        sums: the whole buffers of right, left and next right factors, one after the other in one allocation.
+        factors: the buffers of each parameter.
+        pending: the sum that was issued last and not waited for.
+        arrived: on a device, the point in the pipeline's stream at which it has arrived.
+    """
+
+    places: list[Place]
+    sums: tuple[torch.Tensor, ...] = ()
+    factors: tuple[FactorBuffers, ...] = ()
+    pending: Pending | None = None
+    arrived: torch.cuda.Event | None = None
+
+
+class FactorPipeline:
+    """The sums over one mesh axis.
+
+    Args:
+        members: the parameters, in plan order, and the sizes of their factors; equal on all ranks.
+        peers: the communicator of the axis.
+    """
+
+    def __init__(
+        self, members: Sequence[tuple[Place, Factors]], work: FactorWork, peers: Collectives, device: torch.device
+    ) -> None:
+        self._sizes, self._work = dict(members), work
+        self._peers, self._device = peers, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        sizes = [each for _, each in members]
+        self._places = [[place for place, _ in members[part.start : part.stop]] for part in factor_parts(sizes)]
+        self.buffer_nbytes = buffer_nbytes(sizes)
+        self._last_part = {number: part for part, places in enumerate(self._places) for number, _ in places}
+        self._parts: list[_Part] = []
+        self._buffers: list[torch.Tensor] = []
+        self._turn = 0
+
+    def begin(self) -> None:
+        """Allocate the buffers, and start with the first part."""
+        count = min(len(self._places), IN_FLIGHT)
+        nbytes = self.buffer_nbytes // count
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        self._parts = [_Part(places) for places in self._places]
+        self._turn = 0
+        self._take_turn()
+
+    def finish(self, number: int) -> None:
+        """Update a region, and all of the parts before it. Called in the same order on all ranks."""
+        while self._turn - (IN_FLIGHT - 1) <= self._last_part[number]:
+            self._take_turn()
+        if self._turn == len(self._parts) + IN_FLIGHT - 1:
+            self._buffers, self._parts = [], []
+
+    def _take_turn(self) -> None:
+        work, turn = self._work, self._turn
+        self._turn += 1
+        if turn < len(self._parts):
+            self._place(turn)
+        for step, does in enumerate((work.start, work.project, work.correct, work.finish)):
+            if not 0 <= turn - step < len(self._parts):
+                continue
+            part = self._parts[turn - step]
+            self._arrive(part)
+            for place, factors in zip(part.places, part.factors, strict=True):
+                does(place, factors)
+            if step < len(part.sums):
+                self._send(part, part.sums[step])
+            else:
+                part.sums = part.factors = ()
+
+    def _place(self, index: int) -> None:
+        """Give a part its buffer, filled with zeros."""
+        part, buffer = self._parts[index], self._buffers[index % len(self._buffers)]
+        sizes = [self._sizes[place] for place in part.places]
+        rights, lefts, followings = part_nbytes(sizes)
+        buffer[: rights + lefts + followings].zero_()
+        # Those of 8-byte elements first.
+        left, following, right = buffer[: lefts + followings + rights].split([lefts, followings, rights])
+        part.sums = right.view(torch.float32), left.view(torch.float64), following.view(torch.float64)
+        pieces = [
+            part.sums[0].split([each.right_numel for each in sizes]),
+            part.sums[1].split([each.left_numel for each in sizes]),
+            part.sums[2].split([each.right_numel for each in sizes]),
+        ]
+        part.factors = tuple(
+            FactorBuffers(
+                right.view(each.rank, each.batch, each.columns),
+                left.view(each.batch, each.rows, each.rank),
+                following.view(each.rank, each.batch, each.columns),
+            )
+            for each, right, left, following in zip(sizes, *pieces, strict=True)
+        )
+
+    def _send(self, part: _Part, total: torch.Tensor) -> None:
+        if not total.numel():
+            return
+        if self._stream is None:
+            part.pending = self._peers.all_reduce(total, FACTORS)
+            return
+        # Read after write: compute has written what is summed, in a buffer of this object.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            part.pending = self._peers.all_reduce(total, FACTORS)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        part.arrived = arrived
+
+    def _arrive(self, part: _Part) -> None:
+        """Make what was sent last of a part usable."""
+        if part.pending is None:
+            return
+        if part.arrived is not None:
+            # Read after write: compute reads what the pipeline's stream has summed, in a buffer of this object.
+            torch.cuda.current_stream(self._device).wait_event(part.arrived)
+        self._peers.wait(part.pending)
+        part.pending = part.arrived = None
