@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -146,6 +147,8 @@ def test_recipes_without_a_counterpart_and_two_requests_for_fp8_are_refused() ->
 
 def _trainer(rank: int, world: int, base: str) -> None:
     use_beside()
+    from safetensors.torch import load_file
+
     runs: list[tiny.Run] = []
     for fp8, stage in ((True, 0), (True, 1), (True, 2), (True, 3), (False, 3)):
         model = tiny.model()
@@ -155,6 +158,12 @@ def _trainer(rank: int, world: int, base: str) -> None:
         trainer.train()
         assert _in_fp8(model) == (_default_layers() if fp8 else set())
         runs.append(tiny.logged(trainer))
+        folder = tiny.shared_folder(base, f"saved{fp8}{stage}")
+        trainer.save_model(str(folder))
+        dist.barrier()
+        saved = load_file(folder / "model.safetensors")
+        for name, value in zeroshard.iterate_full_parameters(trainer.model):
+            assert torch.equal(saved[name], value.bfloat16()), (name, stage)
         tiny.forget()
     *in_fp8, in_bf16 = runs
     assert all(run.losses == in_fp8[0].losses for run in in_fp8)
@@ -162,7 +171,7 @@ def _trainer(rank: int, world: int, base: str) -> None:
     assert in_fp8[0].losses == pytest.approx(in_bf16.losses, rel=0.02)
 
 
-def test_trainer_with_mixed_precision_fp8_trains_at_all_stages(tmp_path: Path) -> None:
+def test_trainer_with_mixed_precision_fp8_trains_and_saves_at_all_stages(tmp_path: Path) -> None:
     run_ranks(2, _trainer, str(tmp_path), timeout=300)
 
 

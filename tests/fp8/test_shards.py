@@ -113,6 +113,13 @@ def _values_elsewhere(rank: int, world: int, stage: int, fp8: Fp8) -> None:
         weight.norm()
     with pytest.raises(UsageError, match="GatheredParameters"):
         weight.data.mul_(2)
+    why = "is sharded" if stage == 3 else "rests in fp8"
+    with pytest.raises(UsageError, match=rf"state_dict\(\).*{why}.*full_state_dict"):
+        model.state_dict()
+    with pytest.raises(UsageError, match=rf"load_state_dict\(\).*{why}.*GatheredParameters"):
+        model.load_state_dict({})
+    with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight"):
+        weight.detach().clone()
     with zeroshard.GatheredParameters([weight]):
         assert torch.equal(weight, truth.bfloat16())
     assert torch.equal(zeroshard.safe_get_full_fp32_param(weight), truth)

@@ -4,6 +4,7 @@
     p.shape, p.dtype, ...    those of the model
     p * 2, f(p)              inside of a forward: computed with the decoded values, and the gradient reaches p;
                              elsewhere, or in place: an error that names the parameter and says what to do
+    p.detach()               elsewhere: without values too, and guarded like p (state_dict() takes it)
 
 The parameter's memory is one NaN, expanded to the whole shape, like that of a resting parameter. Rejected: the codes as
 the parameter's memory; models would compute in their dtype.
@@ -12,7 +13,7 @@ the parameter's memory; models would compute in their dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -70,6 +71,8 @@ class CodedGuard(HidesValues):
         if name == "__repr__":
             return _described(args[0])
         first = args[0] if args else None
+        if name == "detach" and isinstance(first, CodedGuard) and not record_of(cast("torch.Tensor", first)).readable():
+            return _guarded(cast("torch.Tensor", first))
         writes = sets or name in _HANDLES or changes_first(name)
         if writes and isinstance(first, CodedGuard):
             raise _refusal(first, name)
@@ -99,6 +102,14 @@ def _read(value: Any, name: str) -> Any:
         return type(value)(_read(item, name) for item in value)
     if type(value) is dict:
         return {key: _read(item, name) for key, item in value.items()}
+    return value
+
+
+def _guarded(parameter: torch.Tensor) -> torch.Tensor:
+    """What `detach()` returns where values may not be read."""
+    with torch._C.DisableTorchFunctionSubclass():
+        value = parameter.detach().as_subclass(type(parameter))
+    keep_codes(value, replace(record_of(parameter), readable=lambda: False))
     return value
 
 

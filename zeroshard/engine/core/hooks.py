@@ -17,6 +17,7 @@ from zeroshard.engine.core.interrupted import is_nested_call
 from zeroshard.engine.core.runtime import Runtime
 from zeroshard.engine.memory.guard import sharded_value
 from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.fp8.parameter import CodedGuard
 from zeroshard.plan.dtypes import is_packed, torch_dtype
 from zeroshard.sharding.marks import external_parameters
 from zeroshard.sharding.opaque import reachable_parameters, takes_hooks
@@ -74,34 +75,37 @@ def _before_saving(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
     def hook(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         runtime.drain()
         if not runtime.names_in_state_dict:
-            _refuse_empty(runtime, module, "state_dict()", cure)
+            _refuse_hidden(runtime, module, "state_dict()", cure)
 
     return hook
 
 
 def _name_only(runtime: Runtime) -> Callable[..., None]:
-    """Put placeholders with names and shapes of sharded parameters into state_dict(), where it is not refused.
+    """Put placeholders with names and shapes of parameters without values into state_dict(), where it is not refused.
 
-    Nobody can save or load a placeholder by mistake.
+    Nobody can save or load a placeholder by mistake. One of a weight in fp8 knows its parameter, for a library that
+    copies a state dict in order to save it, on all ranks (`ShardedValue.coded`).
     """
 
     def hook(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        for name, shape in _empty_members(runtime, module) if runtime.names_in_state_dict else ():
+        for name, shape, parameter in _hidden_members(runtime, module) if runtime.names_in_state_dict else ():
             if f"{prefix}{name}" in state:
-                state[f"{prefix}{name}"] = sharded_value(state[f"{prefix}{name}"].dtype, shape)
+                coded = parameter if isinstance(parameter, CodedGuard) else None
+                state[f"{prefix}{name}"] = sharded_value(state[f"{prefix}{name}"].dtype, shape, coded)
 
     return hook
 
 
-def _empty_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and whole shape of each parameter of a module that is currently sharded and empty."""
+def _hidden_members(runtime: Runtime, module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """Name, whole shape and object of each parameter of a module that is sharded and empty now, or rests in fp8."""
     own = dict(reachable_parameters(module))
     names = {id(parameter): name for name, parameter in own.items()}
     for unit in runtime.units:
         for group in unit.groups:
             for parameter, segment in zip(group.parameters, group.plan.layout.segments, strict=True):
-                if id(parameter) in names and parameter.numel() == 0 != segment.numel:
-                    yield names[id(parameter)], segment.whole_shape
+                hidden = isinstance(parameter, CodedGuard) or parameter.numel() == 0 != segment.numel
+                if id(parameter) in names and hidden:
+                    yield names[id(parameter)], segment.whole_shape, parameter
 
 
 def _before_loading(runtime: Runtime) -> Callable[..., None]:
@@ -110,15 +114,16 @@ def _before_loading(runtime: Runtime) -> Callable[..., None]:
 
     def hook(module: nn.Module, *_: Any) -> None:
         runtime.drain()
-        _refuse_empty(runtime, module, "load_state_dict()", cure)
+        _refuse_hidden(runtime, module, "load_state_dict()", cure)
 
     return hook
 
 
-def _refuse_empty(runtime: Runtime, module: nn.Module, what: str, cure: str) -> None:
-    for name, _ in _empty_members(runtime, module):
+def _refuse_hidden(runtime: Runtime, module: nn.Module, what: str, cure: str) -> None:
+    for name, _, parameter in _hidden_members(runtime, module):
         path = next((path for path, member in runtime.model.named_modules() if member is module), "")
-        raise UsageError(f"{what}: parameter {f'{path}.{name}'.lstrip('.')!r} is sharded and empty here; {cure}")
+        why = "rests in fp8 and shows no values" if isinstance(parameter, CodedGuard) else "is sharded and empty here"
+        raise UsageError(f"{what}: parameter {f'{path}.{name}'.lstrip('.')!r} {why}; {cure}")
 
 
 class _Hook:

@@ -164,6 +164,9 @@ class ShardedValue(torch.Tensor):
     Everything else is allowed: `save_pretrained` assembles files on all ranks, and writes on one.
     """
 
+    coded: torch.Tensor | None = None
+    """The parameter, if it rests whole in fp8."""
+
     @classmethod
     def __torch_function__(
         cls,
@@ -179,8 +182,8 @@ class ShardedValue(torch.Tensor):
                 if "meta" not in str(error).lower():
                     raise
         raise UsageError(
-            "the parameters of this model are sharded, state_dict() has their names and shapes alone. To save weights, "
-            "call trainer.save_model(), accelerator.save_model(), or model.save_pretrained(folder, "
+            "the parameters of this model are sharded or rest in fp8, state_dict() has names and shapes alone. To save "
+            "weights, call trainer.save_model(), accelerator.save_model(), or model.save_pretrained(folder, "
             "state_dict=accelerator.get_state_dict(engine)) with stage3_gather_16bit_weights_on_model_save in the "
             "config; or take state_dict() inside deepspeed.zero.GatheredParameters(model.parameters())"
         )
@@ -210,6 +213,8 @@ def consumed_gradient_of(placeholder: torch.Tensor) -> torch.Tensor:
     return placeholder.as_subclass(ConsumedGradient)
 
 
-def sharded_value(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A placeholder for a whole parameter."""
-    return torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(ShardedValue)
+def sharded_value(dtype: torch.dtype, shape: Sequence[int], coded: torch.Tensor | None = None) -> torch.Tensor:
+    """A placeholder for a whole parameter; `coded` is the parameter itself, if it rests whole in fp8."""
+    placeholder = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(ShardedValue)
+    placeholder.coded = coded
+    return placeholder

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from deepspeed._exports import lazy
+from zeroshard.engine.memory.guard import ShardedValue
+from zeroshard.engine.outside_step.gathered import GatheredParameters
 
 __getattr__, __dir__ = lazy(__name__, {})
 
@@ -17,11 +19,15 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     """`item` with every tensor in it (in dicts, lists and tuples) as a detached copy of its own on `device`.
 
     A view would save the whole buffer that it looks into. What is twice in `item`, tied weights say, is copied once.
+    Weights that rest in fp8 are copied in compute dtype, of their master weights; all ranks call this then.
     """
     return _cloned(item, device, {})
 
 
 def _cloned(item: Any, device: torch.device | str, done: dict[tuple[object, ...], torch.Tensor]) -> Any:
+    if isinstance(item, ShardedValue) and item.coded is not None:
+        with GatheredParameters([item.coded]):
+            return item.coded.detach().to(device, copy=True)
     if isinstance(item, torch.Tensor):
         key = (item.device, item.data_ptr(), item.dtype, item.shape, item.stride())
         if key not in done or not item.numel():
