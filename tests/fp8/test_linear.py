@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.fp8_model import LAYERS, batch, build, loss_of, recipe
 from zeroshard.engine.planning import _with_products
-from zeroshard.errors import PlanError
+from zeroshard.errors import PlanError, UsageError
 from zeroshard.fp8.block_casts import cast_blocks, cast_tiles, cast_tiles_both, transpose_blocks
 from zeroshard.fp8.cast import (
     COLUMNS,
@@ -164,18 +164,60 @@ def test_a_model_in_fp8_is_close_to_the_one_in_bf16_and_is_plain_again_when_rest
     assert type(model.get_submodule(LAYERS[0])) is nn.Linear
 
 
-def test_one_cast_serves_the_layers_that_get_the_same_input() -> None:
+def _pair() -> tuple[Fp8Linear, Fp8Linear]:
     first, second = nn.Linear(16, 32).bfloat16(), nn.Linear(16, 32).bfloat16()
-    pair = nn.ModuleList([first, second])
-    convert(pair, Products(Scaling.TENSORWISE, ("0", "1")))
+    convert(nn.ModuleList([first, second]), Products(Scaling.TENSORWISE, ("0", "1")))
     assert isinstance(first, Fp8Linear)
+    assert isinstance(second, Fp8Linear)
+    return first, second
+
+
+def test_one_cast_serves_the_layers_that_get_the_same_input() -> None:
+    first, second = _pair()
     x = _matrix(4, 16).bfloat16()
     first(x)
-    kept = first.last_input.cast(x, both=True)
+    kept = first.last_input.cast(x, -1, both=True)
     second(x)
-    assert first.last_input.cast(x, both=True) is kept
+    assert first.last_input.cast(x, -2, both=True) is kept
     x.mul_(2)
-    assert first.last_input.cast(x, both=True) is not kept
+    assert first.last_input.cast(x, -3, both=True) is not kept
+
+
+def test_a_tensor_that_got_other_values_without_a_sign_is_cast_again() -> None:
+    first, second = _pair()
+    x = torch.zeros(4, 16, dtype=torch.float16)
+    first.half(), second.half()
+    before, same = first(x), second(x)
+    x.numpy()[:] = _matrix(4, 16).numpy()  # as a collective does, it leaves the version as it is
+    assert torch.equal(first(x), first(x.clone()))
+    assert not torch.equal(first(x), before)
+    assert torch.equal(second(x), second(x.clone()))
+    assert not torch.equal(second(x), same)
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_second_derivatives_are_refused(scaling: Scaling) -> None:
+    fp8 = Fp8(scaling=scaling)
+    model = build(fp8).bfloat16()
+    convert(model, Products(scaling, LAYERS))
+    x = batch(0, 0, 0).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    penalty = gradient.float().square().sum()
+    with pytest.raises(UsageError, match=r"second derivatives through a layer.*fp8\.filter"):
+        torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True, retain_graph=True)
+    with pytest.raises(UsageError, match="second derivatives"):
+        penalty.backward()
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_a_layer_alone_refuses_them_too(scaling: Scaling) -> None:
+    """No gradient that it gets needs one itself."""
+    layer = nn.Linear(128, 128).bfloat16()
+    convert(nn.ModuleList([layer]), Products(scaling, ("0",)))
+    x = torch.ones(4, 128, dtype=torch.bfloat16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(UsageError, match="second derivatives"):
+        gradient.square().sum().backward()
 
 
 class _Mixed(nn.Module):

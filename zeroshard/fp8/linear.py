@@ -6,7 +6,8 @@
                                             instead of the input
 
 The weight's codes are those that the engine keeps, if the weight rests in fp8 (see `parameter`); else it is cast here.
-The gradients can't be differentiated again, so models that need second derivatives keep such layers out of fp8.
+The gradients can't be differentiated again, which is an error, not a wrong number: models that need second derivatives
+keep such layers out of fp8.
 Rejected: a tensor subclass around the codes, which all operations of a forward and torch.compile would have to handle.
 """
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zeroshard.errors import UsageError
 from zeroshard.fp8.arithmetic import (
     cast_operand,
     cast_operands,
@@ -42,24 +44,30 @@ _Cast = tuple[Operand, Operand | None]
 
 @dataclass
 class LastInput:
-    """Caches the cast of the last input, for layers that get the same input in turn (such as query, key and value)."""
+    """Caches the cast of the last input, for layers that get the same input in turn (such as query, key and value).
+
+    A layer that gets the same tensor again may get other values: collectives and other libraries write into a tensor
+    without a new version. So a cast serves each layer once.
+    """
 
     by_block: bool
     _of: weakref.ref[torch.Tensor] | None = None
     _version: int = -1
     _cast: _Cast | None = field(default=None, repr=False)
+    _served: set[int] = field(default_factory=set)
 
-    def cast(self, values: torch.Tensor, *, both: bool) -> _Cast:
-        """The input as a matrix, and the transposed matrix (None unless `both`)."""
+    def cast(self, values: torch.Tensor, layer: int, *, both: bool) -> _Cast:
+        """The input as a matrix, and the transposed matrix (None unless `both`); `layer` tells layers apart."""
         flat = values.reshape(-1, values.shape[-1])
         if values.is_inference():  # it has no version that would tell whether it has changed
             return self._made(flat, both=both)
         found = self._cast
         same = self._of is not None and self._of() is values and self._version == values._version
-        if same and found is not None and (found[1] is not None or not both):
+        if same and layer not in self._served and found is not None and (found[1] is not None or not both):
+            self._served.add(layer)
             return found
         made = self._made(flat, both=both)
-        self._of, self._version, self._cast = weakref.ref(values), values._version, made
+        self._of, self._version, self._cast, self._served = weakref.ref(values), values._version, made, {layer}
         return made
 
     def _made(self, flat: torch.Tensor, *, both: bool) -> _Cast:
@@ -93,7 +101,7 @@ class Fp8Linear(nn.Linear):
         if self.scaling is Scaling.ROWWISE:
             result = _rowwise(input, weight)
         else:
-            result = _kept(input, weight, self._codes_of(weight), self.last_input)
+            result = _kept(self, input, weight, self._codes_of(weight))
         return result if bias is None else result + bias
 
     def _codes_of(self, weight: torch.Tensor) -> Operand:
@@ -115,12 +123,13 @@ def adopt_codes(model: nn.Module) -> None:
             module.kept = kept_codes(module.weight)
 
 
-def _kept(input: torch.Tensor, weight: torch.Tensor, coded: Operand, last: LastInput) -> torch.Tensor:
+def _kept(layer: Fp8Linear, input: torch.Tensor, weight: torch.Tensor, coded: Operand) -> torch.Tensor:
     """The product with a weight whose codes serve forward and backward."""
+    last = layer.last_input
     if torch.compiler.is_compiling():
         return _tensor(_Traced.apply(input, weight, *coded, last.by_block))
     keeps = weight.requires_grad and torch.is_grad_enabled()
-    return _tensor(_Eager.apply(input, weight, coded, last, keeps))
+    return _tensor(_Eager.apply(input, weight, coded, last, id(layer), keeps))
 
 
 def _rowwise(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -135,9 +144,9 @@ def _tensor(result: Any) -> torch.Tensor:
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, coded: Operand, last: LastInput, keeps: bool
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, coded: Operand, last: LastInput, layer: int, keeps: bool
     ) -> torch.Tensor:
-        of_input, turned = last.cast(input, both=keeps)
+        of_input, turned = last.cast(input, layer, both=keeps)
         # Not saved as tensors, since checkpoints and offload of activations would copy the weight.
         ctx.weight = coded
         ctx.shape, ctx.dtype, ctx.by_block = input.shape, input.dtype, last.by_block
@@ -146,7 +155,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_backward(ctx, gradients[0], ctx.weight, ctx.saved_tensors), None, None, None
+        with torch.no_grad():
+            found = _backward(ctx, gradients[0], ctx.weight, ctx.saved_tensors)
+        return *_final(found, gradients[0]), None, None, None, None
 
 
 class _Traced(torch.autograd.Function):
@@ -214,8 +225,14 @@ class _Rowwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found = _Rowwise._gradients(ctx, gradients[0])
+        return _final(found, gradients[0])
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         input, weight = ctx.saved_tensors
-        flat = gradients[0].reshape(-1, weight.shape[0])
+        flat = grad.reshape(-1, weight.shape[0])
         input_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             turned = cast_columns(weight, VALUES)
@@ -224,3 +241,34 @@ class _Rowwise(torch.autograd.Function):
             of_input = cast_columns(input.reshape(-1, input.shape[-1]), VALUES)
             weight_grad = product(*cast_columns(flat, VALUES), *of_input, input.dtype)
         return input_grad, weight_grad
+
+
+def _final(
+    found: tuple[torch.Tensor | None, torch.Tensor | None], grad: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the input and the weight, which raise an error where they are differentiated again.
+
+    Only a backward with `create_graph=True` runs with gradients enabled. Codes have no derivatives, so without the
+    error a second backward would leave terms out.
+    """
+    if not torch.is_grad_enabled():
+        return found
+    leaf = grad.new_zeros((), requires_grad=True)  # so that the error is met though `grad` itself may need no gradient
+    of_input, of_weight = (None if one is None else _tensor(_Final.apply(one, grad, leaf)) for one in found)
+    return of_input, of_weight
+
+
+class _Final(torch.autograd.Function):
+    """Passes a gradient on; its own backward is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, found: torch.Tensor, grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise UsageError(
+            f"backward: second derivatives through a layer that multiplies in fp8 (its gradient has the shape "
+            f"{tuple(gradients[0].shape)}) are not supported; leave the layers that they pass through out of "
+            "fp8.filter, or out of Fp8(names=...)"
+        )
