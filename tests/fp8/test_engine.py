@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import zeroshard
 from tests.support.distributed import run_ranks
@@ -133,6 +134,21 @@ def _at_home(rank: int, world: int) -> Trained:
 
 def test_state_in_host_memory_trains_with_weights_that_are_cast_in_forwards() -> None:
     _close(run_ranks(2, _away)[0], run_ranks(2, _at_home)[0], loss=1e-6, weight=1e-6)
+
+
+def _normalized(rank: int, world: int) -> None:
+    """Each forward computes the weight of a layer of other parameters."""
+
+    def normalize(model: nn.Module) -> None:
+        parametrizations.weight_norm(model.get_submodule(LAYERS[0]))
+
+    whole = train(rank, 0, 3, wrap=normalize)
+    _close(train(rank, 3, 3, wrap=normalize), whole, loss=0, weight=0)
+    _close(train(rank, 3, 3, fp8=None, wrap=normalize), whole, loss=0.02, weight=0.02)
+
+
+def test_a_layer_whose_weight_is_parametrized_computes_in_fp8_at_stage_3_too() -> None:
+    run_ranks(2, _normalized)
 
 
 def _stops_at_nan(rank: int, world: int) -> None:

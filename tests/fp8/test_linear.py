@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.fp8_model import LAYERS, batch, build, loss_of, recipe
+from tests.support.quantized import Coded
 from zeroshard.engine.planning import _with_products
 from zeroshard.errors import PlanError, UsageError
 from zeroshard.fp8.block_casts import cast_blocks, cast_tiles, cast_tiles_both, transpose_blocks
@@ -258,6 +259,16 @@ def test_names_choose_layers_and_wrong_ones_are_refused() -> None:
         choose(model, Fp8(names=("outer",)))
     with pytest.raises(PlanError, match="multiples of 16"):
         choose(model, Fp8(names=("inner.0.odd",)))
+
+
+def test_layers_whose_weights_fp8_could_not_multiply_are_refused_by_name() -> None:
+    layers = nn.ModuleDict({"low": nn.Linear(32, 32).bfloat16(), "wide": nn.Linear(32, 32)})
+    layers["coded"] = nn.Linear(16, 16).bfloat16()
+    layers["coded"].weight = nn.Parameter(Coded.of(torch.randn(16, 16)), requires_grad=False)
+    assert all(choice.taken for choice in choose(layers, Fp8(names=("low", "wide"))) if choice.name != "coded")
+    for name, said in (("wide", "float32"), ("coded", "Coded")):
+        with pytest.raises(PlanError, match=f"layer '{name}' can't compute in fp8: its weight is .*{said}"):
+            choose(layers, Fp8(names=("low", name)), converted=False)
 
 
 def test_a_model_of_which_no_layer_takes_part_is_told_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeGuard
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.errors import PlanError
-from zeroshard.fp8.linear import Fp8Linear, LastInput
+from zeroshard.fp8.linear import Fp8Linear, LastInput, own_weight
 from zeroshard.fp8.recipe import AUTO, Fp8, Products, Scaling
 from zeroshard.fp8.speedup import AROUND_SECONDS, HOST_SECONDS, STEP_SECONDS, seconds_in_bf16, speedup
 from zeroshard.sharding.dtensors import as_dtensor
@@ -46,11 +48,12 @@ class Choice:
     why: str
 
 
-def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choice]:
+def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = (), *, converted: bool = True) -> list[Choice]:
     """Choose for each plain linear layer of `model`.
 
     Args:
         kept: dotted parts of names of parameters that stay in float32.
+        converted: the others get the compute dtype; else each weight keeps its own.
 
     Raises:
         PlanError: no layer has a wanted name, or no layer with that name can compute in fp8.
@@ -63,9 +66,9 @@ def choose(model: nn.Module, wanted: Fp8, kept: Sequence[str] = ()) -> list[Choi
     chosen = wanted.names is None or AUTO in wanted.names
     found: list[Choice] = []
     for path, linear in linears.items():
-        sizes, tied = (linear.out_features, linear.in_features), uses[id(linear.weight)] > 1
+        sizes, tied = (linear.out_features, linear.in_features), uses[id(own_weight(linear))] > 1
         named = any(_part(path, name) for name in names)
-        problem = _problem(path, linear, kept, wanted.scaling)
+        problem = _problem(path, linear, kept, wanted.scaling, converted=converted)
         if any(path.startswith(around) for around in whole):
             problem = "the module around it reads its weight"
         elif problem is None and tied and not named:
@@ -147,14 +150,21 @@ def _in_fp8(kind: type[nn.Linear]) -> type[nn.Linear]:
     return type(kind.__name__, (Fp8Linear, kind), {"__module__": __name__, "before": kind})
 
 
-def _problem(path: str, linear: nn.Linear, kept: Sequence[str], scaling: Scaling) -> str | None:
+def _problem(path: str, linear: nn.Linear, kept: Sequence[str], scaling: Scaling, *, converted: bool) -> str | None:
     """Why a layer can't compute in fp8; None if it can."""
     if linear.in_features % scaling.multiple or linear.out_features % scaling.multiple:
         return f"its sizes {linear.out_features} x {linear.in_features} are no multiples of {scaling.multiple}"
-    if as_dtensor(linear.weight) is not None:
-        return "its weight is divided by the model"
     if any(_part(f"{path}.weight", name) for name in kept):
         return "its weight stays in float32"
+    weight = own_weight(linear)
+    if weight is None:
+        return None
+    if as_dtensor(weight) is not None:
+        return "its weight is divided by the model"
+    if is_traceable_wrapper_subclass(weight):
+        return f"its weight is a {type(weight).__name__}, whose products are its own"
+    if not converted and weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"its weight is in {str(weight.dtype).removeprefix('torch.')}"
     return None
 
 

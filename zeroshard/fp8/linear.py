@@ -120,7 +120,13 @@ def adopt_codes(model: nn.Module) -> None:
     """Give the layers of a model the codes that the engine keeps of their weights, or None."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):
-            module.kept = kept_codes(module.weight)
+            weight = own_weight(module)
+            module.kept = None if weight is None else kept_codes(weight)
+
+
+def own_weight(linear: nn.Linear) -> nn.Parameter | None:
+    """A layer's weight; None if a parametrization, or a hook, computes it of other parameters in each forward."""
+    return dict(linear.named_parameters(recurse=False)).get("weight")
 
 
 def _kept(layer: Fp8Linear, input: torch.Tensor, weight: torch.Tensor, coded: Operand) -> torch.Tensor:

@@ -29,5 +29,6 @@ def with_products(recipe: Recipe, model: nn.Module) -> tuple[Recipe, Sequence[Ch
         low = dtype_name(recipe.precision.param) in LOW_PRECISION
     if not low:
         raise PlanError("fp8: the model computes in float32; compute in bf16 (bf16.enabled, Precision(param='bf16'))")
-    choices = choose(model, wanted, recipe.precision.keep_fp32)
+    converted = recipe.precision.param is not None
+    choices = choose(model, wanted, recipe.precision.keep_fp32, converted=converted)
     return replace(recipe, policy=replace(recipe.policy, products=products_of(wanted, choices))), choices
