@@ -6,7 +6,7 @@ and a backward that starts in the middle of the model run at places where the en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 
 import torch
@@ -30,32 +30,61 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+Made = tuple[int, int]
+"""A thread, and the number of nodes that it has created so far."""
+
+
 class NodeOrder:
     """Tells whether the nodes of a graph run in the reverse order of their creation.
 
     Each thread numbers the nodes that it creates. On a GPU backwards run on a thread of their own. Nodes that a
     backward with create_graph creates there can't be ordered against nodes of the forward, so their numbers say
-    nothing.
+    nothing. Nodes that were there before the forward are of no account: those of recomputations, by this model or by
+    another one. How many these are is known from the end of the model's last backward; where backwards of other models
+    run between, it is asked for at the begin of the forward.
+
+    Args:
+        ask: gives what the thread of backwards has made so far; None where the caller's own thread runs them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[], Made] | None = None) -> None:
+        self._ask = ask
         self._forward_thread = get_ident()
-        self._after_backward: tuple[int, int] | None = None
+        self._before: Made | None = None
+        self._others = False
 
-    def forward_begins(self) -> None:
-        """Remember that this thread creates the nodes of the forward."""
+    def forward_begins(self, *, first: bool) -> None:
+        """Remember that this thread creates the nodes of the forward.
+
+        Args:
+            first: whether it is the first one since the last backward, and one that builds a graph.
+        """
         self._forward_thread = get_ident()
+        if first and self._ask is not None and (self._before is None or self._others):
+            self._before = self._ask()
 
     def holds(self) -> bool:
-        """At the begin of a backward: whether the forward's thread created all nodes since the last backward."""
+        """At the begin of a backward: whether the forward's thread created all nodes since the forward began."""
         here, made = get_ident(), torch.autograd._get_sequence_nr()
         if here == self._forward_thread:
             return True
-        return not torch.is_grad_enabled() and (made == 0 or self._after_backward == (here, made))
+        known = made == 0 or self._before == (here, made)
+        self._others = self._others or not known
+        return known and not torch.is_grad_enabled()
 
     def backward_ends(self) -> None:
         """At the end of a backward: the nodes that its thread created so far belong to recomputations."""
-        self._after_backward = get_ident(), torch.autograd._get_sequence_nr()
+        self._before = get_ident(), torch.autograd._get_sequence_nr()
+
+
+def made_by_backwards(device: torch.device) -> Made:
+    """What the thread that runs backwards on `device` has made so far, as a backward of one node there tells."""
+    found: list[Made] = []
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        leaf = torch.zeros((), device=device, requires_grad=True)
+        leaf.register_hook(lambda _: found.append((get_ident(), torch.autograd._get_sequence_nr())))
+        torch.autograd.backward(leaf.view(()))
+    return found[0]
 
 
 def accumulates(parameters: Iterable[torch.Tensor]) -> bool:

@@ -70,6 +70,7 @@ class Backward:
     Args:
         on_begin: called before the backward of a pass.
         forward_running: whether a forward is running.
+        order: tells whether call numbers say which nodes have run.
     """
 
     def __init__(
@@ -84,13 +85,14 @@ class Backward:
         reduce_policy: ReducePolicy,
         on_begin: Callable[[], None],
         forward_running: Callable[[], bool],
+        order: NodeOrder,
     ) -> None:
         self._units, self._root = units, root
         self._parameters, self._gradients, self._streams = parameters, gradients, streams
         self._tracker, self._reads, self._reduce_policy = tracker, reads, reduce_policy
         self._on_begin, self._forward_running = on_begin, forward_running
         self._inner = InnerBackward(units, parameters)
-        self.order = NodeOrder()
+        self.order = order
         self._run: _Run | None = None
         self._collects = True  # of the running backward, or of the last one
         self._call_began_at: dict[int, int] = {}  # by unit, autograd's node number when its last call began

@@ -11,6 +11,7 @@ plans only, never configs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
 from zeroshard.comm.peers import Peers
-from zeroshard.engine.core.autograd import in_backward
+from zeroshard.engine.core.autograd import NodeOrder, in_backward, made_by_backwards, transforming
 from zeroshard.engine.core.backward import Backward
 from zeroshard.engine.core.changes import WholeChanges
 from zeroshard.engine.core.cursor import Cursor
@@ -104,6 +105,7 @@ class Runtime:
             self.reduce_policy,
             self._begin_backward,
             self._forward_running,
+            NodeOrder(partial(made_by_backwards, storage.device) if storage.device.type == "cuda" else None),
         )
         at_passes = (self._begin_pass, self._settle_resting, self._recover)
         self.forward = Forward(units, root, parameters, streams, tracker, self.reads, self.backward, *at_passes)
@@ -135,7 +137,8 @@ class Runtime:
         self.streams.adopt_current_stream()
         if self.backward.running or self.forward.started:
             self._recover()
-        self.backward.order.forward_begins()
+        trains = torch.is_grad_enabled() and not transforming()
+        self.backward.order.forward_begins(first=trains and not self._tracker.waits)
         self.parameters.changes.begin_pass()
         if self.parameters.changes.active or self._kept_views.suspects:
             self._kept_views.look()
