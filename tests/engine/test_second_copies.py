@@ -130,7 +130,8 @@ def _config(**zero: Any) -> dict[str, Any]:
 
 def _from_config(rank: int, world: int) -> None:
     found: list[Values] = []
-    for zero in ({}, {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}):
+    mics = {"mics_shard_size": 2, "mics_hierarchical_params_gather": True}
+    for zero in ({}, {"zero_hpz_partition_size": 2}, mics):
         engine, *_ = zeroshard.initialize(model=build(TASK), config=_config(**zero))
         for step in range(STEPS):
             engine.backward(TASK.loss(engine, Batch(step, 0, rank)))
