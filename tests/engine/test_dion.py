@@ -15,8 +15,18 @@ import zeroshard
 from tests.support.distributed import run_ranks
 from tests.support.matrix_models import CASES, MatrixModel, matrix_groups, matrix_loss, two_ranks
 from tests.support.measure import forget_sent, held_bytes, sent
-from tests.support.models import Batch
-from tests.support.training import Values, assert_close, assert_same, build, full_parameters, train_sharded
+from tests.support.models import Batch, Task
+from tests.support.references import PlainDion
+from tests.support.training import (
+    Setting,
+    Values,
+    assert_close,
+    assert_same,
+    build,
+    full_parameters,
+    shared_reference,
+    train_sharded,
+)
 from zeroshard.config import load_config
 from zeroshard.engine.build import build_handle
 from zeroshard.engine.core.handle import handle_of
@@ -43,7 +53,7 @@ from zeroshard.plan.traffic import step_traffic
 from zeroshard.sharding.units import find_units
 
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.01}
-WIDTH, DEPTH = 8, 16
+WIDTH, DEPTH = 24, 16
 
 
 def _dion(model: nn.Module, **matrix: Any) -> zeroshard.Dion:
@@ -63,6 +73,40 @@ def _same_bits(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_stages_1_to_3_give_the_same_bits(world: int) -> None:
     run_ranks(world, _same_bits)
+
+
+class _Experts(nn.Module):
+    """A stack of matrices whose gradients have full rank, so that each one's update depends on its right factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(5, 12, 10) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.stack)
+
+
+def _experts_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return (model(batch.normal(40, 12)) - batch.normal(5, 40, 10)).square().mean() * (batch.rank < 2)
+
+
+def _all_by_dion(model: nn.Module) -> zeroshard.Dion:
+    return zeroshard.Dion(model.named_parameters())
+
+
+def _stacks(rank: int, world: int) -> None:
+    task = Task(_Experts, _experts_loss)
+    groups = {"use_dion": True, "lr": 0.01, "mu": 0.95, "rank_fraction": 0.25, "weight_decay": 0.01}
+    plain = Setting(steps=5, optimizer=lambda m: PlainDion([{"params": list(m.parameters()), **groups}]))
+    expected = shared_reference(task, plain, world).parameters
+    for stage in (0, 3):
+        found = train_sharded(task, replace(plain, optimizer=_all_by_dion, plan=stage), rank).parameters
+        assert_close(found, expected, 1e-6, f"stage {stage}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_each_matrix_of_a_stack_has_its_own_right_factor_wherever_the_ranks_part(world: int) -> None:
+    run_ranks(world, _stacks)
 
 
 def _planned(rank: int, world: int) -> list[int]:
@@ -105,10 +149,6 @@ def test_what_it_sends_and_holds_is_in_the_plan(world: int) -> None:
 
 def _deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-
-
-def _all_by_dion(model: nn.Module) -> zeroshard.Dion:
-    return zeroshard.Dion(model.named_parameters())
 
 
 def _order(rank: int, world: int) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -193,7 +233,7 @@ def _matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() > 1 and p.requires_grad]
 
 
-def _state(parameter: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+def _state(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found = [zeroshard.safe_get_full_optimizer_state(parameter, key) for key in ("momentum_buffer", "right_factor")]
     momentum, right = found
     assert momentum is not None

@@ -9,10 +9,11 @@ import torch
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.oplog import OperationLog
-from zeroshard.optim.dion.blocks import blocks_of
+from zeroshard.optim.dion.blocks import blocks_of, stacks_of
 from zeroshard.optim.dion.orthonormal import first_factor, orthonormalize
 from zeroshard.optim.dion.pipeline import FactorBuffers, FactorPipeline, Place
-from zeroshard.plan.factors import Factors, buffer_nbytes, factor_parts, factor_rank, part_nbytes
+from zeroshard.plan.factors import Factors, buffer_nbytes, factor_parts, factor_rank, part_nbytes, spread_matrices
+from zeroshard.sharding.layout import FlatLayout, Segment
 
 CPU = torch.device("cpu")
 
@@ -69,11 +70,11 @@ def test_scales_from_the_least_to_the_largest_of_float32_change_nothing() -> Non
 
 
 def test_the_first_factor_has_columns_that_are_independent_and_of_norm_one() -> None:
-    found = first_factor(16, 3, 64, CPU)
+    found = first_factor(16, 64, CPU)
     assert found.dtype == torch.float32
-    for matrix in found.transpose(0, 1):
-        singular = torch.linalg.svdvals(matrix.double())
-        assert 0.2 < float(singular.min()) <= float(singular.max()) < 2.5
+    singular = torch.linalg.svdvals(found.double())
+    assert 0.2 < float(singular.min()) <= float(singular.max()) < 2.5
+    assert torch.equal(first_factor(4, 64, CPU), found[:4])
     assert float((found.norm(dim=-1) - 1).abs().max()) < 1e-6
 
 
@@ -106,6 +107,27 @@ def test_large_matrices_are_divided_into_blocks_of_bounded_size(monkeypatch: pyt
     assert all(block.high - block.low <= 10 for block in blocks)
     small = Factors(6, 2, 2, 1)
     assert [block.high - block.low for block in blocks_of(0, 24, small)] == [12, 12]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_matrices_on_the_borders_of_ranks_are_spread_and_all_others_lie_on_one(shards: int) -> None:
+    segments = (Segment("a", (5, 4), 0), Segment("stack", (6, 3, 4), 20), Segment("b", (1, 9), 100))
+    layout = FlatLayout(segments, -(-109 // shards) * shards, shards)
+    ranks = (2, 1, 1)
+    spread = spread_matrices(layout, ranks)
+    assert len(spread) <= shards - 1
+    found = {(index, matrix) for index, matrix, _ in spread}
+    assert len(found) == len(spread)
+    for rank in range(shards):
+        start, end = layout.shard_range(rank)
+        for index, low, high in layout.pieces(start, end):
+            sizes = Factors(*((1, 5, 4), (6, 3, 4), (1, 1, 9))[index], ranks[index])
+            offset = layout.segments[index].offset - start
+            for first, last in stacks_of(low - offset, high - offset, sizes):
+                alone = {(index, matrix) for matrix in range(first, last)}
+                assert not alone & found
+                found |= alone
+    assert found == {(0, 0), *((1, matrix) for matrix in range(6)), (2, 0)}
 
 
 def test_parts_are_in_order_and_their_buffers_are_those_of_the_largest() -> None:
@@ -151,7 +173,7 @@ class _Recorder:
 
 def test_a_region_is_finished_as_soon_as_it_is_wanted_and_buffers_are_used_in_turn() -> None:
     work = _Recorder()
-    members = [((number, 0), Factors(1, 8, 16, 4)) for number in range(6)]
+    members = [((number, 0, 0), Factors(1, 8, 16, 4)) for number in range(6)]
     pipeline = FactorPipeline(members, work, Collectives(None, "alone", OperationLog()), CPU)
     assert len(factor_parts([each for _, each in members])) == 6
     for _ in range(2):

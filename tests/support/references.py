@@ -106,7 +106,7 @@ class PlainDion(_Plain):
         rank = min(rows, columns, math.ceil(hyper["rank_fraction"] * min(rows, columns)))
         if "m" not in state:
             state["m"] = torch.zeros(stack)
-            state["q"] = list(first_factor(rank, batch, columns, p.device).transpose(0, 1))
+            state["q"] = [first_factor(rank, columns, p.device)] * batch
         state["m"].add_(g.view(stack))
         p.mul_(1 - hyper["lr"] * hyper["weight_decay"])
         for index in range(batch):

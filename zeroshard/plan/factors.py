@@ -10,6 +10,9 @@ A rank multiplies only what it has of a matrix, so the work on the matrix is div
 factors travel. Sums over ranks are float64: their order then changes no digit that float32 state keeps. The right
 factor rests in float32 among the optimizer's state, divided as the rest, and is put together by adding zeros.
 
+A matrix that lies on one rank as a whole is updated there, and nothing of it travels: of a stack of matrices (experts)
+only those on the borders between ranks are summed, fewer than there are ranks.
+
 Matrices go in parts, each of a few matrices, through a pipeline of four steps:
 
     right factor  | part 0 | part 1 | part 2 | part 3 | ...
@@ -31,7 +34,7 @@ from dataclasses import dataclass, replace
 from zeroshard.mesh import Axes
 from zeroshard.plan.groups import GroupPlan, UnitPlan
 from zeroshard.plan.plan import Plan
-from zeroshard.sharding.layout import matrix_shape
+from zeroshard.sharding.layout import FlatLayout, matrix_shape
 
 FACTORS = "(factors)"
 """The label of sums of factors in the operation log."""
@@ -52,6 +55,11 @@ class Factors:
     rows: int
     columns: int
     rank: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of one matrix."""
+        return self.rows * self.columns
 
     @property
     def left_numel(self) -> int:
@@ -79,8 +87,20 @@ def factor_rank(shape: Sequence[int], fraction: float) -> int:
     return min(most, max(1, math.ceil(fraction * most)))
 
 
+def spread_matrices(layout: FlatLayout, ranks: Sequence[int]) -> list[tuple[int, int, Factors]]:
+    """The matrices of a flat group that lie on several ranks: segment, place in its stack, sizes of the factors."""
+    found: list[tuple[int, int, Factors]] = []
+    for index, (segment, rank) in enumerate(zip(layout.segments, ranks, strict=True)):
+        sizes = factors_of(segment.shape, rank)
+        first = (segment.offset // layout.shard_numel + 1) * layout.shard_numel if layout.shard_numel else segment.end
+        borders = range(first - segment.offset, segment.numel, max(1, layout.shard_numel))
+        cut = {border // sizes.numel: None for border in borders if border % sizes.numel}
+        found += [(index, matrix, replace(sizes, batch=1)) for matrix in cut]
+    return found
+
+
 def factor_parts(factors: Sequence[Factors]) -> list[range]:
-    """Divide the parameters of one pipeline, in the order of their units, into parts."""
+    """Divide the matrices of one pipeline, in the order of their units, into parts."""
     limit = min(_PART_NBYTES, -(-sum(each.nbytes for each in factors) // _PARTS))
     found: list[range] = []
     start = held = 0
@@ -125,16 +145,15 @@ def factor_nbytes(plan: Plan) -> dict[Axes, list[tuple[int, int, int]]]:
 
 
 def factor_buffers(plan: Plan) -> int:
-    """Bytes of the buffers of all pipelines on each rank. A matrix that is not divided needs none."""
+    """Bytes of the buffers of all pipelines on each rank."""
     return sum(map(buffer_nbytes, _divided(plan).values()))
 
 
 def _divided(plan: Plan) -> dict[Axes, list[Factors]]:
     found: dict[Axes, list[Factors]] = {}
     for axes, group in _groups(plan):
-        shapes = (segment.shape for segment in group.layout.segments)
-        found.setdefault(axes, []).extend(map(factors_of, shapes, group.factor_ranks))
-    return found
+        found.setdefault(axes, []).extend(sizes for *_, sizes in spread_matrices(group.layout, group.factor_ranks))
+    return {axes: members for axes, members in found.items() if members}
 
 
 def _groups(plan: Plan) -> Iterator[tuple[Axes, GroupPlan]]:

@@ -23,6 +23,14 @@ _MOST = 1 << 24
 """Elements of a block, of which a few float64 copies are made."""
 
 
+def stacks_of(low: int, high: int, sizes: Factors) -> list[tuple[int, int]]:
+    """The matrices (first, after the last) that lie within the elements [low, high) of a parameter, some at a time."""
+    if not sizes.numel:
+        return []
+    first, last, count = -(-low // sizes.numel), high // sizes.numel, max(1, _MOST // sizes.numel)
+    return [(start, min(last, start + count)) for start in range(first, last, count)]
+
+
 @dataclass(frozen=True)
 class Block:
     """Equally many rows of consecutive matrices of a stack.
@@ -31,7 +39,7 @@ class Block:
         matrices: the matrices of the stack.
         rows: rows of each of them.
         columns: columns of the matrices.
-        low, high: the elements that this rank has of these rows, counted from its first element of the parameter.
+        low, high: the elements that this rank has of these rows, counted from its first element of the stack.
         lead: elements of the first row that it does not have.
     """
 
@@ -46,7 +54,7 @@ class Block:
         """The rows as float64 (matrices, rows, columns), with zeros for what this rank does not have.
 
         Args:
-            flat: this rank's elements of the parameter.
+            flat: this rank's elements of the stack.
         """
         shape = (self.matrices.stop - self.matrices.start, self.rows.stop - self.rows.start, self.columns)
         whole = shape[0] * shape[1] * shape[2]
@@ -62,7 +70,7 @@ class Block:
 
 
 def blocks_of(low: int, high: int, sizes: Factors) -> list[Block]:
-    """The blocks of the elements [low, high) of a parameter."""
+    """The blocks of the elements [low, high) of a stack."""
     found: list[Block] = []
     for first, last, top, bottom in _runs(low, high, sizes):
         start = (first * sizes.rows + top) * sizes.columns

@@ -48,15 +48,15 @@ def column_norms(matrices: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
 
 
-def first_factor(rank: int, batch: int, columns: int, device: torch.device) -> torch.Tensor:
-    """The right factor before the first step: numbers that look random, of (rank, batch, columns), float32.
+def first_factor(rank: int, columns: int, device: torch.device) -> torch.Tensor:
+    """The right factor before the first step: numbers that look random, of (rank, columns), float32.
 
     They are a function of their place, computed in whole numbers, and so are the same on every device and rank. Each
-    column of a matrix' factor, its last dim here, has norm 1.
+    column of the factor, the last dim here, has norm 1.
     """
-    words = torch.arange(1, rank * batch * columns + 1, dtype=torch.int64, device=device)
+    words = torch.arange(1, rank * columns + 1, dtype=torch.int64, device=device)
     for factor, shift in ((0x9E3779B1, 15), (0x85EBCA77, 13), (0xC2B2AE3D, 16)):
         words = words * factor & _WORD
         words = words ^ words >> shift
-    numbers = (words.double() / 2.0**31 - 1.0).view(rank, batch, columns)
+    numbers = (words.double() / 2.0**31 - 1.0).view(rank, columns)
     return (numbers / torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)).float()

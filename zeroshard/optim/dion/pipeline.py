@@ -22,18 +22,18 @@ import torch
 from zeroshard.comm.collectives import Collectives, Pending
 from zeroshard.plan.factors import FACTORS, IN_FLIGHT, Factors, buffer_nbytes, factor_parts, part_nbytes
 
-Place = tuple[int, int]
-"""A region, and a segment of its layout."""
+Place = tuple[int, int, int]
+"""A region, a segment of its layout, and the first matrix of a stack of matrices of that parameter."""
 
 
 @dataclass(frozen=True)
 class FactorBuffers:
-    """The buffers of one parameter.
+    """The buffers of a stack of matrices.
 
     Attributes:
-        right: float32 (rank, batch, columns), the right factor.
-        left: float64 (batch, rows, rank), the left factor.
-        following: float64 (rank, batch, columns), the next right factor, before its columns are scaled.
+        right: float32 (batch, rank, columns), the right factors.
+        left: float64 (batch, rows, rank), the left factors.
+        following: float64 (batch, rank, columns), the next right factors, before their columns are scaled.
     """
 
     right: torch.Tensor
@@ -57,18 +57,18 @@ class FactorWork(Protocol):
         ...
 
     def finish(self, place: Place, factors: FactorBuffers) -> None:
-        """Update the parameter and its state."""
+        """Update the matrices and their state."""
         ...
 
 
 @dataclass
 class _Part:
-    """Some parameters, and what of them is on its way.
+    """Some matrices, and what of them is on its way.
 
     Attributes:
-        places: the parameters.
+        places: the matrices.
         sums: the whole buffers of right, left and next right factors, one after the other in one allocation.
-        factors: the buffers of each parameter.
+        factors: the buffers of each matrix.
         pending: the sum that was issued last and not waited for.
         arrived: on a device, the point in the pipeline's stream at which it has arrived.
     """
@@ -84,7 +84,7 @@ class FactorPipeline:
     """The sums over one mesh axis.
 
     Args:
-        members: the parameters, in plan order, and the sizes of their factors; equal on all ranks.
+        members: the matrices, in plan order, and the sizes of their factors; equal on all ranks.
         peers: the communicator of the axis.
     """
 
@@ -97,7 +97,7 @@ class FactorPipeline:
         sizes = [each for _, each in members]
         self._places = [[place for place, _ in members[part.start : part.stop]] for part in factor_parts(sizes)]
         self.buffer_nbytes = buffer_nbytes(sizes)
-        self._last_part = {number: part for part, places in enumerate(self._places) for number, _ in places}
+        self._last_part = {number: part for part, places in enumerate(self._places) for number, *_ in places}
         self._parts: list[_Part] = []
         self._buffers: list[torch.Tensor] = []
         self._turn = 0
@@ -151,9 +151,9 @@ class FactorPipeline:
         ]
         part.factors = tuple(
             FactorBuffers(
-                right.view(each.rank, each.batch, each.columns),
+                right.view(each.batch, each.rank, each.columns),
                 left.view(each.batch, each.rows, each.rank),
-                following.view(each.rank, each.batch, each.columns),
+                following.view(each.batch, each.rank, each.columns),
             )
             for each, right, left, following in zip(sizes, *pieces, strict=True)
         )

@@ -8,14 +8,16 @@
     X    = (1 - lr decay) X - lr sqrt(rows / columns) P Q'
 
 B, M and X are never put together: each rank multiplies its rows (`blocks`), and only P, R and Q are summed over the
-ranks (`pipeline`). Products and sums are float64, so that momentum in float32 does not depend on how many ranks share
-it, but for the last digit. Parameters of other groups are updated by AdamW.
+ranks, of matrices that lie on several (`pipeline`). A rank updates matrices that it has alone when the turn of their
+region comes. Products and sums are float64, so that momentum in float32 does not depend on how many ranks share it, but
+for the last digit. Parameters of other groups are updated by AdamW.
 
 A direction along which B is smaller than `LEAST` of its largest is left out of the update, and keeps its column of Q:
 there B is but rounding, which an orthonormal P would make as large as the rest. Columns of zeros in a stored Q stand
 for their first ones (`first_factor`), so that state is zeros before the first step, as that of all updates. Q is stored
-in the first columns x rank elements of a row of state with one element for each of the parameter, by rank first: a
-checkpoint with another rank of the factors gives the first columns.
+in the first rank x columns elements of the matrix' place in a row of state with one element for each of the parameter:
+with the matrix, so that it is divided as this is, and column by column, so that a checkpoint with another rank of the
+factors gives the first columns.
 
 Ahn, Xu, Abreu, Langford 2025 (arXiv:2504.05295), algorithm 1.
 """
@@ -24,21 +26,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.mesh import Axes
-from zeroshard.optim.dion.blocks import Block, blocks_of
+from zeroshard.optim.dion.blocks import Block, blocks_of, stacks_of
 from zeroshard.optim.dion.orthonormal import LEAST, first_factor, orthonormalize
 from zeroshard.optim.dion.pipeline import FactorBuffers, FactorPipeline, Place
 from zeroshard.optim.regions import Region
 from zeroshard.optim.saved_state import FlatState
 from zeroshard.optim.segments import Flags, Piece, pieces_of
 from zeroshard.optim.update_context import UpdateContext
-from zeroshard.plan.factors import Factors, factors_of
+from zeroshard.plan.factors import Factors, factors_of, spread_matrices
 from zeroshard.tiers import Row, RowInPlace
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Matrices of a parameter that are updated together, and what this rank has of them.
+
+    Attributes:
+        sizes: of their factors.
+        piece: this rank's piece of the parameter.
+        cut: this rank's elements of the matrices, in the region.
+        low: the first of these, counted from the first element of the matrices.
+        blocks: the rows that this rank has a part of.
+    """
+
+    sizes: Factors
+    piece: Piece
+    cut: slice
+    low: int
+    blocks: Sequence[Block]
 
 
 class DionUpdate(FlatState):
@@ -50,35 +72,44 @@ class DionUpdate(FlatState):
         self._flags = Flags(context.regions, context.device)
         self._momentum = [torch.zeros_like(each.master, dtype=each.state_dtype) for each in context.regions]
         self._right = [torch.zeros_like(each.master, dtype=each.state_dtype) for each in context.regions]
-        self._pieces = {
-            (number, piece.index): piece for number, region in enumerate(self.regions) for piece in pieces_of(region)
-        }
-        self._sizes: dict[Place, Factors] = {}
-        divided: dict[Axes, list[tuple[Place, Factors]]] = {}
+        self._stacks: dict[Place, _Stack] = {}
+        self._alone: list[list[Place]] = []
+        spread: dict[Axes, list[tuple[Place, Factors]]] = {}
         for number, region in enumerate(context.regions):
-            members = list(_sizes_of(number, region))
-            self._sizes.update(members)
-            if region.divided and members:
-                divided.setdefault(region.axes, []).extend(members)
+            _check_ranks(region)
+            members = spread_matrices(region.layout, region.factor_ranks) if region.divided else []
+            spread.setdefault(region.axes, []).extend(((number, index, at), sizes) for index, at, sizes in members)
+            self._find_stacks(number, region, {(index, at): sizes for index, at, sizes in members})
         pipelines = {
-            axes: FactorPipeline(members, self, context.axes[axes], context.device) for axes, members in divided.items()
+            axes: FactorPipeline(members, self, context.axes[axes], context.device)
+            for axes, members in spread.items()
+            if members
         }
         self._pipelines = list(pipelines.values())
-        self._pipeline_of = {number: pipelines[axes] for axes, members in divided.items() for (number, _), _ in members}
-        self._blocks = {place: self._blocks_of(place) for place in self._pieces}
+        self._pipeline_of = {number: pipelines[axes] for axes, members in spread.items() for (number, *_), _ in members}
         self._groups: Sequence[Mapping[str, Any]] = ()
         self._coefficient = torch.zeros((), dtype=torch.float64, device=context.device)
         self._on = self._flags.owned
 
-    def _blocks_of(self, place: Place) -> list[Block]:
-        low = self._offset(place)
-        cut = self._pieces[place].cut
-        return blocks_of(low, low + cut.stop - cut.start, self._sizes[place])
-
-    def _offset(self, place: Place) -> int:
-        """The element of a parameter at which this rank's piece begins."""
-        region = self.regions[place[0]]
-        return region.start + self._pieces[place].cut.start - region.layout.segments[place[1]].offset
+    def _find_stacks(self, number: int, region: Region, spread: Mapping[tuple[int, int], Factors]) -> None:
+        """Note what this rank has of the matrices of a region: those that it has alone, and parts of `spread` ones."""
+        alone: list[Place] = []
+        for piece in pieces_of(region):
+            segment = region.layout.segments[piece.index]
+            low = region.start + piece.cut.start - segment.offset
+            high = low + piece.cut.stop - piece.cut.start
+            whole = factors_of(segment.shape, region.factor_ranks[piece.index])
+            found = {first: replace(whole, batch=last - first) for first, last in stacks_of(low, high, whole)}
+            alone += [(number, piece.index, first) for first in found]
+            found |= {matrix: sizes for (index, matrix), sizes in spread.items() if index == piece.index}
+            for first, sizes in found.items():
+                start = first * sizes.numel
+                begin, end = max(low, start), min(high, start + sizes.batch * sizes.numel)
+                if begin < end:
+                    cut = slice(piece.cut.start + begin - low, piece.cut.start + end - low)
+                    blocks = blocks_of(begin - start, end - start, sizes)
+                    self._stacks[number, piece.index, first] = _Stack(sizes, piece, cut, begin - start, blocks)
+        self._alone.append(alone)
 
     @property
     def buffer_nbytes(self) -> int:
@@ -86,7 +117,7 @@ class DionUpdate(FlatState):
         return sum(pipeline.buffer_nbytes for pipeline in self._pipelines)
 
     def prepare(self, coefficient: torch.Tensor, active: torch.Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
-        """See DeviceUpdate. The sums of divided matrices' factors begin here."""
+        """See DeviceUpdate. The sums of factors begin here."""
         self._groups, self._coefficient = groups, coefficient
         self._on = active & self._flags.owned
         for pipeline in self._pipelines:
@@ -97,90 +128,91 @@ class DionUpdate(FlatState):
         pipeline = self._pipeline_of.get(number)
         if pipeline is not None:
             pipeline.finish(number)
-            return
-        for piece in pieces_of(self.regions[number]):
-            place = number, piece.index
-            factors = _buffers(self._sizes[place], self._device)
+        for place in self._alone[number]:
+            factors = _buffers(self._stacks[place].sizes, self._device)
             for step in (self.start, self.project, self.correct, self.finish):
                 step(place, factors)
+        region = self.regions[number]
+        for piece in pieces_of(region) if region.param is not None else ():
+            assert region.param is not None
+            region.param[piece.cut].copy_(region.master[piece.cut])
 
     def start(self, place: Place, factors: FactorBuffers) -> None:
         """See FactorWork."""
-        piece = self._pieces.get(place)
-        if piece is None:
+        stack = self._stacks.get(place)
+        if stack is None:
             return
-        momentum = self._momentum[place[0]][piece.cut]
-        grad = self.regions[place[0]].grad()[piece.cut].float() * self._coefficient
-        momentum.copy_(torch.where(self._on[piece.flag], momentum + grad, momentum))
-        held, low = self._held_right(place, factors)
-        factors.right.view(-1)[low : low + held.numel()] = held
+        momentum = self._momentum[place[0]][stack.cut]
+        grad = self.regions[place[0]].grad()[stack.cut].float() * self._coefficient
+        momentum.copy_(torch.where(self._on[stack.piece.flag], momentum + grad, momentum))
+        self._own_right(place, factors.right).copy_(self._held_right(place))
 
     def project(self, place: Place, factors: FactorBuffers) -> None:
         """See FactorWork."""
-        right, sizes = factors.right, self._sizes[place]
-        if not right.numel():
-            return
+        right = factors.right
+        _, rank, columns = right.shape
         unset = torch.linalg.vector_norm(right, dim=-1, keepdim=True) == 0
-        right.copy_(torch.where(unset, first_factor(sizes.rank, sizes.batch, sizes.columns, right.device), right))
+        right.copy_(torch.where(unset, first_factor(rank, columns, right.device), right))
         for block, rows in self._rows(place):
-            product = rows @ right[:, block.matrices].permute(1, 2, 0).double()
-            factors.left[block.matrices, block.rows] += product
+            factors.left[block.matrices, block.rows] += rows @ right[block.matrices].mT.double()
 
     def correct(self, place: Place, factors: FactorBuffers) -> None:
         """See FactorWork."""
-        if factors.left.numel():
-            factors.left.copy_(orthonormalize(factors.left))
+        factors.left.copy_(orthonormalize(factors.left))
         for block, rows in self._rows(place):
-            product = rows.mT @ factors.left[block.matrices, block.rows]
-            factors.following[:, block.matrices] += product.permute(2, 0, 1)
+            factors.following[block.matrices] += factors.left[block.matrices, block.rows].mT @ rows
 
     def finish(self, place: Place, factors: FactorBuffers) -> None:
         """See FactorWork."""
-        piece = self._pieces.get(place)
-        if piece is None:
+        stack = self._stacks.get(place)
+        if stack is None:
             return
-        following = factors.following
-        norms = torch.linalg.vector_norm(following, dim=-1, keepdim=True)
-        kept = norms > LEAST * norms.amax(dim=0, keepdim=True)
-        right = torch.where(kept, following / norms, factors.right.double())
-        self._update(place, piece, factors.left.mul_(kept.permute(1, 2, 0)), following, right)
-        held, low = self._held_right(place, factors)
-        held.copy_(torch.where(self._on[piece.flag], right.reshape(-1)[low : low + held.numel()].to(held.dtype), held))
+        norms = torch.linalg.vector_norm(factors.following, dim=-1, keepdim=True)
+        kept = norms > LEAST * norms.amax(dim=1, keepdim=True)
+        right = torch.where(kept, factors.following / norms, factors.right.double())
+        self._update(place, stack, factors.left.mul_(kept.mT), factors.following, right)
+        held = self._held_right(place)
+        held.copy_(torch.where(self._on[stack.piece.flag], self._own_right(place, right).to(held.dtype), held))
 
     def _update(
-        self, place: Place, piece: Piece, left: torch.Tensor, following: torch.Tensor, right: torch.Tensor
+        self, place: Place, stack: _Stack, left: torch.Tensor, following: torch.Tensor, right: torch.Tensor
     ) -> None:
-        """Update the momentum and the values of a piece."""
-        region, hyper, on = self.regions[place[0]], self._groups[piece.group], self._on[piece.flag]
-        rate, sizes = float(hyper["lr"]), self._sizes[place]
-        scale = rate * math.sqrt(sizes.rows / sizes.columns)
-        momentum, values = self._momentum[place[0]][piece.cut], region.master[piece.cut]
-        for block in self._blocks[place]:
+        """Update the momentum and the values of matrices."""
+        region, hyper, on = self.regions[place[0]], self._groups[stack.piece.group], self._on[stack.piece.flag]
+        rate = float(hyper["lr"])
+        scale = rate * math.sqrt(stack.sizes.rows / stack.sizes.columns)
+        momentum, values = self._momentum[place[0]][stack.cut], region.master[stack.cut]
+        for block in stack.blocks:
             rows, cut = left[block.matrices, block.rows], slice(block.low, block.high)
             for target, factor, by, times in (
                 (momentum, following, 1.0, hyper["mu"] - 1.0),
                 (values, right, 1.0 - rate * hyper["weight_decay"], -scale),
             ):
-                product = block.own(rows @ factor[:, block.matrices].permute(1, 0, 2))
                 held = target[cut]
+                product = block.own(rows @ factor[block.matrices])
                 changed = (held.double() * by).add_(product, alpha=times).to(held.dtype)
                 held.copy_(torch.where(on, changed, held))
-        if region.param is not None:
-            region.param[piece.cut].copy_(values)
 
     def _rows(self, place: Place) -> Iterator[tuple[Block, torch.Tensor]]:
-        """This rank's rows of a matrix' momentum, with the gradient added."""
-        piece = self._pieces.get(place)
-        if piece is not None:
-            momentum = self._momentum[place[0]][piece.cut]
-            for block in self._blocks[place]:
+        """This rank's rows of the matrices' momentum, with the gradient added."""
+        stack = self._stacks.get(place)
+        if stack is not None:
+            momentum = self._momentum[place[0]][stack.cut]
+            for block in stack.blocks:
                 yield block, block.padded(momentum)
 
-    def _held_right(self, place: Place, factors: FactorBuffers) -> tuple[torch.Tensor, int]:
-        """The elements of the right factor that this rank's state has, and the place of the first of them in it."""
-        cut, low = self._pieces[place].cut, self._offset(place)
-        count = max(0, min(factors.right.numel() - low, cut.stop - cut.start))
-        return self._right[place[0]][cut.start : cut.start + count], low
+    def _held_right(self, place: Place) -> torch.Tensor:
+        """What this rank's state has of right factors: (matrices, elements)."""
+        stack = self._stacks[place]
+        state, most = self._right[place[0]][stack.cut], stack.sizes.rank * stack.sizes.columns
+        if stack.sizes.batch == 1:
+            return state[: max(0, most - stack.low)][None]
+        return state.view(stack.sizes.batch, stack.sizes.numel)[:, :most]
+
+    def _own_right(self, place: Place, right: torch.Tensor) -> torch.Tensor:
+        """The elements of right factors of which this rank has the state, in the same shape."""
+        stack = self._stacks[place]
+        return right.view(len(right), -1)[:, stack.low : stack.low + stack.cut.stop - stack.cut.start]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Momentum and right factors by region."""
@@ -205,20 +237,15 @@ class DionUpdate(FlatState):
         """See FlatState."""
 
 
-def _sizes_of(number: int, region: Region) -> list[tuple[Place, Factors]]:
-    segments = region.layout.segments
-    if len(region.factor_ranks) != len(segments):
+def _check_ranks(region: Region) -> None:
+    if len(region.factor_ranks) != len(region.layout.segments):
         raise PlanError(
             f"the plan names no ranks of factors for the matrices of {region.label}, from which Dion updates them; "
             "name them in Recipe(factor_ranks=...), or let zeroshard make the plan"
         )
-    return [
-        ((number, index), factors_of(segment.shape, rank))
-        for index, (segment, rank) in enumerate(zip(segments, region.factor_ranks, strict=True))
-    ]
 
 
 def _buffers(sizes: Factors, device: torch.device) -> FactorBuffers:
-    right = torch.zeros(sizes.rank, sizes.batch, sizes.columns, device=device)
+    right = torch.zeros(sizes.batch, sizes.rank, sizes.columns, device=device)
     left = torch.zeros(sizes.batch, sizes.rows, sizes.rank, dtype=torch.float64, device=device)
     return FactorBuffers(right, left, torch.zeros_like(right, dtype=torch.float64))
