@@ -20,6 +20,7 @@ def alone(
     *,
     lr: float = 1e-3,
     clip: float = CLIP,
+    eps: float = 1e-8,
 ) -> tuple[list[Step], State]:
     """Losses, norms, and parameters with their second moments (`NAME.exp_avg_sq`) after some steps of AdamW.
 
@@ -27,7 +28,7 @@ def alone(
         losses: of a step, one for each backward; their sum is the step's loss.
         clip: infinity for no clipping.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     found: list[Step] = []
     for step in range(steps):
         total = 0.0
