@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 
 import zeroshard
 from tests.support.distributed import run_ranks
-from tests.support.models import Batch, Task, square_loss
+from tests.support.models import Batch, Task, Transformer, language_loss, square_loss
 from tests.support.training import (
     Setting,
     adamw,
@@ -210,6 +212,38 @@ def _compile_orders(rank: int, world: int, compile_: Callable[[nn.Module], None]
 @pytest.mark.parametrize("compile_", [_compile_blocks, _compile_blocks_aot, _compile_whole], ids=lambda f: f.__name__)
 def test_compiling_before_or_after_sharding_gathers_the_same(compile_: Callable[[nn.Module], None]) -> None:
     run_ranks(2, _compile_orders, compile_, TASK)
+
+
+class _Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _compiled_deep(rank: int, world: int) -> None:
+    """A model of more blocks (10) than torch.compile makes versions of one function for (8)."""
+    records = _Records()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(records)
+    task = Task(partial(Transformer, depth=10), language_loss)
+    model, optimizer = shard_task(task, Setting())
+    model.compile(backend="eager")
+    for step in range(2):
+        task.loss(model, Batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            task.loss(model.eval(), Batch(step, 0, rank))
+        model.train()
+    assert not records.texts
+
+
+def test_a_whole_model_that_is_compiled_stays_within_the_limit_however_many_blocks_it_has() -> None:
+    run_ranks(1, _compiled_deep)
 
 
 def _checkpointed() -> nn.Module:

@@ -200,3 +200,17 @@ def test_a_checkpoint_has_the_float32_truth_and_goes_on_at_another_shape(tmp_pat
     other = run_ranks(1, _save, str(tmp_path), 0, True, fp8)[0]
     for name, value in first.items():
         assert torch.equal(other[name], value), name
+
+
+def _closed(rank: int, world: int, stage: int, fp8: Fp8) -> None:
+    model = build(fp8)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), plan=recipe(stage, fp8=fp8))
+    zeroshard.close(model)
+    for (name, value), truth in zip(model.named_parameters(), build(fp8).parameters(), strict=True):
+        assert torch.equal(value, truth.bfloat16()), name
+
+
+@KINDS
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_closed_model_on_one_rank_has_the_truth(stage: int, fp8: Fp8) -> None:
+    run_ranks(1, _closed, stage, fp8)

@@ -50,7 +50,8 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
     handle.close()
     handle.runtime.reads.forget()
     unmark_parameters(handle)
-    fits = _fits(handle, available())
+    fits, mesh = _fits(handle, available()), handle.plan.mesh
+    kept_by_others = False
     for unit in handle.runtime.units:
         for group in unit.groups:
             with unguarded():
@@ -59,7 +60,11 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
             if group.plan.param.divided:
                 _keep_shard(unit, group, handle.comm.mesh, fits=fits)
             elif isinstance(group, ScaledGroup):
-                _decode(group)
+                masters = mesh.size(group.plan.update_axes) == 1
+                _decode(group, masters=masters)
+                kept_by_others |= not masters
+    if kept_by_others:
+        _LOGGER.warning("close: fp8 weights keep their precision only; earlier checkpoints have the master weights")
     restore(handle.runtime.model)
     if handle.runtime.parameters.scaled is not None:
         handle.runtime.parameters.scaled.drop_codes()
@@ -71,14 +76,13 @@ def close_handle(handle: Handle, *, available: Callable[[], int | None] = availa
     guard_closed_state(handle.runtime.model, names=handle.runtime.names_in_state_dict)
 
 
-def _decode(group: ScaledGroup) -> None:
-    """Give parameters that rest whole in fp8 their values: from the master weights, or from the codes if other ranks
-    hold a part of the master weights, since those ranks need not be closing."""
-    if not group.plan.update_axes:
+def _decode(group: ScaledGroup, *, masters: bool) -> None:
+    """Give parameters that rest whole in fp8 their values: from the master weights, or (not `masters`) from the codes
+    if other ranks hold a part of the master weights, since those ranks need not be closing."""
+    if masters:
         flat = rank_param(group)
         parts = [flat[segment.offset : segment.end].view(segment.shape) for segment in group.plan.layout.segments]
     else:
-        _LOGGER.warning("close: fp8 weights keep their precision only; earlier checkpoints have the master weights")
         parts = [decode(record.codes, record.unscale, group.dtype) for record in group.codes]
     for parameter, value in zip(group.parameters, parts, strict=True):
         show_values(parameter, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -144,9 +144,17 @@ class _Hook:
         )
 
 
-def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
+class _UntracedHook(_Hook):
+    """A hook that compiled code ends before: a tracer that came into `__call__` would compile it anew for each hook."""
+
     # torch.compile shows the reason if it is not allowed to break the graph.
-    return _Hook(cast("Callable[..., None]", torch.compiler.disable(hook, reason=_UNTRACED)))
+    @torch.compiler.disable(reason=_UNTRACED)
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+
+def _outside_of_compiled_code(hook: Callable[..., None]) -> _Hook:
+    return _UntracedHook(hook)
 
 
 def _not_in_compiled_code(hook: Callable[..., None]) -> _Hook:
