@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,17 @@ def test_a_late_rank_is_named_with_its_cause(cause: Cause) -> None:
     )
     assert f"The cause is {cause}" in found.text
     assert f"finding 1: {found.text}" in list(explain(CAUSES[cause][0], CAUSES[cause]))
+
+
+@pytest.mark.parametrize("where", [(BETWEEN, OWN), (BETWEEN, DATA), ("forward", GARBAGE), ("forward", DISK)])
+def test_what_takes_all_ranks_a_few_times_is_compared_with_the_mean_of_a_step(where: Component) -> None:
+    steps = [record(n, {**USUAL, where: 0.6 if n % 6 == 0 else 0.0}, busy=0.034) for n in range(1, 61)]
+    (found,) = findings({rank: log(steps) for rank in (0, 1)})
+    told = re.search(r"([\d.]+) ms of a step of ([\d.]+) ms", found.text)
+    assert told is not None
+    spent, whole = map(float, told.groups())
+    assert spent == pytest.approx(600 * 10 / 57, abs=1.1)
+    assert whole == pytest.approx(spent + 38, abs=1.1)
 
 
 def test_a_rank_that_is_late_at_times_is_named_with_the_steps() -> None:

@@ -87,6 +87,80 @@ def test_each_step_leaves_a_line_and_a_run_that_goes_on_adds_its_own(tmp_path: P
     assert len(read_run(path).steps) == 4, "torn by a kill"
 
 
+def test_a_run_goes_on_behind_a_line_that_was_torn(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    config = {**CONFIG, "run_log": {"path": str(path)}}
+    for torn in ('{"step": 9, "sam', "", '{"zeroshard_ru'):
+        path.unlink(missing_ok=True)
+        for first in (0, 2):
+            engine, _ = start(config)
+            train(engine, 2, first=first)
+            engine.destroy()
+            written = path.read_text()
+            path.write_text(written + torn)
+        assert len(read_run(path).steps) == 2, "both have made steps 1 and 2"
+        assert "\n\n" not in written
+        begins = [line for line in path.read_text().splitlines() if line.startswith('{"zeroshard_run"')]
+        assert len(begins) == 2
+
+
+def test_a_disk_that_is_full_ends_the_log_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = start({**CONFIG, "run_log": {"path": "/dev/full"}})
+    train(engine, 3)
+    engine.destroy()
+    assert [one.message for one in caplog.records if "run_log" in one.message] == [
+        "run_log.path: /dev/full gets no more lines: [Errno 28] No space left on device"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("whole", "long"),
+        ("whole", "nan"),
+        ("seconds", {"forward": None}),
+        ("waits", {"forward": None}),
+        ("loss", []),
+        ("device_waits", {"forward": 1.0}),
+        ("rates", 0.1),
+        ("skipped", None),
+        ("samples", 2.5),
+        ("applied", 1),
+    ],
+)
+def test_a_line_with_values_that_no_run_writes_is_named(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "run.jsonl"
+    line = {**vars(STEP), "tokens": 3}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2, name: value}) + "\n")
+    with pytest.raises(UsageError, match=rf"run\.jsonl, line 2 is no line of a run's log: {name} can't be "):
+        read_run(path)
+    short = {key: kept for key, kept in line.items() if key != name}
+    path.write_text(json.dumps(short) + "\n")
+    if name in ("seconds", "waits", "device_waits", "rates"):
+        run = read_run(path)
+        assert list(explain(run))
+        assert report(run, "run")
+    else:
+        with pytest.raises(UsageError, match=f"line 1 is no line of a run's log: {name} is missing"):
+            read_run(path)
+
+
+@pytest.mark.parametrize(
+    "begin", [{"ranks": None}, {"ranks": 0}, {"sent": {"all-gather": "many"}}, {"memory": 3}, {"disk": "save"}]
+)
+def test_a_line_that_begins_with_values_that_no_run_writes_is_named(tmp_path: Path, begin: dict[str, object]) -> None:
+    path = tmp_path / "run.jsonl"
+    head = begin if "disk" in begin else {"zeroshard_run": 1, **begin}
+    path.write_text(json.dumps(head) + "\n" + json.dumps(vars(STEP)) + "\n")
+    with pytest.raises(UsageError, match="line 1 is no line of a run's log"):
+        read_run(path)
+
+
+def test_steps_that_took_no_time_are_no_times() -> None:
+    none = replace(STEP, seconds={}, whole=0.0)
+    assert not [line for line in explain(steady(3, s1=none, s2=none, s3=none)) if "%" in line]
+
+
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for text, words in (("", "no step is in it"), ("[1]\n", "line 1 is no line"), ("x\n{}\n", "line 1 is no line")):

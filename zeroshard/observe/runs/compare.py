@@ -48,7 +48,7 @@ class Comparison:
 
     Attributes:
         sides: by rank.
-        usual: seconds of a step, the median.
+        usual, mean: seconds of a step, the median and the mean; what is a mean itself is compared with the mean.
         total: seconds of all steps.
         on_device: whether the times are those of a device, and not of the host.
     """
@@ -64,6 +64,7 @@ class Comparison:
         self.sides = {rank: self._side([steps[n] for n in numbers]) for rank, steps in timed.items()}
         wholes = [fmean(side.steps[i].whole or 0.0 for side in self.sides.values()) for i in range(len(numbers))]
         self.usual, self.total = (median(wholes) if wholes else 0.0), sum(wholes)
+        self.mean = self.total / len(wholes) if wholes else 0.0
         self.numbers, self.wholes = numbers, wholes
 
     def _side(self, steps: Sequence[StepRecord]) -> Side:

@@ -45,7 +45,7 @@ def explain(run: Run, ranks: Mapping[int, Run] | None = None) -> Iterator[str]:
         ranks: the logs of all ranks that there are, by rank.
     """
     ranks = ranks or {0: run}
-    timed = [step for step in run.steps[1:] or run.steps if step.whole is not None]
+    timed = [step for step in run.steps[1:] or run.steps if step.whole]
     yield f"{len(run.steps)} steps on {run.ranks} ranks, {run.steps[-1].samples} samples"
     if timed:
         yield from _where(timed, run)

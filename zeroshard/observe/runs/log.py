@@ -8,8 +8,9 @@
     {"disk": "save", "seconds": 3.2, "after": 1}                           a checkpoint was saved or loaded
 
 A run that goes on adds to the file; a step that is made again counts with its last line. Each line is flushed, so a run
-that is killed loses none, and a torn last line is passed by. Rejected: a binary format, which no other tool reads; to
-collect the ranks' lines on rank 0, which would need a collective of its own in each step.
+that is killed loses none; one that is torn all the same, by a full disk say, is passed by (`lines`). Rejected: a binary
+format, which no other tool reads; to collect the ranks' lines on rank 0, which would need a collective of its own in
+each step.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,13 @@ from zeroshard.errors import ConfigError, UsageError
 from zeroshard.observe.listeners import Silent
 from zeroshard.observe.memory import by_kind
 from zeroshard.observe.record import StepRecord
+from zeroshard.observe.runs.lines import BEGINS, begun, read_lines, record_of
 from zeroshard.plan.memory import state_bytes
 from zeroshard.plan.traffic import traffic_by_axes
 
-_BEGINS = "zeroshard_run"
 _VERSION = 1
 _AROUND_LOAD = 12
 """Steps before and after a load that are compared."""
-_OPTIONAL = ("nonfinite", "waits", "busy", "host", "device_waits")
 _LOGGER = logging.getLogger("zeroshard")
 
 
@@ -51,9 +52,19 @@ class RunLog(Silent):
         self._micro_batches: int | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
+            # Without a buffer, so that a disk that has failed once does not fail again when the file is closed.
+            self._file = self._path.open("ab", buffering=0)
+            self._before = b"\n" if self._is_torn() else b""
         except OSError as error:
             raise ConfigError(f"run_log.path: {path} can't be written: {error.strerror}") from error
+
+    def _is_torn(self) -> bool:
+        """Whether the last line that an earlier process has written has no end."""
+        if not self._path.is_file() or not self._path.stat().st_size:
+            return False
+        with self._path.open("rb") as earlier:
+            earlier.seek(-1, os.SEEK_END)
+            return earlier.read() != b"\n"
 
     def report(self, facts: StepFacts, *, due: bool) -> None:
         """After the first step the plan is the one that stays: say what it foretells."""
@@ -63,7 +74,7 @@ class RunLog(Silent):
             plan = self._runtime.plan
             sent = traffic_by_axes(plan, micro_batches=facts.micro_batches)
             told = {f"{kind} over {'+'.join(axes)}": both for (kind, axes), both in sent.items()}
-            head = {_BEGINS: _VERSION, "rank": self._rank, "ranks": self._ranks, "device": self._device}
+            head = {BEGINS: _VERSION, "rank": self._rank, "ranks": self._ranks, "device": self._device}
             self._write(
                 {
                     **head,
@@ -89,8 +100,10 @@ class RunLog(Silent):
         if self._file.closed:
             return
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            left = memoryview(self._before + json.dumps(line).encode() + b"\n")
+            self._before = b""
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
             _LOGGER.warning("run_log.path: %s gets no more lines: %s", self._path, error)
             self._file.close()
@@ -150,15 +163,15 @@ def read_run(path: Path) -> Run:
     saves: list[float] = []
     loads: list[Load] = []
     recent: deque[StepRecord] = deque(maxlen=_AROUND_LOAD)
-    for line in _lines(path):
-        if _BEGINS in line:
+    for line in read_lines(path):
+        if begun(line):
             begin = line
         elif "disk" in line:
             saves += [line["seconds"]] if line["disk"] == "save" else []
             if line["disk"] == "load":
                 loads.append(Load(tuple(line.get("left_out", ())), tuple(recent), []))
         elif "step" in line:
-            record = _record(line)
+            record = record_of(line)
             steps[record.step] = record
             recent.append(record)
             if loads and len(loads[-1].after) < _AROUND_LOAD:
@@ -192,32 +205,6 @@ def read_ranks(path: Path) -> dict[int, Run]:
     return found
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} can't be read as the log of a run: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == text.count("\n") + 1:
-                return  # torn by the end of the process
-            raise UsageError(f"{path}, line {number} is no line of a run's log: {error}") from error
-        if not isinstance(found, dict):
-            raise UsageError(f"{path}, line {number} is no line of a run's log")
-        yield found
-
-
-def _record(line: dict[str, Any]) -> StepRecord:
-    given = {one.name for one in fields(StepRecord) if one.name in line or one.name not in _OPTIONAL}
-    return StepRecord(**{name: _number(line.get(name)) for name in given})
-
-
 def _plain(value: Any) -> Any:
     """JSON has no inf and no NaN: they are strings here."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -129,20 +129,20 @@ def _cause(
 
 def _of_all(compared: Comparison, run: Run) -> Iterator[Finding]:
     """What takes the time of all ranks alike."""
-    common, usual, count = compared.common(), compared.usual, len(compared.numbers)
+    common, mean, count = compared.common(), compared.mean, len(compared.numbers)
     for kind, cause, share in ((DATA, Cause.DATA, _DATA), (GARBAGE, Cause.GARBAGE, _GARBAGE)):
         seconds = sum(spent for (_, what), spent in common.items() if what == kind)
-        if seconds > share * usual:
-            text = f"all ranks wait {ms(seconds)} of a step of {ms(usual)} for {cause}. {_CURES[cause]}"
+        if seconds > share * mean:
+            text = f"all ranks wait {ms(seconds)} of a step of {ms(mean)} for {cause}. {_CURES[cause]}"
             yield Finding(cause, text, None, seconds * count)
     seconds = common.get((BETWEEN, OWN), 0.0)
-    if seconds > _SCRIPT * usual:
-        text = f"{ms(seconds)} of a step of {ms(usual)} pass in {Cause.SCRIPT}, on all ranks. {_CURES[Cause.SCRIPT]}"
+    if seconds > _SCRIPT * mean:
+        text = f"{ms(seconds)} of a step of {ms(mean)} pass in {Cause.SCRIPT}, on all ranks. {_CURES[Cause.SCRIPT]}"
         yield Finding(Cause.SCRIPT, text, None, seconds * count)
     yield from _disk(compared, common)
     yield from _link(compared, run)
     saved = sum(run.saves)
-    if saved > _SAVING * (compared.total + saved) and saved / len(run.saves) > usual:
+    if saved > _SAVING * (compared.total + saved) and saved / len(run.saves) > compared.usual:
         text = (
             f"{len(run.saves)} saves of checkpoints kept training for {ms(saved / len(run.saves))} each, "
             f"{saved / (compared.total + saved):.0%} of the time. Save in the background "
@@ -152,12 +152,12 @@ def _of_all(compared: Comparison, run: Run) -> Iterator[Finding]:
 
 
 def _disk(compared: Comparison, common: Mapping[Component, float]) -> Iterator[Finding]:
-    usual, count = compared.usual, len(compared.numbers)
+    mean, count = compared.mean, len(compared.numbers)
     waited = sum(spent for (_, what), spent in common.items() if what == DISK)
     behind = min(compared.figure(rank, "disk", range(count)) for rank in compared.sides)
     waited += min(behind, sum(spent for (_, what), spent in common.items() if what == UPDATE))
-    if waited > _DISK * usual:
-        text = f"all ranks wait {ms(waited)} of a step of {ms(usual)} for {Cause.DISK}. {_CURES[Cause.DISK]}"
+    if waited > _DISK * mean:
+        text = f"all ranks wait {ms(waited)} of a step of {ms(mean)} for {Cause.DISK}. {_CURES[Cause.DISK]}"
         yield Finding(Cause.DISK, text, None, waited * count)
 
 
