@@ -14,7 +14,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 import zeroshard
 from tests.support.distributed import run_ranks
 from tests.test_initialize import ADAMW
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardWarning
 from zeroshard.observe.flops.counter import _MORE
 from zeroshard.observe.flops.step import StepFlops
 
@@ -132,6 +132,19 @@ def test_the_count_is_printed_by_module_and_the_rate_with_the_progress(tmp_path:
         assert "level 3" not in text
         assert ("FLOPs of step" in told) is not bool(place)
         assert re.search(r"step 4: .* samples/s, .* TFLOP/s per rank", told)
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "none/flops.txt"])
+def test_the_count_is_printed_where_its_file_cannot_be_written(tmp_path: Path, capsys: Any, place: str) -> None:
+    profiled = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / place)}
+    engine, *_ = zeroshard.initialize(model=Model(), config={**CONFIG, "flops_profiler": profiled})
+    engine.backward(engine(torch.randn(BATCH, LENGTH, WIDTH)).square().mean())
+    engine.step()
+    engine.backward(engine(torch.randn(BATCH, LENGTH, WIDTH)).square().mean())
+    with pytest.warns(ZeroShardWarning, match=r"flops_profiler\.output_file: .* can't be written: .*it is printed"):
+        engine.step()
+    engine.destroy()
+    assert "FLOPs of step 2 on each rank" in capsys.readouterr().out
 
 
 def test_a_model_is_profiled_by_one_call(tmp_path: Path, capsys: Any) -> None:

@@ -162,6 +162,27 @@ def test_a_port_of_a_stranger_is_passed_by(tmp_path: Path) -> None:
         exporter.close()
 
 
+def test_an_address_of_another_host_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client")
+    with caplog.at_level(logging.WARNING, "zeroshard"):
+        exporter = Exporter(tmp_path, "192.0.2.1", 9464)
+        assert until(lambda: "to 9479 of 192.0.2.1 can be had (" in caplog.text)
+    exporter.close()
+    assert "assign requested address" in caplog.text
+
+
+def test_a_port_that_cannot_be_written_down_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client")
+    (tmp_path / "port").symlink_to("/dev/full")
+    port = free_port()
+    with caplog.at_level(logging.WARNING, "zeroshard"):
+        exporter = Exporter(tmp_path, "127.0.0.1", port)
+        assert until(lambda: "port can't be written: [Errno 28]" in caplog.text)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert b"zeroshard_loss" in answer.read()
+    exporter.close()
+
+
 def test_a_rank_that_died_is_not_told_of(tmp_path: Path) -> None:
     said = RankSamples("run", 3, (Sample("zeroshard_loss", {}, 2.5),))
     mine, _ = claim(tmp_path)

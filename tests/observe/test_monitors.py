@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gc
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,6 +126,45 @@ def test_a_full_disk_ends_the_writer_and_not_the_training(tmp_path: Path) -> Non
     config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": str(folder)}}
     with pytest.raises(ConfigError, match=r"csv_monitor\.output_path: .* can't be made"):
         start(config)
+
+
+def test_a_server_that_is_gone_ends_its_writer_and_not_the_training() -> None:
+    class Gone(Exception):
+        pass
+
+    class Server:
+        def __init__(self, writes: bool) -> None:
+            self.writes, self.closed = writes, 0
+
+        def write(self, events: Any) -> None:
+            if not self.writes:
+                raise Gone
+
+        def close(self) -> None:
+            self.closed += 1
+            raise Gone("nobody answers")
+
+    gone, late = Server(writes=False), Server(writes=True)
+    monitor = EventMonitor([gone, late], enabled=True)
+    with pytest.warns(ZeroShardWarning, match="Server of the monitor writes nothing from here on: Gone"):
+        monitor.write_events([("a", 1, 1)])
+    monitor.write_events([("a", 2, 2)])
+    with pytest.warns(ZeroShardWarning, match="Server of the monitor may have lost its last events: nobody answers"):
+        monitor.close()
+    assert (gone.closed, late.closed) == (1, 1)
+
+
+def test_files_on_a_full_disk_are_closed_quietly(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").symlink_to("/dev/full")
+    monitor = EventMonitor([CsvFiles(tmp_path)], enabled=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        monitor.write_events([("a", 1, 1), ("b", 1, 1)])
+        monitor.close()
+        gc.collect()
+    assert [str(one.message) for one in told] == [
+        "CsvFiles of the monitor writes nothing from here on: [Errno 28] No space left on device"
+    ]
 
 
 def test_an_engine_that_is_asked_for_nothing_has_no_observer() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from zeroshard.engine.observing import Event
@@ -55,10 +56,11 @@ class EventMonitor:
         for writer in tuple(self._writers):
             try:
                 writer.write(ready)
-            except OSError as error:  # a full disk must not end the training that it is to tell of
+            except Exception as error:  # a full disk or a server that is gone must not end the training
                 self._writers.remove(writer)
-                what = f"{type(writer).__name__} of the monitor writes nothing from here on: {error}"
-                warnings.warn(what, ZeroShardWarning, stacklevel=2)
+                _warn(f"{type(writer).__name__} of the monitor writes nothing from here on", error)
+                with suppress(Exception):  # it fails again where it holds what it could not write
+                    writer.close()
 
     def _arrived(self) -> Iterator[Written]:
         while self._late and self._late[0][1].arrived:
@@ -69,7 +71,14 @@ class EventMonitor:
         """Write what has arrived, and end the writers."""
         self.flush()
         for writer in self._writers:
-            writer.close()
+            try:
+                writer.close()
+            except Exception as error:
+                _warn(f"{type(writer).__name__} of the monitor may have lost its last events", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    warnings.warn(f"{what}: {str(error) or type(error).__name__}", ZeroShardWarning, stacklevel=2)
 
 
 def events_of(record: StepRecord, *, breakdown: bool, samples_per_second: float | None) -> list[Event]:

@@ -7,12 +7,14 @@ compute again is told apart and counts in no rate.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from zeroshard.config.resolved import FlopsConfig
 from zeroshard.engine.core.handle import Handle
 from zeroshard.engine.observing import StepFacts
+from zeroshard.errors import ZeroShardWarning
 from zeroshard.observe.flops.counter import Counter
 from zeroshard.observe.flops.table import in_words, module_lines
 from zeroshard.observe.listeners import Silent
@@ -68,7 +70,11 @@ class StepFlops(Silent):
                 *module_lines(counter.by_module, depth=told.depth, top=told.top, detailed=told.detailed),
             ]
         )
-        if told.output_file is None:
-            print(text, flush=True)
-        else:
-            Path(told.output_file).write_text(text + "\n", encoding="utf-8")
+        if told.output_file is not None:
+            try:
+                Path(told.output_file).write_text(text + "\n", encoding="utf-8")
+                return
+            except OSError as error:  # it must not end the training
+                what = f"flops_profiler.output_file: {told.output_file} can't be written: {error.strerror}"
+                warnings.warn(f"{what}; it is printed", ZeroShardWarning, stacklevel=2)
+        print(text, flush=True)

@@ -93,12 +93,14 @@ class Exporter:
         client = optional_package(*PACKAGE)
         registry = client.CollectorRegistry()
         registry.register(Collector(self._folder))
+        failed: Exception | None = None
         for port in range(self._port, self._port + PORTS):
             try:
                 server, _ = client.start_http_server(port, addr=self._address, registry=registry)
-            except (OSError, OverflowError):  # a stranger's, or beyond the last
+            except (OSError, OverflowError) as error:  # a stranger's, beyond the last, or no address of this node
+                failed = error
                 continue
-            (self._folder / "port").write_text(f"{port}\n", encoding="utf-8")
+            self._tell(port)
             _LOGGER.info("metrics of this node: http://%s:%d/metrics", self._address, port)
             self._ended.wait()
             server.shutdown()
@@ -106,9 +108,19 @@ class Exporter:
             return
         last = self._port + PORTS - 1
         _LOGGER.warning(
-            "metrics: the ports %d to %d of %s are taken; nothing is served", self._port, last, self._address
+            "metrics: no port from %d to %d of %s can be had (%s); nothing is served",
+            self._port,
+            last,
+            self._address,
+            failed,
         )
         self._ended.wait()
+
+    def _tell(self, port: int) -> None:
+        try:
+            (self._folder / "port").write_text(f"{port}\n", encoding="utf-8")
+        except OSError as error:  # a full disk; whoever knows the port is served all the same
+            _LOGGER.warning("metrics: %s can't be written: %s", self._folder / "port", error)
 
     def close(self) -> None:
         """Serve no more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
@@ -44,6 +45,7 @@ class CsvFiles:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
-            file.close()
+        with ExitStack() as files:  # all of them, though one fails
+            for file in self._files.values():
+                files.callback(file.close)
         self._files.clear()
